@@ -48,7 +48,7 @@ def command(argv: list[str]) -> None:
         from moe_jax.config import parse_run_config
 
         mesh = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].mesh
-    from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.parallel.mesh import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)
     import jax

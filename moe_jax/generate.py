@@ -52,7 +52,7 @@ def command(argv: list[str]) -> int:
     if out and not pathlib.Path(out).absolute().parent.is_dir():
         raise UserError(f"--out={out} cannot be written: its folder does not exist; name a file in one that does")
     from moe_jax.inference import Sampling
-    from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.training.hosts import HostsConfig, start_hosts
 
     sampling = Sampling(

@@ -69,7 +69,7 @@ def command(argv: list[str]) -> int:
         raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")
     import jax
 
-    from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.training.compiling import set_up_compilation_cache
     from moe_jax.training.hosts import HostsConfig, start_hosts
     from moe_jax.training.run import evaluate_run, run

@@ -36,7 +36,7 @@ def moe_case(dtype):
     from moe_jax.moe import MoEConfig, make_moe
     from moe_jax.moe.bank import init_bank, open_grad_sink, with_grad_sink
     from moe_jax.moe.routers import RouterInputs
-    from moe_jax.moe.tables import even_tables, local
+    from moe_jax.moe.routing import even_tables, local
     from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
     experts, tokens, dim, hidden = _EXPERTS.value, _TOKENS.value, _MODEL_DIM.value, _HIDDEN_DIM.value

@@ -85,7 +85,7 @@ def read_rows(path: pathlib.Path) -> dict[LayerCase, dict[str, list[float]]]:
 def measure(path: pathlib.Path) -> None:
     """Measure what the CSV file lacks, until the time is up."""
     from moe_jax.analysis.timed import build_layer, interleaved_seconds
-    from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.training.hosts import HostsConfig, start_hosts
 
     began = time.monotonic()

@@ -25,10 +25,11 @@ BELOW = {
     "training": ("config", "observe"),
     "config": ("models", "data"),
     "models": ("moe",),
-    "moe": ("moe.schedules", "moe.routers", "kernels"),
-    "moe.schedules": ("moe parts",),
+    "moe": ("moe.schedules",),
+    "moe.schedules": ("moe layer",),
+    "moe layer": ("moe.routers", "kernels"),
     "moe.routers": ("moe parts",),
-    "moe parts": ("planning", "kernels"),
+    "moe parts": ("planning",),
     "planning": ("cluster", "parallel"),
     "kernels": ("parallel",),
     "parallel": (),
@@ -37,9 +38,8 @@ BELOW = {
     "observe": (),
     "foundation": (),
 }
-# what routers and schedules are built from; the rest of the package `moe` is built from them
-MOE_PARTS = ("routing", "permute", "tables", "after_gate", "after_gate_calibrate", "after_gate_quotas",
-             "after_gate_rules", "after_gate_shadow", "after_gate_shares", "late_transfer", "level_kernel")  # fmt: skip
+MOE_PARTS = ("routing", "permute")  # what the layer and the routers are built from
+MOE_TOP = ("build", "flax_layer")  # modules of `moe` that know of all schedules; the rest is the layer itself
 FOUNDATION = ("errors",)  # modules that every package may import, and that import none
 PACKAGES = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py"))[1:]
 HOST_PACKAGES = ("cluster", "planning")
@@ -112,7 +112,9 @@ def package_of(module):
         return "foundation"
     if len(parts) > 2 and parts[1] == "moe":
         own = f"moe.{parts[2]}"
-        return own if own in BELOW else "moe parts" if parts[2] in MOE_PARTS else "moe"
+        if own in BELOW or parts[2] in MOE_TOP:
+            return own if own in BELOW else "moe"
+        return "moe parts" if parts[2] in MOE_PARTS else "moe layer"
     return parts[1] if len(parts) > 1 and parts[1] in PACKAGES else "commands"
 
 

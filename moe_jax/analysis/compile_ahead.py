@@ -24,8 +24,7 @@ from moe_jax.errors import UserError
 from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedules import schedule_record
-from moe_jax.moe.schedules.contract import layout_of
+from moe_jax.moe.schedule import layout_of, schedule_record
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import PlanShape
@@ -189,14 +188,14 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
         if sizes.capacity is None and sizes.planned_rows is not None:  # planned: known where it was stated
             overflow = own.moe.overflow_chance or None
         elif sizes.capacity is None:
-            choices, pairs = sizes.top_k * sizes.tokens, sizes.sources * members
+            choices, pairs = sizes.config.top_k * sizes.tokens, sizes.sources * members
             chance = overflow_chance([choices / members], choices, sizes.even_rows(members))
             overflow = min(1.0, pairs * chance)
         found.append(
             Buckets(
                 segment=name,
                 by_shape=by_shape,
-                expected=min(sizes.top_k * sizes.tokens, by_shape),
+                expected=min(sizes.config.top_k * sizes.tokens, by_shape),
                 exchanges=own.model.moe_layers * parts * train.grad_accum_steps,
                 overflow=overflow,
             )

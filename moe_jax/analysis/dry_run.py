@@ -26,10 +26,10 @@ from moe_jax.models.attention import check_document_mask, missing_for_cudnn, res
 from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import device_bytes, flops_per_token, half_work, parameter_counts, shapes_and_layout
 from moe_jax.models.model_group import make_model_group
-from moe_jax.moe.build import check_router, layer_sizes, make_schedule, schedule_options
-from moe_jax.moe.schedules import schedule_record, schedules
-from moe_jax.moe.schedules.automatic import layer_shape
+from moe_jax.moe.build import check_router, layer_sizes, make_schedule
+from moe_jax.moe.schedule import schedule_record, schedules
 from moe_jax.moe.schedules.pairwise import choose_groups
+from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.plan_shape import build_shape
@@ -136,7 +136,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
     for own, own_roles in segment_runs(run, roles).values():
         check_router(own.moe, own_roles, rows // shards * length, length, run.planner.decides_late)
         x = jax.ShapeDtypeStruct((rows // shards * length, run.model.model_dim), run.model.dtype)
-        make_schedule(own.moe, own_roles, x, options=schedule_options(own.moe, run.model.sequence_parallel))
+        make_schedule(own.moe, own_roles, x, split_tokens=run.model.sequence_parallel)
 
 
 def _choice_lines(run: RunConfig, roles: Roles, target: Target | None, end_id: int) -> list[str]:
@@ -244,11 +244,9 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
             tokens //= 2 if halves else 1
             if halves and target is not None:
                 beside = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
-            options = schedule_options(moe, model.sequence_parallel, beside)
-            row_bytes, sent_bytes = model.model_dim * item, moe.sent_bytes(model.model_dim)
-            sizes = layer_sizes(moe, own_roles, tokens)
-            sizes = dataclasses.replace(sizes, row_bytes=row_bytes, sent_bytes=sent_bytes)
-            said += schedule_record(moe.schedule).sentences(own_roles, sizes, options)
+            sizes = layer_sizes(moe, own_roles, tokens, None, model.model_dim, item)
+            sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, beside=beside)
+            said += schedule_record(moe.schedule).sentences(own_roles, sizes)
         lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines
 
@@ -256,10 +254,11 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
 def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     """Say how the layer is pipelined, and what that can gain at most; tokens: of an MP group."""
     moe, model = run.moe, run.model
-    sizes = layer_sizes(moe, roles, tokens)
     groups = choose_groups(roles, moe.pairwise_groups)
     item, hidden = jnp.dtype(model.dtype).itemsize, model.hidden_dim // roles.size(roles.expert_shard)
-    shape = layer_shape("pairwise", roles, sizes, model.model_dim * item, model.sequence_parallel, groups)
+    sizes = layer_sizes(moe, roles, tokens, None, model.model_dim, item)
+    sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, sent_bytes=0)
+    shape = layer_shape("pairwise", roles, sizes, groups)
     lines = [f"pairwise: {shape.ep_size} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
     path = moe.cluster or run.planner.cluster
     if not path:

@@ -322,7 +322,7 @@ def record_steps(
     """
     import jax
 
-    from moe_jax.parallel.global_arrays import to_devices
+    from moe_jax.parallel.mesh import to_devices
     from moe_jax.planning.plan_shape import table_shapes
     from moe_jax.training.program import build_session
     from moe_jax.training.step import of_each_table

@@ -33,18 +33,15 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routers import RouterInputs, choose_experts
-from moe_jax.moe.routing import pack, regroup, route
-from moe_jax.moe.schedules import schedule_record
-from moe_jax.moe.schedules.automatic import layer_shape
-from moe_jax.moe.schedules.contract import LayerSizes
-from moe_jax.moe.schedules.expert_group import ExpertGroup
-from moe_jax.moe.schedules.pause_after_gate import collect_parts, receive_part, rows_ahead
-from moe_jax.moe.tables import even_tables, local
+from moe_jax.moe.routing import even_tables, local, pack, regroup, route
+from moe_jax.moe.schedule import LayerSizes, schedule_record
+from moe_jax.moe.schedules.parm import layer_shape
+from moe_jax.moe.schedules.s2 import collect_parts, receive_part, rows_ahead
 from moe_jax.parallel.bucket_rows import bucket_layout
-from moe_jax.parallel.global_arrays import to_devices
-from moe_jax.parallel.mesh import MeshConfig, Roles, build_mesh
-from moe_jax.parallel.replicated import varying_to_replicated
+from moe_jax.parallel.exchange import ExpertGroup
+from moe_jax.parallel.mesh import MeshConfig, Roles, build_mesh, to_devices
 from moe_jax.parallel.sharding import expert_specs
+from moe_jax.parallel.varying import varying_to_replicated
 
 
 def interleaved_seconds(calls: Mapping[typing.Any, Callable], rounds: int) -> dict[typing.Any, list[float]]:
@@ -365,7 +362,7 @@ class LayerCase(typing.NamedTuple):
     def sizes(self, devices: int) -> tuple[Roles, LayerSizes]:
         """Return roles without devices, and static sizes."""
         roles = build_mesh(self.mesh(devices), devices)
-        return roles, layer_sizes(self.config("s1", devices), roles, self.tokens)
+        return roles, layer_sizes(self.config("s1", devices), roles, self.tokens, None, self.model_dim, 4)
 
 
 def schedules_of(case: LayerCase) -> tuple[str, ...]:
@@ -380,7 +377,7 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> L
       UserError: the cluster lacks a fit.
     """
     roles, sizes = case.sizes(devices)
-    shape = layer_shape(schedule, roles, sizes, 4 * case.model_dim)  # bytes of float32
+    shape = layer_shape(schedule, roles, sizes)
     record = schedule_record(schedule).on_mesh(case.mp_size, case.esp_size)
     own = sizes if record.gates_group else sizes.split(case.mp_size)
     sources = shape.ep_size * shape.esp_size

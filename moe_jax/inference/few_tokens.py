@@ -29,10 +29,9 @@ from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterInputs
-from moe_jax.moe.tables import Tables, destinations
+from moe_jax.moe.routing import Tables, destinations
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.replicated import varying_to_replicated
-from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.parallel.varying import cast_varying, varying_axes, varying_to_replicated
 
 SCALE = "_scale"
 

@@ -38,10 +38,9 @@ from moe_jax.moe.build import make_moe
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import Router, RouterInputs
 from moe_jax.moe.routers.statistics import count_experts
-from moe_jax.moe.tables import local
+from moe_jax.moe.routing import local
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.replicated import own_part
-from moe_jax.parallel.varying import cast_varying
+from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape
 
 

@@ -24,8 +24,8 @@ from moe_jax.inference.forward import Serving
 from moe_jax.inference.programs import LEAST_LENGTH, Sampling, State, bucket, make_score, make_step, prompt_keys
 from moe_jax.models import LanguageModel
 from moe_jax.models.config import Segment
-from moe_jax.moe.tables import Tables
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.moe.routing import Tables
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost

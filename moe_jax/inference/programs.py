@@ -24,7 +24,7 @@ from moe_jax.models import LanguageModel
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.model_group import in_dtype, project
 from moe_jax.moe.routing import record
-from moe_jax.parallel.replicated import join_parts, own_part
+from moe_jax.parallel.varying import join_parts, own_part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

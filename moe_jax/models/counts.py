@@ -18,7 +18,7 @@ from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.schedules.contract import layout_of, schedule_record
+from moe_jax.moe.schedule import layout_of, schedule_record
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.plan_shape import PlanShape
 

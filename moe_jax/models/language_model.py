@@ -27,7 +27,7 @@ from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_
 from moe_jax.moe.config import FirstPassConfig, MoEConfig
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.routing import record
-from moe_jax.moe.schedules import schedule_record
+from moe_jax.moe.schedule import schedule_record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import dense_specs, expert_specs
 from moe_jax.planning.placement import Placement

@@ -27,13 +27,13 @@ from moe_jax.models.residuals import named, save_expensive_residuals
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit, add_shared
 from moe_jax.moe.bank import fetch_in_turn, fetch_replicas
-from moe_jax.moe.build import make_moe, schedule_options
-from moe_jax.moe.routers import RouterInputs, build_router
-from moe_jax.moe.schedules import schedule_record, schedules
+from moe_jax.moe.build import make_moe
+from moe_jax.moe.routers import RouterInputs, build_router, find
+from moe_jax.moe.schedule import schedule_record, schedules
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.slices import Transfer
+from moe_jax.parallel.sparse_all_gather import Transfer
 from moe_jax.parallel.varying import cast_varying
 from moe_jax.planning.plan_shape import PlanShape
 
@@ -71,6 +71,11 @@ def make_layers(model: LanguageModel, layout: Layout, tokens: int, plan, group: 
                 x = loop(x, own_units, constants.documents)
                 continue
             choices = constants.choices
+            if choices is not None and not find(segment.moe.router).replays:
+                raise UserError(
+                    f"Batch.choices cannot be replayed by MoEConfig.router = {segment.moe.router!r}; leave them out, "
+                    "or set MoEConfig.router = 'topk' or 'sigmoid_bias'"
+                )
             if choices is not None and choices.shape[-1] != segment.moe.top_k:
                 raise UserError(
                     f"Batch.choices have {choices.shape[-1]} experts for each token, but layers of the model take "
@@ -133,9 +138,8 @@ def _make_moe_loop(
     """Return loop(x, units, grad_sink, constants) -> (x, GateStats, passes)."""
     config, graph = segment.config, _graph_of(segment)
     parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
-    options = schedule_options(segment.moe, group.split)
-    x = jax.ShapeDtypeStruct((tokens, config.model_dim), config.dtype)
-    moe = make_moe(segment.moe, roles, x, config.activation, plan, tokens // group.rows, options)
+    x = jax.ShapeDtypeStruct((group.rows, tokens // group.rows, config.model_dim), config.dtype)
+    moe = make_moe(segment.moe, roles, x, config.activation, plan, group.split)
 
     whole_unit = functools.partial(gather_tree, dims=gather, axes=roles.dense, parts=parts, wires=wires)
 
@@ -248,12 +252,11 @@ def _make_block_wise_loop(segment, roles, layout, tokens, plan, group):
         trees = zip((mix, gate), dims, wires, strict=True)
         return tuple(gather_tree(tree, dim, roles.dense, parts, wire) for tree, dim, wire in trees)
 
-    options = schedule_options(segment.moe, group.split, beside)
-    x = jax.ShapeDtypeStruct((tokens, config.model_dim), config.dtype)
+    x = jax.ShapeDtypeStruct((group.rows, length, config.model_dim), config.dtype)
     how = Stages(
         attend=attend,
         enter_moe=enter_moe,
-        moe=make_moe(segment.moe, roles, x, config.activation, own_plan, length, options),
+        moe=make_moe(segment.moe, roles, x, config.activation, own_plan, group.split, beside),
         checkpoint=functools.partial(body_of, config=config, roles=roles),
         recompute=recompute,
         schedule=schedule,

@@ -34,14 +34,13 @@ from moe_jax.models.model_group import make_model_group
 from moe_jax.models.stages import Constants
 from moe_jax.models.transformer import abstract_transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
+from moe_jax.moe.passes import most_of_all
 from moe_jax.moe.routers import build_router, z_loss
-from moe_jax.moe.schedules.contract import MOST_ROWS
-from moe_jax.moe.schedules.passes import most_of_all
-from moe_jax.moe.tables import even_tables, local
+from moe_jax.moe.routing import even_tables, local
+from moe_jax.moe.schedule import MOST_ROWS
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.ordering import wait_for_tree
-from moe_jax.parallel.replicated import own_part
-from moe_jax.parallel.varying import cast_varying
+from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape
 
 

@@ -24,9 +24,8 @@ from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
-from moe_jax.parallel.replicated import own_part
 from moe_jax.parallel.row_sums import sum_rows
-from moe_jax.parallel.varying import match_varying
+from moe_jax.parallel.varying import match_varying, own_part
 
 
 # Parameters wider than the compute dtype. For `x @ w.astype(dtype)` JAX rounds the sum over tokens that is w's gradient

@@ -25,10 +25,8 @@ from jax import lax
 
 from moe_jax.models.stages import Constants, LayerInputs, Stages, join_floats
 from moe_jax.parallel.ordering import wait_for_tree
-from moe_jax.parallel.replicated import declare_equal
-from moe_jax.parallel.slices import PARTS, fetch
-from moe_jax.parallel.sparse_all_gather import empty_replicas, return_part
-from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, return_part
+from moe_jax.parallel.varying import cast_varying, declare_equal, varying_axes
 from moe_jax.planning.block_schedule import Loop, Window
 
 STEPS = {  # the stages of windows that have several of them, in the order of the forward

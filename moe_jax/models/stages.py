@@ -18,9 +18,10 @@ from moe_jax.models.residuals import Residuals, residuals_of
 from moe_jax.models.transformer import add_shared
 from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.layer import MoE
+from moe_jax.moe.permute import permute_rows, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import record
-from moe_jax.parallel.slices import Transfer
+from moe_jax.parallel.sparse_all_gather import Transfer
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.block_schedule import BlockSchedule
 
@@ -78,7 +79,7 @@ class Stages:
     Attributes:
       attend: (mix, gate, x [b, Sq, M], documents) -> [b, Sq, M], everything before the MoE layer.
       enter_moe: (mix, gate, x) -> ([t, M], what shared experts add), what `Unit.enter_moe` returns.
-      moe: the layer, whose schedule is a `StagedSchedule`.
+      moe: the layer, whose schedule is an `ExpertParallel` that runs its experts in one piece.
       checkpoint: wraps a stage in an activation checkpointing policy.
       recompute: save the inputs of the two halves of a layer only; the schedule runs the stages of the second again, so
         no checkpoint does.
@@ -113,7 +114,7 @@ class Stages:
     def route(self, a, inputs: LayerInputs, save_residuals: bool):
         """Gate and pack: returns ((rows, context's floats, stats' floats, late grad_sinks), what has no gradient).
 
-        The latter are (metadata, the rest of context and stats, passes, late replicas): replicas that come after the
+        The latter are (sent, the rest of context and stats, passes, late replicas): replicas that come after the
         gate, a tuple of {name: [m, ...]}, and the grad_sinks through which their gradients enter.
         """
 
@@ -128,7 +129,7 @@ class Stages:
                 inputs.bank,
                 home_sink,
             )
-            rows, metadata = schedule.pack(routed, 0)
+            rows, sent = schedule.pack(routed, 0)
             before, passes = None, routed.passes
             if schedule.run_passes > 1:  # later passes wait for them
                 before = lax.stop_gradient(stats)
@@ -140,41 +141,41 @@ class Stages:
             rest = [leaf if own is None else None for leaf, own in zip(leaves, floats, strict=True)]
             (context, stats), whole = (jax.tree.unflatten(tree, part) for part in (floats, rest))
             values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
-            return (rows, context, stats, late_grad_sinks), (metadata, whole, passes, values)
+            return (rows, context, stats, late_grad_sinks), (sent, whole, passes, values)
 
         arguments = (a, inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
         return self._run(
             run if self.recompute else self.checkpoint(run), arguments, inputs, save_residuals, has_aux=True
         )
 
-    def send(self, rows, metadata, inputs: LayerInputs, save_residuals: bool):
+    def send(self, rows, sent, inputs: LayerInputs, save_residuals: bool):
         """Exchange the packed rows."""
         schedule = self.moe.schedule
-        return self._run(lambda rows: schedule.send(rows, metadata), (rows,), inputs, save_residuals)
+        return self._run(lambda rows: schedule.send(rows, sent), (rows,), inputs, save_residuals)
 
-    def experts(self, received, metadata, inputs: LayerInputs, save_residuals: bool):
+    def experts(self, received, sent, inputs: LayerInputs, save_residuals: bool):
         """Compute received rows, which leave in the order in which they came."""
-        schedule = self.moe.schedule
 
         def run(received, grad_sinks):
-            rows, group_sizes = schedule.arrive(received, metadata)
-            return schedule.depart(self.moe.experts(rows, group_sizes, self._weights(inputs, grad_sinks)), metadata)
+            rows = permute_rows(received, sent.grouping)
+            done = self.moe.experts(rows, sent.grouping.group_sizes, self._weights(inputs, grad_sinks))
+            return unpermute_rows(done, sent.grouping)
 
         return self._run(
             run if self.recompute else self.checkpoint(run), (received, inputs.grad_sinks), inputs, save_residuals
         )
 
-    def send_back(self, rows, metadata, inputs: LayerInputs, save_residuals: bool):
+    def send_back(self, rows, sent, inputs: LayerInputs, save_residuals: bool):
         """Exchange the computed rows the other way."""
         schedule = self.moe.schedule
-        return self._run(lambda rows: schedule.send_back(rows, metadata), (rows,), inputs, save_residuals)
+        return self._run(lambda rows: schedule.send_back(rows, sent), (rows,), inputs, save_residuals)
 
-    def unpack(self, returned, metadata, context, whole, inputs: LayerInputs, save_residuals: bool):
+    def unpack(self, returned, sent, context, whole, inputs: LayerInputs, save_residuals: bool):
         """Bring returned rows to their tokens and run the later passes: [t, M]."""
 
         def run(returned, context, grad_sinks):
             routed, stats, beside = join_floats(context, whole)
-            y = self.moe.schedule.unpack(returned, metadata, routed)
+            y = unpermute_tokens(returned, routed.weights, sent.parcel)
             experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
             y = self.moe.finish(y, routed, stats, experts)
             return add_shared(y, *beside)

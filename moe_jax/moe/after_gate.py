@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.tables import Tables
+from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
-from moe_jax.parallel.slices import Transfer, shrunk
-from moe_jax.parallel.sparse_all_gather import open_replicas
+from moe_jax.parallel.sparse_all_gather import Transfer, open_replicas, shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape

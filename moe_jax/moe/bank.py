@@ -19,8 +19,7 @@ import numpy as np
 from moe_jax.kernels.grouped import GroupedWeights
 from moe_jax.moe.experts import weight_names
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for, wait_for_tree
-from moe_jax.parallel.slices import Transfer
-from moe_jax.parallel.sparse_all_gather import open_replicas
+from moe_jax.parallel.sparse_all_gather import Transfer, open_replicas
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape
 

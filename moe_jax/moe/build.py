@@ -7,6 +7,7 @@ import logging
 
 import jax.numpy as jnp
 
+import moe_jax.moe.schedules  # noqa: F401 its files register themselves
 from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8_blocks import E4M3, check_blocks
@@ -14,8 +15,7 @@ from moe_jax.kernels.grouped import implementations
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterPlace, build_router
-from moe_jax.moe.schedules import LayerSizes, ScheduleOptions, build_schedule, schedule_record, schedules
-from moe_jax.moe.schedules.contract import Schedule
+from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, schedule_record, schedules
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.plan_shape import PlanShape
@@ -25,15 +25,15 @@ _LOG = logging.getLogger(__name__)
 
 def make_moe(
     config: MoEConfig, roles: Roles, x, activation: str, plan: PlanShape | None = None,
-    length: int = 0, options: ScheduleOptions | None = None,
+    split_tokens: bool = False, beside: HalfWork | None = None,
 ) -> MoE:  # fmt: skip
     """Return the layer as a function of this device's tokens; see `MoE`.
 
     Args:
-      x: array or `jax.ShapeDtypeStruct` [t, M], like the tokens of this device's MP group.
+      x: array or `jax.ShapeDtypeStruct` [t, M], or [b, Sq, M] where sequences are known, like the tokens of this
+        device's MP group.
       plan: sizes of the placements to come; None is an even one without replicas.
-      length: Sq, tokens of a sequence; 0 where that is not known.
-      options: of the schedule; None takes `schedule_options(config)`.
+      split_tokens, beside: as in `LayerSizes`.
 
     Raises:
       UserError: as `make_schedule` and `check_router` do, or an unknown grouped matmul.
@@ -43,9 +43,9 @@ def make_moe(
         raise UserError(
             f"MoEConfig.grouped_matmul ({wanted!r}) is unknown; choose 'auto' or one of {', '.join(implementations())}"
         )
-    router = build_router(config, router_place(config, roles, plan, length))
-    router.check_tokens(x.shape[0])
-    schedule = make_schedule(config, roles, x, plan, options)
+    router = build_router(config, router_place(config, roles, plan, x.shape[-2] if x.ndim == 3 else 0))
+    router.check_tokens(x.size // x.shape[-1])
+    schedule = make_schedule(config, roles, x, plan, split_tokens, beside)
     for note in schedule.notes:
         _LOG.warning(note)
     return MoE(config, roles, activation, plan, router, schedule)
@@ -53,7 +53,7 @@ def make_moe(
 
 def make_schedule(
     config: MoEConfig, roles: Roles, x, plan: PlanShape | None = None,
-    options: ScheduleOptions | None = None,
+    split_tokens: bool = False, beside: HalfWork | None = None,
 ) -> Schedule:  # fmt: skip
     """Return the schedule that a config names, or the one that it chooses; arguments as of `make_moe`.
 
@@ -62,26 +62,18 @@ def make_schedule(
     Raises:
       UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
-    sizes = layer_sizes(config, roles, x.shape[0], plan)
-    row_bytes, sent_bytes = x.shape[1] * jnp.dtype(x.dtype).itemsize, config.sent_bytes(x.shape[1])
-    sizes = dataclasses.replace(sizes, row_bytes=row_bytes, sent_bytes=sent_bytes)
-    return build_schedule(config.schedule, roles, sizes, options or schedule_options(config))
+    sizes = layer_sizes(config, roles, x.size // x.shape[-1], plan, x.shape[-1], jnp.dtype(x.dtype).itemsize)
+    sizes = dataclasses.replace(sizes, split_tokens=split_tokens, beside=beside)
+    return build_schedule(config.schedule, roles, sizes)
 
 
-def schedule_options(config: MoEConfig, split_tokens: bool = False, beside: HalfWork | None = None) -> ScheduleOptions:
-    """Return what a config chooses within its schedule; the others as in `ScheduleOptions`."""
-    return ScheduleOptions(
-        transport=config.transport,
-        pairwise_groups=config.pairwise_groups,
-        gather=config.gather,
-        cluster=config.cluster,
-        split_tokens=split_tokens,
-        beside=beside,
-    )
+def layer_sizes(
+    config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None, model_dim: int = 0, itemsize: int = 0
+) -> LayerSizes:
+    """Return the static sizes of one layer on a device whose MP group holds `tokens` tokens.
 
-
-def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None) -> LayerSizes:
-    """Return the static sizes of one layer on a device whose MP group holds `tokens` tokens."""
+    model_dim, itemsize: M and the bytes of an element, where bytes of rows are asked for.
+    """
     devices = roles.size(roles.expert)
     if config.num_experts % devices:
         raise UserError(
@@ -90,16 +82,13 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | 
         )
     router = build_router(config, router_place(config, roles, plan))
     sizes = LayerSizes(
+        config=config,
         tokens=tokens,
-        top_k=config.top_k,
-        num_experts=config.num_experts,
         groups=config.num_experts // devices if plan is None else plan.slots,
         capacity=None if config.dropless else config.capacity(tokens),
-        bucket_slack=config.bucket_slack,
-        overflow_chance=config.overflow_chance,
         sources=roles.num_devices,
-        min_capacity=config.min_capacity,
-        later_passes=config.later_passes,
+        row_bytes=model_dim * itemsize,
+        sent_bytes=config.sent_bytes(model_dim),
     )
     crossing, members, near = router.most_crossing(tokens), devices, roles.members_per_node
     if plan is not None and plan.bucket_rows is not None:

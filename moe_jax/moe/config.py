@@ -8,6 +8,7 @@ import typing
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8_blocks import COMPUTE, DTYPES, E4M3, bytes_of_row
 from moe_jax.moe.routers.config import RouterConfig
+from moe_jax.parallel.exchange import TRANSPORTS
 
 RESIDUALS = ("sum", "learned")
 
@@ -38,7 +39,7 @@ class MoEConfig(RouterConfig):
       expert_dtype: of the operands of the experts' matmuls: 'compute', ModelConfig.dtype; or 'float8_e4m3' with a scale
         for each block of 128, forward and for the gradients of rows (`kernels/float8_ffn.py`).
       dispatch_dtype: of the rows that travel to experts: 'compute', or 'float8_e4m3', about half of bfloat16's bytes;
-        the way back and all gradients travel in the compute dtype (`moe/schedules/contract.py`).
+        the way back and all gradients travel in the compute dtype (`moe/schedule.py`).
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
         token.
     """
@@ -69,6 +70,17 @@ class MoEConfig(RouterConfig):
                 f"MoEConfig.overflow_chance ({self.overflow_chance}) must be at least 0 and below 1; 0.001 suits "
                 "optimistic steps of about ten layers, 0 takes MoEConfig.bucket_slack"
             )
+        if self.gather not in ("auto", "saa", "aas"):
+            raise UserError(f"MoEConfig.gather ({self.gather!r}) must be 'auto', 'saa' or 'aas'")
+        if self.transport not in (*TRANSPORTS, "auto"):
+            raise UserError(f"MoEConfig.transport ({self.transport!r}) must be one of {', '.join(TRANSPORTS)}")
+        if self.transport == "coordinated" and self.gather == "saa":
+            raise UserError(
+                "MoEConfig.gather ('saa') cannot be used with MoEConfig.transport = 'coordinated', which returns rows "
+                "by a reduce-scatter before its exchange; set MoEConfig.gather = 'auto'"
+            )
+        if self.pairwise_groups < 0:
+            raise UserError(f"MoEConfig.pairwise_groups ({self.pairwise_groups}) must be 0 (by topology) or positive")
         for name in ("shared_experts", "shared_hidden_dim"):
             if getattr(self, name) < 0:
                 raise UserError(f"MoEConfig.{name} ({getattr(self, name)}) must be 0 or positive")

@@ -21,7 +21,7 @@ from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.routers import RouterInputs, build_router, z_loss
-from moe_jax.moe.tables import even_tables, local
+from moe_jax.moe.routing import even_tables, local
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import expert_specs
 

@@ -1,31 +1,34 @@
 """The MoE layer, top to bottom: what happens to this device's tokens between entering and leaving it.
 
-    tokens -> gate -> (after the gate: where experts are) -> route -> dispatch -> experts -> combine -> tokens
+    tokens -> enter -> gate -> (after the gate: where experts are) -> route -> dispatch -> experts -> combine -> leave
 
-Inside `shard_map`. Which rows leave in which order is a schedule's: `schedules/expert_parallel.py` is plain expert
-parallelism. `make_moe` (build.py) makes a `MoE` of a config; called, it is the whole layer. `models/stages.py` calls
-its methods one by one, to place something else beside a stage.
+Inside `shard_map`. `MoE` is the layer, `ExpertParallel` how plain expert parallelism moves its rows; the other
+schedules (`schedules/`) move them in other orders. `make_moe` (build.py) makes a `MoE` of a config. `models/stages.py`
+calls the methods of both one by one, to place something else next to a stage. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.errors import UserError
 from moe_jax.kernels.float8_blocks import E4M3
 from moe_jax.kernels.matmul import choose_implementation
 from moe_jax.moe.after_gate import decide
 from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
+from moe_jax.moe.passes import add_later_passes
+from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routers import GateStats, Router, RouterInputs, share_statistics
-from moe_jax.moe.schedules.contract import Routed, Schedule
-from moe_jax.moe.schedules.passes import add_later_passes
+from moe_jax.moe.routing import destinations, pack, passes_of, regroup, route
+from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, Sent, register, send_as_float8
+from moe_jax.parallel.exchange import ExpertGroup, member
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for
 from moe_jax.parallel.varying import cast_varying, varying_axes
@@ -68,10 +71,7 @@ class MoE:
         """
         routed, stats, grad_sink, replicas = self.route(x, gate, inputs, bank, grad_sink, replicas)
         weights = ExpertWeights(bank, grad_sink, inputs.tables.home_row, replicas)
-
-        def experts(rows, group_sizes):
-            return self.experts(rows, group_sizes, weights)
-
+        experts = functools.partial(self.experts, weights=weights)
         y = self.schedule.run_pass(routed, 0, experts)  # dispatch, experts, combine
         y = self.finish(y, routed, stats, experts)
         # sums of statistics over devices come after the layer's own collectives
@@ -85,19 +85,14 @@ class MoE:
           (Routed, GateStats, grad_sink, replicas): replicas that come after the gate stand behind those given, and
           their gradients leave through the cotangent of that grad_sink.
         """
-        tables, ids, replay = inputs.tables, inputs.token_ids, inputs.replay
-        count = tables.home_row[0]
-        if replay is None:
-            tokens, ids = self.schedule.enter(x, ids)
-        elif self.router.replays:
-            tokens, both = self.schedule.enter(x, jnp.concatenate([ids[:, None], replay], axis=1))
-            ids, replay = both[:, 0], both[:, 1:]
+        tables, count = inputs.tables, inputs.tables.home_row[0]
+        if inputs.replay is None:
+            tokens, ids = self.schedule.enter(x, inputs.token_ids)
+            inputs = dataclasses.replace(inputs, token_ids=ids)
         else:
-            raise UserError(
-                f"Batch.choices cannot be replayed by MoEConfig.router = {self.config.router!r}; leave them out, or "
-                "set MoEConfig.router = 'topk' or 'sigmoid_bias'"
-            )
-        inputs = dataclasses.replace(inputs, token_ids=ids, replay=replay)
+            both = jnp.concatenate([inputs.token_ids[:, None], inputs.replay], axis=1)
+            tokens, both = self.schedule.enter(x, both)
+            inputs = dataclasses.replace(inputs, token_ids=both[:, 0], replay=both[:, 1:])
         gated = tokens
         if self.late:
             # sums of the gradients of tokens and gate come after the branch of late replicas' gradients
@@ -109,7 +104,8 @@ class MoE:
             if self.config.record_choices:
                 stats = dataclasses.replace(stats, choices=choice.expert_ids)
             stats = share_statistics(stats, choice, gated, self.roles.model)
-        tables, replicas = decide(self.plan, self.roles, stats, bank, grad_sink, tables, replicas)
+        if self.plan is not None and self.plan.after_gate is not None:
+            tables, replicas = decide(self.plan, self.roles, stats, bank, grad_sink, tables, replicas)
         if self.late:
             # Gradients of the late replicas, the last, leave after those of dispatched tokens are home. Without it a
             # compiler may put their branch ahead of the exchanges that bring these home (jax 0.12 does for `pairwise`).
@@ -118,7 +114,7 @@ class MoE:
         return self.schedule.route(tokens, choice, tables), stats, grad_sink, replicas
 
     def experts(self, rows, group_sizes, weights: ExpertWeights):
-        """Apply the experts to rows [R, M] in group order."""
+        """Apply the experts to rows [R, M] in group order; group_sizes int32 [G]."""
         name = self.config.grouped_matmul
         with jax.named_scope("experts"):
             operands = {name: weights.operands(name) for name in weights.bank}
@@ -137,3 +133,72 @@ class MoE:
 
         y = add_later_passes(y, one_pass, routed.passes, schedule.run_passes, before=lax.stop_gradient(stats))
         return schedule.leave(y)
+
+
+@register("s1")
+class ExpertParallel(Schedule):
+    """Plain expert parallelism: rows travel in one exchange to the devices of their experts, and in another one back.
+
+    Under MP each device takes its own part of the group's tokens, before the gate, and an all-gather makes them whole
+    at the end; under ESP rows go to all shards of their expert. Its drop groups are the N / N_MP tokens of one device.
+    Source: GShard (Lepikhin et al. 2020); with MP and ESP Parm's first schedule, section III-B.
+    """
+
+    one_piece = True
+
+    def __init__(self, roles: Roles, sizes: LayerSizes, group: ExpertGroup | None = None):
+        """Build it; group: among whom rows travel, the EP and ESP devices by default."""
+        super().__init__(roles, sizes)
+        self.group = group or ExpertGroup(roles, sizes.config.transport)
+
+    def member(self):
+        """Return int32 [], the EP member by whose place the buckets of this device are laid out."""
+        return member(self.roles)
+
+    def route(self, tokens, choice, tables):
+        groups, me = self.sizes.groups, self.member()
+        with jax.named_scope("route"):
+            device, expert = destinations(tables, choice, groups)
+            routing = route(choice, device, expert, self.roles.size(self.roles.expert), groups)
+            passes = self.passes_needed(passes_of(routing, self.layout, groups, me))
+        return Routed(tokens, choice.weights, routing, passes)
+
+    def dispatch(self, routed, index):
+        rows, sent = self.pack(routed, index)
+        received = self.send(rows, sent)
+        with jax.named_scope("dispatch"):
+            return permute_rows(received, sent.grouping), sent
+
+    def combine(self, done, sent, weights):
+        with jax.named_scope("combine"):
+            rows = unpermute_rows(done, sent.grouping)
+        returned = self.send_back(rows, sent)
+        with jax.named_scope("combine"):
+            return unpermute_tokens(returned, weights, sent.parcel)
+
+    def pack(self, routed: Routed, index):
+        """Return (rows [R, M] of pass `index` in the buckets of their destinations, `Sent`): all index work of a pass.
+
+        The receivers' part of it, how the rows that come here form groups, needs the counts of all sources.
+        """
+        sizes, me = self.sizes, self.member()
+        with jax.named_scope("dispatch"):
+            parcel = pack(routed.routing, index, self.layout, sizes.config.top_k, sizes.groups, me)
+            arriving = self.group.send_counts(parcel.counts)
+            return permute_tokens(routed.tokens, parcel), Sent(parcel, regroup(arriving, self.layout, me))
+
+    def send(self, rows, sent: Sent):
+        """Exchange packed rows [R, M], as float8 where that is asked for; of `sent` only sizes and parcels are read."""
+        with jax.named_scope("dispatch"):
+            if self.sizes.sent_bytes:
+                return send_as_float8(self.exchange, rows, sent)
+            return self.exchange(rows, sent)
+
+    def exchange(self, rows, sent: Sent):
+        """Exchange rows [R, ...] of any dtype as they are: [Ns R, ...]."""
+        return self.group.send(rows, self.layout)
+
+    def send_back(self, rows, sent: Sent):
+        """Exchange computed rows [Ns R, M] the other way: [R, M], summed over the shards of an expert."""
+        with jax.named_scope("combine"):
+            return self.group.send_back(rows, self.layout)

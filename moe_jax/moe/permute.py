@@ -108,9 +108,13 @@ _permute_rows, _unpermute_rows = _with_gradient(_to_places, _to_rows), _with_gra
 
 def permute_rows(rows, grouping: Grouping):
     """Bring received rows [R, M] into compact group order [R, M]; places past the last row are zero."""
+    if grouping.row_of_place is None:
+        return rows
     return _permute_rows(*match_varying(rows, grouping))
 
 
 def unpermute_rows(rows, grouping: Grouping):
     """Undo `permute_rows`: [R, M] -> [R, M]; empty rows are zero."""
+    if grouping.place_of_row is None:
+        return rows
     return _unpermute_rows(*match_varying(rows, grouping))

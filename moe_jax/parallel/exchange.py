@@ -1,4 +1,4 @@
-"""The all-to-all family: ways to hand block p of an array to device p of a group.
+"""The all-to-all family: ways to hand block p of an array to device p of a group, and rows to their experts.
 
 Inputs: x [P, c, ...], block p for device p, c rows each. Outputs: [P, c, ...], block p from device p. It is its own
 transpose, and every transport defines it so, so forward and backward move the same bytes in the same way.
@@ -6,13 +6,20 @@ transpose, and every transport defines it so, so forward and backward move the s
     all_to_all   one collective
     two_level    first within the node, then across nodes: fewer and larger messages on the slow links
     coordinated  among devices of equal place in their groups, then inside them; no exchange of one group but of EP and
-                 ESP groups together, so it is built in moe/schedules/expert_group.py and not here
+                 ESP groups together, so `ExpertGroup` builds it: rows travel among devices of equal place in the groups
+                 and are gathered over the shards, so none crosses a slow link once per shard (DeepSpeed-MoE, section
+                 5.3)
+
+`ExpertGroup` moves rows between the devices that together hold every expert once, D members of Ns shards (EP x ESP):
+one bucket per EP member enters, and each row goes to all shards of its expert; on the way back each source sums their
+partial outputs. Source: Parm, section III-C.
 
 Letters: docs/notation.md; here P devices of the group at hand.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -20,6 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
+from moe_jax.parallel.bucket_rows import BucketLayout
+from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import cast_varying
 
 TRANSPORTS = ("all_to_all", "two_level", "coordinated")
@@ -38,10 +47,8 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int, 
       inside: exchange among so many neighbours, which are P then, each for themselves.
 
     Raises:
-      UserError: an unknown transport, or a group that does not fill whole nodes.
+      UserError: a transport that is no exchange of one group, or a group that does not fill whole nodes.
     """
-    if transport not in TRANSPORTS:
-        raise UserError(f"MoEConfig.transport ({transport!r}) must be one of {', '.join(TRANSPORTS)}")
     if transport == "coordinated":
         raise UserError(
             "MoEConfig.transport ('coordinated') is a way of the schedules s1 and s2; set MoEConfig.schedule = 's1', "
@@ -93,3 +100,164 @@ def shift_pairs(outer: int, inner: int, outer_step: int, inner_step: int) -> lis
         for o in range(outer)
         for i in range(inner)
     ]
+
+
+class ExpertGroup:
+    """The product of the EP and ESP groups of a mesh, and how rows travel in it by a transport.
+
+    Attributes:
+      axes: mesh axes, EP before ESP.
+      ep_size: D; esp_size: Ns.
+      exchanges: {piece: a transport among all devices, those of a node, those of an EP member}; under 'coordinated'
+        among the devices of equal place in these.
+    """
+
+    def __init__(self, roles: Roles, transport: str = "all_to_all", shards: bool = True):
+        """Build it; shards: whether rows travel to all shards of an expert, or among devices of equal shard."""
+        self.ep_size, self.esp_size = roles.size(roles.expert), roles.size(roles.expert_shard) if shards else 1
+        self.shard_axes = roles.expert_shard if shards else ()
+        self.axes = roles.expert + self.shard_axes
+        self.coordinated = shards and transport == "coordinated"
+        if not self.coordinated:
+            size, in_node = self.ep_size * self.esp_size, roles.config.devices_per_node
+            in_node = in_node if shards else max(1, in_node // roles.size(roles.expert_shard))
+            make = functools.partial(make_exchange, self.axes, size, transport, min(size, in_node))
+            node, own = make(inside=roles.members_per_node * self.esp_size), make(inside=self.esp_size)
+            self.exchanges = {"far": make(), "node": node, "own": own}
+            return
+        in_group = tuple(axis for axis in roles.expert if axis in roles.model)
+        across = tuple(axis for axis in roles.expert if axis not in roles.model)
+        inner, outer = roles.size(in_group), roles.size(across)
+
+        def by_place(blocks):  # [D, ...] -> [D, ...]: across MP groups among equal places, then inside the MP group
+            x = blocks.reshape((outer, inner) + blocks.shape[1:])
+            for axes, size, dim in ((across, outer, 0), (in_group, inner, 1)):
+                if size > 1:
+                    x = lax.all_to_all(cast_varying(x, axes), axes, split_axis=dim, concat_axis=dim, tiled=True)
+            return x.reshape(blocks.shape)
+
+        inside = roles.members_per_node
+        node = make_exchange(roles.expert, self.ep_size, "all_to_all", 1, inside=inside)
+        node = by_place if inside >= self.ep_size else node
+        self.exchanges = {"far": by_place, "node": node, "own": lambda blocks: blocks}
+
+    def send(self, rows, layout: BucketLayout):
+        """Send rows [R, M] of this device's buckets to their experts: [Ns R, M], piece by piece, then by source."""
+        sent = []
+        for kind, blocks in cut(rows, layout):
+            sent.append(self.send_piece(kind, blocks))
+        return join(sent)
+
+    def send_piece(self, kind: str, blocks):
+        """Send the blocks of one piece to all shards of their destinations: [n, ...] -> [n Ns, ...]."""
+        exchange = self.exchanges[kind]
+        if self.esp_size == 1:
+            return exchange(blocks)
+        if self.coordinated:  # sources (member, shard) in order
+            every = gather_shards(cast_varying(exchange(blocks), self.shard_axes), self.shard_axes, 1)
+            return every.reshape((-1,) + blocks.shape[1:])
+        return exchange(repeat_for_shards(blocks, self.esp_size).reshape((-1,) + blocks.shape[1:]))
+
+    def send_counts(self, counts):
+        """Return int32 [P, G], the rows that arrive from each source per group; counts int32 [D, G]."""
+        if self.coordinated:
+            return self.send_piece("far", counts)
+        if self.esp_size > 1:
+            counts = repeat_for_shards(counts, self.esp_size).reshape(-1, counts.shape[1])
+        return exchange_counts(counts, self.axes, self.ep_size * self.esp_size)
+
+    def send_back(self, rows, layout: BucketLayout):
+        """Send computed rows [Ns R, M] to their sources: [R, M], the sum over the shards of each expert."""
+        returned = []
+        for kind, blocks in cut(rows, layout, self.esp_size):
+            returned.append(self.send_piece_back(kind, blocks))
+        return join(returned)
+
+    def send_piece_back(self, kind: str, blocks):
+        """Send computed blocks [n Ns, ...] of one piece to their sources, and sum over the shards: [n, ...]."""
+        exchange = self.exchanges[kind]
+        if self.esp_size == 1:
+            return exchange(blocks)
+        if self.coordinated:
+            split = blocks.reshape((-1, self.esp_size) + blocks.shape[1:])
+            return exchange(scatter_sum(split, self.shard_axes, 1))
+        acc_dtype = jnp.promote_types(blocks.dtype, jnp.float32)
+        split = exchange(blocks).reshape((-1, self.esp_size) + blocks.shape[1:])
+        parts = [split[:, shard].astype(acc_dtype) for shard in range(self.esp_size)]
+        return sum(parts[1:], parts[0]).astype(blocks.dtype)
+
+
+def cut(rows, layout: BucketLayout, each: int = 1):
+    """Yield (piece, its rows [n each, c, ...]) of a buffer [R each, ...] that holds n buckets of `each` devices."""
+    if len(layout.pieces) == 1:
+        yield "far", rows.reshape((layout.members * each, -1) + rows.shape[1:])
+        return
+    for piece in layout.pieces:
+        part = lax.slice_in_dim(rows, piece.offset * each, (piece.offset + piece.rows) * each)
+        yield piece.kind, part.reshape((piece.count * each, piece.width) + rows.shape[1:])
+
+
+def join(pieces):
+    """Return pieces [n, c, ...] as one buffer [R, ...]; the inverse of `cut`."""
+    flat = [blocks.reshape((-1,) + blocks.shape[2:]) for blocks in pieces]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def member(roles: Roles):
+    """Return int32 [], this device's EP member; inside `shard_map`."""
+    return lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else jnp.int32(0)
+
+
+def repeat_for_shards(array, esp_size: int):
+    """Return [n, Ns, ...] from [n, ...]: the same for every shard. The gradient is summed in at least float32."""
+    acc_dtype = jnp.promote_types(array.dtype, jnp.float32)
+    if array.dtype == acc_dtype or not jnp.issubdtype(array.dtype, jnp.floating):
+        # Stacked, so that the gradient is a chain of additions: XLA:CPU sums over a middle dim one number at a time.
+        return jnp.stack([array] * esp_size, axis=1)
+    return _repeat(esp_size, array)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _repeat(esp_size, array):
+    return jnp.stack([array] * esp_size, axis=1)
+
+
+def _sum_repeats(esp_size, _, d):
+    parts = [d[:, shard].astype(jnp.float32) for shard in range(esp_size)]
+    return (sum(parts[1:], parts[0]).astype(d.dtype),)
+
+
+_repeat.defvjp(lambda esp_size, array: (_repeat(esp_size, array), None), _sum_repeats)
+
+
+def gather_shards(array, axes: tuple[str, ...], dim: int):
+    """Return every shard's array, stacked along a new `dim`; the gradient is `scatter_sum` of the cotangent."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return lax.all_gather(array, axes, axis=dim)
+    return _gather_shards(array, axes, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_shards(array, axes, dim):
+    return lax.all_gather(array, axes, axis=dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def scatter_sum(array, axes: tuple[str, ...], dim: int):
+    """Return this shard's entry along `dim` of the sum over the shards.
+
+    It is carried in at least float32, at twice the bytes of bfloat16: shards of an expert are neighbours, and no slow
+    link is crossed. The gradient is gathered in the dtype of the array.
+    """
+    acc_dtype = jnp.promote_types(array.dtype, jnp.float32)
+    return lax.psum_scatter(array.astype(acc_dtype), axes, scatter_dimension=dim).astype(array.dtype)
+
+
+_gather_shards.defvjp(
+    lambda array, axes, dim: (_gather_shards(array, axes, dim), None),
+    lambda axes, dim, _, d: (scatter_sum(d, axes, dim),),
+)
+scatter_sum.defvjp(
+    lambda array, axes, dim: (scatter_sum(array, axes, dim), None),
+    lambda axes, dim, _, d: (_gather_shards(d, axes, dim),),
+)

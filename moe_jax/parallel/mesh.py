@@ -31,6 +31,7 @@ import re
 import typing
 from collections.abc import Collection, Sequence
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -263,3 +264,32 @@ def build_mesh(config: MeshConfig, devices: Sequence | int, experts: Collection[
     parts = {name: tuple(axis for axis in sizes if re.fullmatch(rf"{name}(_mp)?(_of_\d+)?", axis)) for name in AXES}
     dense = tuple(axis for axis in sizes if axis not in model)
     return Roles(config=config, mesh=mesh, model=model, dense=dense, **parts)
+
+
+def set_up_devices(count: int | None) -> None:
+    """Split the CPU into `count` devices; must come before jax looks for devices."""
+    if count is None:
+        return
+    if count < 1:
+        raise UserError(f"--host_devices ({count}) must be at least 1")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    # With several CPU devices a program from a warm cache hangs between two collectives (jax 0.10.2).
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def to_devices(arrays, shardings):
+    """Return NumPy arrays as global arrays; every process gives the same arrays and places its own part.
+
+    Args:
+      arrays: pytree of NumPy arrays.
+      shardings: matching pytree, or one sharding for all.
+    """
+
+    def one(array, sharding):
+        array = np.asarray(array)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    if isinstance(shardings, jax.sharding.Sharding):
+        return jax.tree.map(lambda array: one(array, shardings), arrays)
+    return jax.tree.map(one, arrays, shardings)

@@ -1,28 +1,85 @@
 """Sparse collectives: some devices get some chunks for one step, and the gradients are summed at their owners.
 
 Inputs: a bank of chunks and the tables of one layer. Outputs: the chunks of the replica slots, whose gradients go home
-by the same tables. In which sizes bytes move (`TransferShape`) is static; which chunk goes into which slot is data. How
-they move is in `slices.py`.
+by the same tables. In which sizes bytes move (`TransferShape`) is static; which chunk goes into which slot is data.
 
 A chunk is one row of every array of the bank; all arrays of a chunk travel as one message. The bank itself gets no
 gradient: it may hold the chunks of all layers, and a loop over them would carry its gradient. The sums leave as the
-cotangent of `grad_sink`, one row per home slot. Letters: docs/notation.md; X, Cp, m as in `transfer_shape.py`.
-Source: Hecate, section 3.1; Pro-Prophet's Trans and Agg.
+cotangent of `grad_sink`, one row per home slot.
+
+Chunks are cut into slices, spread, each slice sent over the slow links once, and collected again. A transfer is a
+`ChunkTransfer`, three steps of which the second communicates, so that computation can be placed beside it.
+
+    fetch       A  all-to-all of the level: slice j of all that each device offers to member j
+                B  by node: the slices that another node needs, once, to the member of equal rank there
+                C  all-to-all of the level: each member's slices of what its replica slots hold
+    give back   C, A (and B) the other way, with sums on the way: of a level's members, then of the nodes
+
+Gradients travel in the dtype that the caller gives them and are added in at least float32, in a fixed order and by
+gathers alone: on GPUs a scatter that adds is not repeatable to the bit. Each partial sum is rounded once to travel on.
+A transfer may be cut along the elements of its chunks: a part is a range of eighths, padded to whole slices.
+
+Letters: docs/notation.md; n elements of a chunk, w of a part of it, s = w / inside of a slice; X, Cp, m as in
+`transfer_shape.py`.
+Source: Hecate, section 3.1, and Pro-Prophet's Trans and Agg; the slices are ours.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.parallel.slices import WHOLE, ChunkTransfer, Transfer, fetch, give_back, zeros_varying
-from moe_jax.parallel.transfer_shape import TransferTables
-from moe_jax.parallel.varying import match_varying, varying_axes
+from moe_jax.parallel.sorted_search import first_places
+from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
+from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 
 Array = jax.Array
 Bank = dict[str, Array]
+PARTS = 8  # a transfer is cut at multiples of an eighth
+WHOLE = (0, PARTS)
+
+jax.tree_util.register_dataclass(TransferTables, data_fields=["offer", "pick", "want"], meta_fields=[])
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkTransfer:
+    """A transfer in three steps.
+
+    Attributes:
+      pack: () -> payload, what this device sends.
+      communicate: payload -> what arrives; the only step that communicates.
+      unpack: (what arrives, into {name: [slots, ...]}) -> `into` with the arrivals in it.
+    """
+
+    pack: Callable
+    communicate: Callable
+    unpack: Callable
+
+    def at_once(self, into: Bank) -> Bank:
+        """Run the three steps one after the other."""
+        return self.unpack(self.communicate(self.pack()), into)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """What a program is compiled for: the sizes of a transfer, and the mesh axes of its devices."""
+
+    shape: TransferShape
+    axes: tuple[str, ...]
+
+    @property
+    def slots(self) -> int:
+        """m: replica slots of a device."""
+        return self.shape.slots
+
+
+_NOTHING = ChunkTransfer(lambda: (), lambda payload: payload, lambda _, into: into)  # a part of a small chunk
 
 
 def open_replicas(
@@ -96,3 +153,188 @@ def return_part(
 def empty_replicas(bank: Bank, transfer: Transfer) -> Bank:
     """Return replica slots of zeros {name: [m, ...]}."""
     return {name: zeros_varying((transfer.slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
+
+
+def fetch(bank: Bank, rows: Array, tables: TransferTables, transfer: Transfer, part=WHOLE) -> ChunkTransfer:
+    """Return the transfer of chunks to replica slots {name: [m, ...]}; a part overwrites its elements of all slots.
+
+    Slots that nothing fills become zero. No gradient flows.
+
+    Args:
+      bank: {name: [Rb, ...]}, of one dtype; rows: int32 [Hs], the bank row of each home slot.
+      tables, transfer: who offers and wants what, and in which sizes.
+      part: (first, last) eighth of every chunk.
+    """
+    bank, rows, tables = match_varying(bank, rows, tables)
+    shape, scope = transfer.shape, jax.named_scope("sparse_all_gather")
+    first, last = _columns(bank, shape.inside, part)
+    if first == last:
+        return _NOTHING
+    home_slots, bank_rows = rows.shape[0], next(iter(bank.values())).shape[0]
+
+    def pack():
+        row = jnp.where(tables.offer < home_slots, rows[jnp.minimum(tables.offer, home_slots - 1)], bank_rows)
+        # what no slot wants may be any row
+        return _slices_of(bank, jnp.minimum(row, bank_rows - 1), first, last, shape.inside)
+
+    def communicate(offered):
+        here = _swap(offered, transfer).reshape(shape.inside * shape.offers, -1)
+        if shape.crosses:
+            came = _swap(_take(here, tables.pick), transfer, across=True)
+            here = jnp.concatenate([here, came.reshape(-1, came.shape[-1])])
+        return _swap(_take(here, tables.want), transfer)
+
+    def unpack(arrived, into):
+        packed = arrived.swapaxes(0, 1).reshape(arrived.shape[1], -1)  # [inside, m, s] -> [m, w]
+        return _put(into, packed, first, last, add=False)
+
+    return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
+
+
+def give_back(gradients: Bank, tables: TransferTables, transfer: Transfer, part=WHOLE) -> ChunkTransfer:
+    """Return the transfer of gradients {name: [m, ...]} to their homes, which add them to sums {name: [Hs, ...]}.
+
+    Args:
+      gradients: of the replica slots, of one dtype, in which they travel.
+      tables, transfer, part: of the `fetch` that filled the slots.
+    """
+    gradients, tables = match_varying(gradients, tables)
+    shape, scope = transfer.shape, jax.named_scope("sparse_reduce_scatter")
+    first, last = _columns(gradients, shape.inside, part)
+    if first == last:
+        return _NOTHING
+
+    def pack():
+        return _slices_of(gradients, jnp.arange(shape.slots, dtype=jnp.int32), first, last, shape.inside)
+
+    def communicate(mine):
+        wire = mine.dtype
+        came = _swap(mine, transfer)
+        sums = sum_by_target(came.reshape(-1, came.shape[-1]), tables.want.reshape(-1), shape.places, shape.inside)
+        offered = shape.inside * shape.offers
+        own = sums[:offered]
+        if shape.crosses:
+            others = sums[offered:].astype(wire).reshape(shape.nodes, shape.crossing, -1)
+            back = _swap(others, transfer, across=True).reshape(-1, others.shape[-1])
+            own = own + sum_by_target(back, tables.pick.reshape(-1), offered, shape.nodes)
+        return _swap(own.astype(wire).reshape(shape.inside, shape.offers, -1), transfer)
+
+    def unpack(arrived, sums):
+        home = next(iter(sums.values())).shape[0]
+        same = tables.offer[None] == jnp.arange(home, dtype=tables.offer.dtype)[:, None]  # [Hs, X], at most one a row
+        place = jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), shape.offers)
+        packed = arrived.swapaxes(0, 1).reshape(arrived.shape[1], -1)
+        return _put(sums, _take(packed, place), first, last, add=True)
+
+    return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
+
+
+def shrunk(tables: TransferTables, shape: TransferShape, small: TransferShape) -> TransferTables:
+    """Return the tables of a smaller shape, of which only the first offers, crossings and slots are in use."""
+    tables_in, offers = shape.inside * shape.offers, small.offers
+    pick, want = tables.pick, tables.want[:, : small.slots]
+    if shape.by_node:
+        near = pick < tables_in
+        offered = pick // shape.offers * offers + pick % shape.offers
+        pick = jnp.where(near, offered, small.inside * offers)[:, : small.crossing]
+    came = jnp.maximum(want - tables_in, 0)
+    crossing = max(shape.crossing, 1)
+    far = small.inside * offers + came // crossing * small.crossing + came % crossing
+    near = want < tables_in
+    offered = want // shape.offers * offers + want % shape.offers
+    want = jnp.where(near, offered, jnp.where(want < shape.places, far, small.places))
+    return TransferTables(offer=tables.offer[:offers], pick=pick, want=want)
+
+
+def sum_by_target(values: Array, target: Array, targets: int, most: int) -> Array:
+    """Add rows with equal targets, in at least float32: values [k, s], target int32 [k] -> [targets, s].
+
+    Rows are sorted by target, of equals in their order, and added pairwise as a tree: the same order every time.
+
+    Args:
+      target: `targets` or more for a row that counts nowhere.
+      most: static, the most rows with one target.
+    """
+    rows = values.shape[0]
+    order = jnp.argsort(target, stable=True)
+    ranked = target[order]
+    total = values[order].astype(jnp.promote_types(values.dtype, jnp.float32))
+    step = 1
+    while step < min(most, rows):
+        same = jnp.concatenate([ranked[step:] == ranked[:-step], jnp.zeros_like(ranked[:step], bool)])
+        ahead = jnp.concatenate([total[step:], jnp.zeros_like(total[:step])])
+        total = total + jnp.where(same[:, None], ahead, 0)
+        step *= 2
+    wanted = jnp.arange(targets, dtype=ranked.dtype)
+    first = first_places(ranked, wanted)
+    found = ranked[jnp.minimum(first, rows - 1)] == wanted
+    return _take(total, jnp.where(found, first, rows))
+
+
+def zeros_varying(shape, dtype, like) -> Array:
+    """Return zeros that vary over the axes of `like`."""
+    return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
+
+
+def _swap(blocks: Array, transfer: Transfer, across: bool = False) -> Array:
+    """Hand block j of [inside, ...] to member j of the level, or q of [Nn, ...] to that of equal rank on node q."""
+    nodes, inside = transfer.shape.nodes, transfer.shape.inside
+    groups = [[node * inside + j for j in range(inside)] for node in range(nodes)]
+    if across:
+        groups = [[node * inside + j for node in range(nodes)] for j in range(inside)]
+    elif nodes == 1:
+        groups = None
+    blocks = cast_varying(blocks, transfer.axes)
+    return lax.all_to_all(blocks, transfer.axes, 0, 0, axis_index_groups=groups, tiled=True)
+
+
+def _columns(leaves: Bank, inside: int, part: tuple[int, int]) -> tuple[int, int]:
+    """Return the first and the last (exclusive) element of a part: whole slices, the last ones padded."""
+    elements = sum(math.prod(leaf.shape[1:]) for leaf in leaves.values())
+    first, last = (math.ceil(elements * eighth / PARTS / inside) * inside for eighth in part)
+    return first, last
+
+
+def _slices_of(leaves: Bank, index: Array, first: int, last: int, inside: int) -> Array:
+    """Return elements [first, last) of rows `index` of all leaves side by side, past the last one zeros, as slices.
+
+    These are [inside, k, s]: of each row one for each member.
+    """
+    pieces = []
+    for name, begin, size in _places(leaves):
+        low, high = max(first - begin, 0), min(last - begin, size)
+        if low < high:
+            pieces.append(jnp.take(leaves[name], index, axis=0).reshape(index.shape[0], size)[:, low:high])
+    missing = last - first - sum(piece.shape[1] for piece in pieces)
+    if missing:
+        like = next(iter(leaves.values()))
+        pieces.append(zeros_varying((index.shape[0], missing), like.dtype, like))
+    return jnp.concatenate(pieces, axis=1).reshape(index.shape[0], inside, -1).swapaxes(0, 1)
+
+
+def _places(leaves: Bank):
+    """Yield (name, first element, elements) of every leaf of a chunk."""
+    begin = 0
+    for name in sorted(leaves):
+        size = math.prod(leaves[name].shape[1:])
+        yield name, begin, size
+        begin += size
+
+
+def _put(into: Bank, packed: Array, first: int, last: int, add: bool) -> Bank:
+    """Return the leaves [k, ...] with elements [first, last) replaced by packed [k, w], or with it added to them."""
+    out = dict(into)
+    for name, begin, size in _places(into):
+        low, high = max(first - begin, 0), min(last - begin, size)
+        if low >= high:
+            continue
+        flat = into[name].reshape(-1, size)
+        old, new = flat[:, low:high], packed[:, begin + low - first : begin + high - first].astype(flat.dtype)
+        new = old + new if add else new
+        flat = new if high - low == size else lax.dynamic_update_slice_in_dim(flat, new, low, axis=1)
+        out[name] = flat.reshape(into[name].shape)
+    return out
+
+
+def _take(rows: Array, index) -> Array:
+    return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)

@@ -1,15 +1,25 @@
-"""Which mesh axes an array varies over, inside `shard_map`.
+"""Which mesh axes an array varies over inside `shard_map`, and changes of that type.
 
 JAX types every value inside `shard_map` by the set of mesh axes over which its shards may differ. Plain operations cast
 their operands to the union by themselves; a `custom_vjp`, a loop carry or a `cond` does not, because there the types of
-inputs and outputs must agree exactly. These functions make them agree. The transpose of such a cast is a sum over the
-added axes: the all-reduce of the gradient of a replicated weight.
+inputs and outputs must agree exactly: `cast_varying` and `match_varying` make them agree. The transpose of such a cast
+is a sum over the added axes: the all-reduce of the gradient of a replicated weight.
+
+A model-parallel group holds its tokens replicated; a schedule splits them, or computes on every device and gets equal
+results. The other functions convert between such values. Each says what its gradient is, so that none costs an
+all-reduce that the mathematics does not need. `axes` = () makes each of them the identity.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
 
 
 def varying_axes(*trees) -> frozenset[str]:
@@ -33,3 +43,99 @@ def cast_varying(tree, axes):
 def match_varying(*trees):
     """Cast all `trees` to the union of the axes that any of them varies over; returns a tuple in the same order."""
     return cast_varying(trees, varying_axes(trees))
+
+
+_declare_equal_p = core.Primitive("declare_equal")
+
+
+@_declare_equal_p.def_abstract_eval
+def _declare_equal_type(x, *, axes):
+    left = frozenset(axis for axis in x.manual_axis_type.varying if axis not in axes)
+    return x.update(manual_axis_type=x.manual_axis_type.update(varying=left))
+
+
+mlir.register_lowering(_declare_equal_p, lambda ctx, x, *, axes: [x])
+
+
+def declare_equal(x, axes: tuple[str, ...]):
+    """Return x typed as equal over `axes`, at no cost and unchecked: the caller must know that its values are equal.
+
+    It has no gradient of its own: use it inside a `custom_vjp`.
+    """
+    return _declare_equal_p.bind(x, axes=tuple(axes)) if axes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def replicated_to_varying(x, axes: tuple[str, ...]):
+    """Return x typed as varying over `axes`, for code in which each device of the group works on x by itself.
+
+    The cotangent on every device must be the whole one, as it is when the results leave by `varying_to_replicated`;
+    then it needs no sum over the group.
+    """
+    return cast_varying(x, axes)
+
+
+replicated_to_varying.defvjp(
+    lambda x, axes: (cast_varying(x, axes), None), lambda axes, _, d: (declare_equal(d, axes),)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def varying_to_replicated(x, axes: tuple[str, ...]):
+    """Type values that are equal on the group as one value; each device gets the whole cotangent.
+
+    The gradient of weights that all devices used then counts once per device: see `scale_gradient`.
+    """
+    return declare_equal(x, axes)
+
+
+varying_to_replicated.defvjp(
+    lambda x, axes: (declare_equal(x, axes), None), lambda axes, _, d: (cast_varying(d, axes),)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scale_gradient(x, factor: float):
+    """Return x; its cotangent is multiplied by `factor`."""
+    return x
+
+
+scale_gradient.defvjp(
+    lambda x, factor: (x, None),
+    lambda factor, _, d: (d if factor == 1 else d * jnp.asarray(factor, d.dtype),),
+)
+
+
+def _take_part(x, axes, dim):
+    part = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
+    return lax.dynamic_slice_in_dim(cast_varying(x, axes), lax.axis_index(axes) * part, part, axis=dim)
+
+
+def join_parts(x, axes: tuple[str, ...], dim: int = 0):
+    """All-gather the parts of the group's devices along `dim`, in the group's order; the gradient is a local slice."""
+    if not axes:
+        return x
+    return lax.all_gather(cast_varying(x, axes), axes, axis=dim, tiled=True, to="invarying")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _own_part(x, axes, dim):
+    return _take_part(x, axes, dim)
+
+
+_own_part.defvjp(
+    lambda x, axes, dim: (_take_part(x, axes, dim), None), lambda axes, dim, _, d: (join_parts(d, axes, dim),)
+)
+
+
+def own_part(x, axes: tuple[str, ...], dim: int = 0):
+    """Return this device's part of x along `dim`; x is equal on the group. The gradient is one all-gather.
+
+    Plain slicing would cast x and get an all-reduce of the whole x for a gradient, twice the bytes.
+    """
+    if not axes:
+        return x
+    assert not frozenset(axes) & varying_axes(x), f"own_part needs a value that is equal over {axes}"
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return _own_part(x, tuple(axes), dim)
+    return _take_part(x, axes, dim)

@@ -17,7 +17,7 @@ from moe_jax.cluster.targets import Target
 from moe_jax.cluster.timeline import Model
 from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.routers import build_router
-from moe_jax.moe.schedules import schedule_record
+from moe_jax.moe.schedule import schedule_record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
 from moe_jax.training.plan_cost import attention_seconds, plan_cost, segment_runs

@@ -28,9 +28,8 @@ from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.moe.build import check_router
-from moe_jax.moe.tables import Tables, even_tables
-from moe_jax.parallel.global_arrays import to_devices
-from moe_jax.parallel.mesh import Roles, build_mesh
+from moe_jax.moe.routing import Tables, even_tables
+from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import PlanShape, table_shapes
 from moe_jax.training.compiling import SharedFunction, compile_for_all, compiler_options, find_target
 from moe_jax.training.feed import Feed, padded_vocabulary

@@ -29,7 +29,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import BALANCERS

@@ -17,10 +17,10 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.moe.after_gate_rules import RULES
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedules.contract import LayerSizes, schedule_record
+from moe_jax.moe.schedule import LayerSizes, schedule_record
 from moe_jax.parallel.bucket_rows import BucketRows, round_up
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.slices import PARTS
+from moe_jax.parallel.sparse_all_gather import PARTS
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import with_late
@@ -134,7 +134,7 @@ class Replanner:
             # Each kind of bucket has a third of the chance; data-parallel groups draw for themselves. Where a
             # microbatch travels in two halves, buckets are twice as long as those of a half.
             chance = more_often * self.config.moe.overflow_chance * len(pairs) / 3 / self.roles.size(self.roles.data)
-            parts, choices = 2 if self.config.model.overlap == "halves" else 1, sizes.top_k * sizes.tokens
+            parts, choices = 2 if self.config.model.overlap == "halves" else 1, sizes.config.top_k * sizes.tokens
             rows = {}
             for kind, own in pairs_by_kind(pairs * ((1 + error) / groups), self.start.devices_per_node).items():
                 needed = expected_rows(own / parts, choices // parts, chance, math.lcm(8, step)) if own.size else 0
@@ -143,7 +143,7 @@ class Replanner:
         else:
             fullest = fullest_pairs(pairs, placement.devices_per_node)
             rows = fullest.each(lambda pair: round_up(pair / groups * (1 + error), math.lcm(8, step)))
-        fewest = round_up(FEWEST * sizes.top_k * sizes.tokens / self.devices, math.lcm(8, step))
+        fewest = round_up(FEWEST * sizes.config.top_k * sizes.tokens / self.devices, math.lcm(8, step))
         return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
 
     def _most_rows(self, shape: PlanShape) -> BucketRows:
@@ -153,7 +153,7 @@ class Replanner:
         travel; except where the schedule gives other buckets its length.
         """
         sizes = self.sizes(dataclasses.replace(shape, bucket_rows=None))
-        most = math.ceil(self.config.planner.bucket_limit * (sizes.top_k * sizes.tokens / self.devices))
+        most = math.ceil(self.config.planner.bucket_limit * (sizes.config.top_k * sizes.tokens / self.devices))
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         roles = self.roles
         several = roles.size(roles.model) > roles.size(roles.expert_shard)  # members of an MP group

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from moe_jax.config.run_config import RunConfig
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.program import Programs, Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.teacher import load_teacher

@@ -24,7 +24,7 @@ from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import expert_counts
 from moe_jax.models.language_model import Teacher
 from moe_jax.models.model_group import make_model_group
-from moe_jax.moe.build import make_schedule, schedule_options
+from moe_jax.moe.build import make_schedule
 from moe_jax.observe import RunFolder
 from moe_jax.parallel.mesh import Roles, mesh_axes
 from moe_jax.training.checkpoint import Checkpointer
@@ -125,8 +125,7 @@ def teacher_model(
         tokens = rows // roles.size(roles.dense) * length
         for segment in built.expert_segments:
             x = jax.ShapeDtypeStruct((tokens, model.model_dim), model.dtype)
-            options = schedule_options(segment.moe, model.sequence_parallel)
-            make_schedule(segment.moe, built.roles_of(segment), x, options=options)
+            make_schedule(segment.moe, built.roles_of(segment), x, split_tokens=model.sequence_parallel)
         return built
 
 

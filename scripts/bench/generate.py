@@ -202,7 +202,7 @@ def measure(sides: dict, vocabulary: int) -> list[dict]:
 
 def print_measured():
     from moe_jax.inference import load
-    from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.parallel.mesh import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)
     print(f"{_PROMPT_TOKENS.value} tokens a prompt, {_NEW_TOKENS.value} new ones, {_HOST_DEVICES.value} device(s)\n")
@@ -249,7 +249,7 @@ def print_losses():
     from moe_jax.data import build_cache, held_out_batches
     from moe_jax.inference import load
     from moe_jax.inference.load import run_config
-    from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.parallel.mesh import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)
     data = run_config(_WORKDIR.value, _GIN_BINDINGS.value).data

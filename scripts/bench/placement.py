@@ -126,8 +126,7 @@ def worker() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     jax.config.update("jax_enable_compilation_cache", False)
-    from moe_jax.parallel.global_arrays import to_devices
-    from moe_jax.parallel.mesh import build_mesh
+    from moe_jax.parallel.mesh import build_mesh, to_devices
     from moe_jax.training.hosts import HostsConfig, start_hosts
     from moe_jax.training.stepper import build_stepper
 

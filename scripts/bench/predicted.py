@@ -30,7 +30,7 @@ _LARGEST = flags.DEFINE_integer("largest", 2**20, "Bytes of the largest message 
 def main(argv):
     del argv
     if _HOST_DEVICES.value:
-        from moe_jax.parallel.host_devices import set_up_devices
+        from moe_jax.parallel.mesh import set_up_devices
 
         set_up_devices(_HOST_DEVICES.value)
     import jax
@@ -79,8 +79,7 @@ def transfer_cases(devices) -> list[dict]:
     from jax.sharding import PartitionSpec as P
 
     from moe_jax.parallel.exchange import make_exchange
-    from moe_jax.parallel.slices import Transfer, fetch, give_back
-    from moe_jax.parallel.sparse_all_gather import empty_replicas
+    from moe_jax.parallel.sparse_all_gather import Transfer, empty_replicas, fetch, give_back
     from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
 
     rng, number, group = np.random.default_rng(0), len(devices), _PER_NODE.value

@@ -21,11 +21,10 @@ DEVICES, NEAR = 8, 1.03
 
 def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     """Print tables and the JSON line; draw beside the CSV file."""
-    from moe_jax.analysis.timed import GATHER, predict
+    from moe_jax.analysis.timed import predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
-    from moe_jax.moe.schedules import ScheduleOptions
-    from moe_jax.moe.schedules.automatic import by_equations, by_layers, choose
+    from moe_jax.moe.schedules.parm import by_equations, by_layers, choose
 
     if not rows:
         raise SystemExit(f"error: {path} holds no measured layer; run the sweep first")
@@ -47,7 +46,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
         for name in SCHEDULES:
             predicted[name].append((predict(name, layer, DEVICES, cluster), times[name]))
         roles, sizes = layer.sizes(DEVICES)
-        asked = (roles, sizes, 4 * layer.model_dim, cluster, ScheduleOptions(gather=GATHER))
+        asked = (roles, sizes, cluster)
         for rule in (by_equations, by_layers):
             choice = rule(*asked)
             rules.setdefault(choice.rule, []).append((layer, dict(times), choice))

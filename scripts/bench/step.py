@@ -29,7 +29,7 @@ def prepare(config, devices):
 
     import jax
 
-    from moe_jax.parallel.global_arrays import to_devices
+    from moe_jax.parallel.mesh import to_devices
     from moe_jax.training.program import build_session
 
     mesh = config.mesh if len(devices) > 1 else type(config.mesh)()

@@ -20,7 +20,7 @@ WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT, TOP = 860, 76, 190, 42, 20
 
 PATHS = {  # colour: packages, what it says below the boxes
     "#cfe3f7": (
-        ("data", "models", "moe", "moe.routers", "moe parts", "moe.schedules", "kernels", "parallel"),
+        ("data", "models", "moe", "moe.schedules", "moe layer", "moe.routers", "moe parts", "kernels", "parallel"),
         "token path (devices, every step): tokens -> gate -> route -> dispatch -> experts -> combine -> tokens",
     ),
     "#f9dfc0": (
@@ -37,10 +37,11 @@ NOTES = {
     "observe": "metrics, loads, report",
     "models": "transformer, loss, prefetch",
     "data": "text to windows",
-    "moe": "the layer",
-    "moe.schedules": "order of the exchanges",
+    "moe": "a layer from its config",
+    "moe.schedules": "other orders of exchanges",
+    "moe layer": "gate to combine, experts, bank",
     "moe.routers": "experts of each token",
-    "moe parts": "routing, tables, after the gate",
+    "moe parts": "routing, permutation of rows",
     "planning": "placements, NumPy only",
     "kernels": "grouped matmuls",
     "parallel": "mesh, collectives",

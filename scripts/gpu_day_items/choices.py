@@ -21,7 +21,7 @@ def measure(
     import jax
 
     from moe_jax.models.config import ModelConfig
-    from moe_jax.parallel.global_arrays import to_devices
+    from moe_jax.parallel.mesh import to_devices
     from moe_jax.training.program import build_session
 
     fields = {field.name for field in dataclasses.fields(ModelConfig)}

@@ -27,7 +27,7 @@ def gradient(context):
 
     from moe_jax.models import make_loss
     from moe_jax.models.language_model import flatten
-    from moe_jax.parallel.global_arrays import to_devices
+    from moe_jax.parallel.mesh import to_devices
     from moe_jax.training.program import build_session
 
     session = build_session(_config(context), jax.devices()[:1])

@@ -19,7 +19,7 @@ from moe_jax.moe.after_gate import late_size as late_size_on_device
 from moe_jax.moe.after_gate import slots_of
 from moe_jax.moe.after_gate_rules import RULES
 from moe_jax.moe.late_transfer import fit_late
-from moe_jax.parallel.slices import shrunk
+from moe_jax.parallel.sparse_all_gather import shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import build_planner

@@ -1,5 +1,6 @@
 """Fits from synthetic times are exact; a small real calibration writes a file that parm and the cost model read."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ from moe_jax.analysis.timed import Case, LayerCase, build_layer, layer_cases, me
 from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import HalfWork, LayerShape, layer_seconds
 from moe_jax.errors import UserError
-from moe_jax.moe.schedules import LayerSizes, ScheduleOptions
-from moe_jax.moe.schedules.automatic import by_equations, choose
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.schedule import LayerSizes
+from moe_jax.moe.schedules.parm import by_equations, choose
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.watchdog import Hosts
@@ -83,8 +85,8 @@ def test_small_calibration_serves_parm_and_reads_back(tmp_path):
     write_cluster(cluster, tmp_path / "cluster.json")
     again = read_cluster(tmp_path / "cluster.json")
     assert again == cluster and again.devices == 4
-    sizes = LayerSizes(tokens=64, top_k=2, num_experts=8, groups=4, capacity=None, bucket_slack=1.5)
-    choice = choose(build_mesh(mesh, devices), sizes, 256, again)
+    sizes = LayerSizes(config=MoEConfig(num_experts=8, top_k=2), tokens=64, groups=4, row_bytes=256)
+    choice = choose(build_mesh(mesh, devices), sizes, again)
     assert choice.schedule in ("s1", "s2") and choice.s1_seconds != choice.s2_seconds
 
 
@@ -166,29 +168,29 @@ def test_a_layer_is_built_and_runs():
 def test_parm_counts_the_gate_when_it_was_timed():
     """s2 gathers a quarter of s1's bytes here, but gates four times the tokens: with a slow gate s1 is right."""
     roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    sizes = LayerSizes(tokens=64, top_k=1, num_experts=8, groups=1, capacity=2, bucket_slack=1.5)
+    sizes = LayerSizes(config=MoEConfig(num_experts=8, top_k=1), tokens=64, groups=1, capacity=2, row_bytes=256)
     fits = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-6), "saa:8,4,1": (0, 1e-9, 1e-6)}
-    choice = choose(roles, sizes, 256, Cluster(fits=fits))
+    choice = choose(roles, sizes, Cluster(fits=fits))
     assert (choice.schedule, choice.rule) == ("s2", "equations")
     compute = {"gate": (0, 1.0), "regroup": (0, 0), "expert_step": (0, 0), "call": (0, 0)}
     counted = Cluster(fits={**fits, **compute})
-    choice = choose(roles, sizes, 256, counted)
+    choice = choose(roles, sizes, counted)
     assert (choice.schedule, choice.rule) == ("s1", "parts")
-    assert by_equations(roles, sizes, 256, counted).schedule == "s2"  # Parm's rule does not read the gate
-    assert choose(roles, sizes, 256, None).rule == "bytes"
+    assert by_equations(roles, sizes, counted).schedule == "s2"  # Parm's rule does not read the gate
+    assert choose(roles, sizes, None).rule == "bytes"
 
 
 EXCHANGES = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-9)}
 PARTS = {name: (0, 0) for name in ("gate", "regroup", "expert_step", "call")}
 
 
-def in_halves(attention, experts, recompute=False, fits=None, flops=1.0, sent_bytes=0, **sizes):
+def in_halves(attention, experts, recompute=False, fits=None, flops=1.0, **sizes):
     """Return the choice of a layer whose other half computes for so many seconds."""
     roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    dims = {"tokens": 64, "top_k": 2, "num_experts": 8, "groups": 1, "capacity": None, "bucket_slack": 1.5}
-    options = ScheduleOptions(beside=None if attention is None else HalfWork(attention, experts, recompute))
-    cluster = Cluster(fits={**EXCHANGES, **(fits or {})}, flops=flops)
-    return choose(roles, LayerSizes(**{**dims, **sizes}), 256, cluster, options, sent_bytes)
+    moe = MoEConfig(num_experts=8, top_k=2)
+    beside = None if attention is None else HalfWork(attention, experts, recompute)
+    sizes = LayerSizes(config=moe, tokens=64, groups=1, row_bytes=256, beside=beside, **sizes)
+    return choose(roles, sizes, Cluster(fits={**EXCHANGES, **(fits or {})}, flops=flops))
 
 
 def test_parm_counts_no_exchange_that_the_other_half_hides():
@@ -230,19 +232,19 @@ def test_parm_hides_what_its_parts_and_layers_charge(planned, sent_bytes):
 def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
     """With whole layers timed the baseline is asked too: here a layer of s1 or s2 takes a second to start."""
     roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    sizes = LayerSizes(tokens=64, top_k=1, num_experts=8, groups=1, capacity=2, bucket_slack=1.5)
+    sizes = LayerSizes(config=MoEConfig(num_experts=8, top_k=1), tokens=64, groups=1, capacity=2, row_bytes=256)
     free = (0, 0)
     fits = {"all_to_all:8": free, "all_gather:4": free, "saa:8,4,1": (0, 0, 0)}
     fits |= {name: free for name in ("gate", "regroup", "expert_step", "call")}
     layers = {"layer:s1": (1.0, 1.0, 1.0), "layer:s2": (1.0, 1.0, 1.0)}
-    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers})).schedule == "s1"
+    assert choose(roles, sizes, Cluster(fits={**fits, **layers})).schedule == "s1"
     layers["layer:deepspeed"] = (0.5, 1.0, 1.0)
-    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers})) == ("deepspeed", 1.0, 1.0, 0.5, "layers")
+    assert choose(roles, sizes, Cluster(fits={**fits, **layers})) == ("deepspeed", 1.0, 1.0, 0.5, "layers")
     layers |= {"layer:deepspeed": (2.0, 1.0, 1.0), "layer:s2": (0.5, 1.0, 1.0)}
     fits["saa:8,4,1"] = (1.0, 0, 0)  # s2 was timed with SAA: what its layers take to start is no reason for AAS
-    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers}))[:3] == ("s1", 1.0, 2.5)
-    aas = ScheduleOptions(gather="aas")
-    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers}), aas)[:3] == ("s2", 1.0, 0.5)
+    assert choose(roles, sizes, Cluster(fits={**fits, **layers}))[:3] == ("s1", 1.0, 2.5)
+    aas = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, gather="aas"))
+    assert choose(roles, aas, Cluster(fits={**fits, **layers}))[:3] == ("s2", 1.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +266,10 @@ def test_mistakes_are_one_line_and_exit_code_2(flags, message, tmp_path):
 
 
 def test_file_of_another_machine_is_refused(tmp_path):
-    from moe_jax.moe.schedules import ScheduleOptions, build_schedule
+    from moe_jax.moe.schedule import build_schedule
 
     write_cluster(Cluster(name="there", nodes=2, devices_per_node=2), tmp_path / "c.json")
-    sizes = LayerSizes(tokens=64, top_k=2, num_experts=8, groups=4, capacity=None, bucket_slack=1.5)
+    moe = MoEConfig(num_experts=8, top_k=2, cluster=str(tmp_path / "c.json"))
     roles = build_mesh(MeshConfig(expert=4, expert_shard=2, model=2), jax.devices()[:8])
     with pytest.raises(UserError, match=r"MeshConfig has 8 devices, but cluster 'there' has nodes \(2\) x .*\(2\) = 4"):
-        build_schedule("parm", roles, sizes, ScheduleOptions(cluster=str(tmp_path / "c.json")))
+        build_schedule("parm", roles, LayerSizes(config=moe, tokens=64, groups=4))

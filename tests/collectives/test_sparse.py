@@ -15,10 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.placements import random_placement
 
-from moe_jax.moe.tables import local
+from moe_jax.moe.routing import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.slices import PARTS, Transfer, fetch
-from moe_jax.parallel.sparse_all_gather import empty_replicas, open_replicas, return_part
+from moe_jax.parallel.sparse_all_gather import PARTS, Transfer, empty_replicas, fetch, open_replicas, return_part
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.planning.plan_shape import build_shape, fill_tables

@@ -16,9 +16,8 @@ from moe_jax.moe.after_gate_shares import ShareRule
 from moe_jax.moe.bank import fetch_replicas
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.routers import RouterInputs
-from moe_jax.moe.routing import Choice
-from moe_jax.moe.schedules import LayerSizes, build_schedule
-from moe_jax.moe.tables import Tables, destinations, local, share_of
+from moe_jax.moe.routing import Choice, Tables, destinations, local, share_of
+from moe_jax.moe.schedule import LayerSizes, build_schedule
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
@@ -89,9 +88,8 @@ def test_layer_with_70000_choices_of_one_expert():
 
 def test_more_choices_than_int32_counts_are_refused():
     roles = build_mesh(MeshConfig(expert=4), jax.devices()[:4])
-    most = LayerSizes(
-        tokens=(1 << 28) - 1, top_k=2, num_experts=4, groups=1, capacity=None, bucket_slack=1.0
-    )  # 4 x 2 x (2^28 - 1) = 2^31 - 8
+    moe = MoEConfig(num_experts=4, top_k=2, bucket_slack=1.0)
+    most = LayerSizes(config=moe, tokens=(1 << 28) - 1, groups=1)  # 4 x 2 x (2^28 - 1) = 2^31 - 8
     build_schedule("s1", roles, most)
     with pytest.raises(
         UserError, match=r"2147483648 choices of experts in a layer must be at most 2147483647, so that"

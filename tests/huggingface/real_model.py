@@ -11,7 +11,7 @@ from moe_jax.inference.conversion import file_shapes
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.loss import _make_trunk
 from moe_jax.moe.bank import with_grad_sink
-from moe_jax.moe.tables import even_tables
+from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
 

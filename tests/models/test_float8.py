@@ -10,7 +10,7 @@ from support.prefetch_cases import BATCH, EXPERTS, LENGTH, VOCAB, batch, model_c
 
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.tables import even_tables
+from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 E4M3 = "float8_e4m3"

@@ -17,7 +17,7 @@ from moe_jax.kernels.float8_blocks import COMPUTE, E4M3
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.counts import Sizes, device_bytes, teacher_bytes
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.tables import even_tables
+from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.placement import Placement

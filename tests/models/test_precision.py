@@ -23,11 +23,10 @@ from moe_jax.kernels.grouped import implementations
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import GroupedWeights, MoEConfig
 from moe_jax.moe.experts import expert_ffn
-from moe_jax.moe.schedules import LayerSizes, build_schedule
-from moe_jax.moe.tables import even_tables
+from moe_jax.moe.routing import even_tables
+from moe_jax.moe.schedule import LayerSizes, build_schedule
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.slices import Transfer, zeros_varying
-from moe_jax.parallel.sparse_all_gather import return_part
+from moe_jax.parallel.sparse_all_gather import Transfer, return_part, zeros_varying
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.training.optimizer import build_optimizer
@@ -240,8 +239,8 @@ def test_ring_sums_within_its_bound(shards):
     """
     tokens, top_k = 64, 3
     roles = build_mesh(MeshConfig(expert=8 // shards, expert_shard=shards), jax.devices())
-    sizes = {"num_experts": EXPERTS, "groups": shards, "capacity": None, "bucket_slack": 4.0}
-    schedule = build_schedule("ring", roles, LayerSizes(tokens=tokens, top_k=top_k, **sizes))
+    moe = MoEConfig(num_experts=EXPERTS, top_k=top_k, bucket_slack=4.0)
+    schedule = build_schedule("ring", roles, LayerSizes(config=moe, tokens=tokens, groups=shards))
     rng, rows = np.random.default_rng(0), 8 * tokens
     members = np.argsort(rng.random((rows, 8 // shards)), axis=1)[:, :top_k]
     holds = np.repeat(np.any(members[None] == np.arange(8 // shards)[:, None, None], axis=2), shards, axis=0)

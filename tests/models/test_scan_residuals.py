@@ -14,7 +14,7 @@ from support.sums_in_programs import constants_and_carries
 
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.language_model import first_pass_model
-from moe_jax.moe.tables import even_tables
+from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 LAYERS, M, F = 4, 32, 48

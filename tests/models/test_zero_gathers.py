@@ -16,7 +16,7 @@ from support.placements import to_bank
 
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.language_model import flatten
-from moe_jax.moe.tables import even_tables
+from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 

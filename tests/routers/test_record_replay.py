@@ -8,7 +8,7 @@ from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_co
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.language_model import by_token
-from moe_jax.moe.tables import even_tables
+from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 KEY = jax.random.key(11)

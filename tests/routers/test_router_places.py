@@ -19,7 +19,7 @@ from moe_jax.moe.after_gate_shares import ShareRule
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.routers import RouterPlace, build_router, routers
 from moe_jax.moe.routers.topology_limited import remote_fraction
-from moe_jax.moe.tables import local
+from moe_jax.moe.routing import local
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement

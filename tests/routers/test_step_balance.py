@@ -13,7 +13,7 @@ from support.tiny_run import bindings_of
 from moe_jax.config import parse_run_config
 from moe_jax.models import make_loss
 from moe_jax.moe.routers import build_router
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.program import build_session
 
 EXPERTS, MICROBATCHES = (8, 4), 2  # E of each layer

@@ -18,9 +18,8 @@ from support.layer_cases import PAIRS, draw, drop_groups, make_loss, moe_config,
 from support.program_order import overtaking
 
 from moe_jax.cluster import Cluster, write_cluster
-from moe_jax.moe.build import schedule_options
 from moe_jax.moe.reference import reference_expert, reference_moe
-from moe_jax.moe.schedules import schedule_record, schedules
+from moe_jax.moe.schedule import schedule_record, schedules
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 SCHEDULES = tuple(name for name in schedules() if schedule_record(name).moves_tokens)
@@ -103,10 +102,9 @@ def which(case, config, roles):
     if case["schedule"] != "parm" or roles.size(roles.model) == 1:
         return case["schedule"]
     from moe_jax.moe.build import layer_sizes
-    from moe_jax.moe.schedules.automatic import choose
+    from moe_jax.moe.schedules.parm import choose
 
-    sizes = layer_sizes(config, roles, 64 // roles.size(roles.dense))
-    return choose(roles, sizes, 32, None, schedule_options(config)).schedule
+    return choose(roles, layer_sizes(config, roles, 64 // roles.size(roles.dense), None, 4, 8), None).schedule
 
 
 def test_covering_set_is_complete():

@@ -16,9 +16,8 @@ from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import reference
 from moe_jax.moe.build import check_float8
-from moe_jax.moe.schedules import LayerSizes
-from moe_jax.moe.schedules.automatic import choose, layer_shape
-from moe_jax.moe.schedules.contract import layout_of
+from moe_jax.moe.schedule import LayerSizes, layout_of
+from moe_jax.moe.schedules.parm import choose, layer_shape
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.cost import Cost
 
@@ -95,13 +94,15 @@ def test_bad_input_is_refused():
 def test_smaller_rows_are_charged_as_such():
     """M = 768 in bfloat16: 784 bytes instead of 1,536, in one of a forward's two exchanges."""
     roles = roles_of(2, 2)
-    sizes = LayerSizes(tokens=64, top_k=2, num_experts=8, groups=2, capacity=None, bucket_slack=1.5)
-    plain, less = (choose(roles, sizes, 1536, None, sent_bytes=sent) for sent in (0, 784))
-    rows = 2 * layout_of(roles, sizes.split(2).bucket_rows(4)).total  # to both shards of an expert
+    both = [
+        LayerSizes(config=moe_config("parm"), tokens=64, groups=2, row_bytes=1536, sent_bytes=sent) for sent in (0, 784)
+    ]
+    plain, less = (choose(roles, sizes, None) for sizes in both)
+    rows = 2 * layout_of(roles, both[0].split(2).bucket_rows(4)).total  # to both shards of an expert
     assert plain.s1_seconds - less.s1_seconds == rows * (1536 - 784) and less.s2_seconds < plain.s2_seconds
     fits = {name: (0, 1e-9) for name in ("all_to_all:8", "all_gather:2", "gate", "regroup", "call")}
     cluster = Cluster(fits=fits)
-    shapes = [layer_shape("s1", roles, sizes, 2 * 768, sent_bytes=sent) for sent in (0, 784)]
+    shapes = [layer_shape("s1", roles, sizes) for sizes in both]
     seconds = [layer_seconds("s1", shape, None, cluster).communication for shape in shapes]
     assert seconds[0] - seconds[1] == pytest.approx(rows * (1536 - 784) * 1e-9)
     costs = [Cost(cluster=Cluster(inter_bandwidth=1e9), model_dim=768, hidden_dim=1536, dtype_bytes=2, sent_bytes=sent)

@@ -8,8 +8,9 @@ import pathlib
 import pytest
 
 from moe_jax.cluster import read_cluster
-from moe_jax.moe.schedules import LayerSizes, ScheduleOptions
-from moe_jax.moe.schedules.automatic import choose
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.schedule import LayerSizes
+from moe_jax.moe.schedules.parm import choose
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
@@ -19,7 +20,7 @@ DIMS, FACTORS = (1024, 2048, 4096), (1.2, 2.4)
 
 
 def table(devices, factors=FACTORS):
-    """Yield roles, sizes and bytes of a row (float32) of each layer; tokens are those of an MP group, E the devices.
+    """Yield roles and sizes (rows of float32) of each layer; tokens are those of an MP group, E the devices.
 
     The hidden dim, of which the table has three, plays no part: each layer stands for three.
     """
@@ -29,11 +30,16 @@ def table(devices, factors=FACTORS):
         for tokens, dim, factor in itertools.product(TOKENS, DIMS, factors):
             capacity = 4 * math.ceil(factor * TOP_K * tokens / devices / 4)  # no part of a bucket is rounded up
             groups = devices // config.expert
-            yield roles, LayerSizes(tokens, TOP_K, devices, groups, capacity, 1.5), 4 * dim
+            moe = MoEConfig(num_experts=devices, top_k=TOP_K)
+            yield roles, LayerSizes(config=moe, tokens=tokens, groups=groups, capacity=capacity, row_bytes=4 * dim)
 
 
 def chosen(layers, cluster, gather):
-    return [choose(*layer, cluster, ScheduleOptions(gather=gather)).schedule for layer in layers]
+    schedules = []
+    for roles, sizes in layers:
+        config = dataclasses.replace(sizes.config, gather=gather)
+        schedules.append(choose(roles, dataclasses.replace(sizes, config=config), cluster).schedule)
+    return schedules
 
 
 def test_by_bytes_s2_wins_only_where_it_gathers_less():
@@ -57,7 +63,8 @@ def test_by_links_s2_wins_where_its_gathers_hide(inside, across, schedules):
     layers = list(table(32))
     assert set(chosen(layers, cluster, "aas")) == {"s1"}
     got, want = chosen(layers, cluster, "saa"), []
-    for roles, sizes, row in layers:
+    for roles, sizes in layers:
+        row = sizes.row_bytes
         mp, esp = roles.config.model, roles.config.expert_shard
         y = 32 * sizes.capacity * row
         x = y * esp / mp

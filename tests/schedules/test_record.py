@@ -8,7 +8,8 @@ from support.layer_cases import moe_config
 from moe_jax.cluster.layer_seconds import FORMULAS
 from moe_jax.errors import UserError
 from moe_jax.moe.build import make_moe
-from moe_jax.moe.schedules import LayerSizes, ScheduleOptions, build_schedule, register, schedule_record, schedules
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.schedule import LayerSizes, build_schedule, register, schedule_record, schedules
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -21,7 +22,7 @@ def roles_of(**sizes):
 
 def sizes_of(roles):
     groups = EXPERTS // roles.size(roles.expert)
-    return LayerSizes(tokens=16, top_k=2, num_experts=EXPERTS, groups=groups, capacity=None, bucket_slack=1.5)
+    return LayerSizes(config=moe_config("s1", top_k=2), tokens=16, groups=groups)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,8 @@ def sizes_of(roles):
     ],
 )
 def test_bucket_rows(tokens, top_k, groups, capacity, slack, destinations, rows, worst):
-    sizes = LayerSizes(tokens, top_k, groups * destinations, groups, capacity, slack)
+    config = MoEConfig(num_experts=groups * destinations, top_k=top_k, bucket_slack=slack)
+    sizes = LayerSizes(config=config, tokens=tokens, groups=groups, capacity=capacity)
     assert (sizes.bucket_rows(destinations), sizes.worst_rows()) == (BucketRows.even(rows), worst)
 
 
@@ -60,7 +62,7 @@ def test_coordinated_is_refused_where_it_means_nothing():
             "gelu",
         )
     with pytest.raises(UserError, match="MoEConfig.gather"):
-        ScheduleOptions(transport="coordinated", gather="saa")
+        moe_config("s2", transport="coordinated", gather="saa")
 
 
 def test_registry():
@@ -69,7 +71,7 @@ def test_registry():
     with pytest.raises(UserError, match=r"MoEConfig.schedule \('magic'\) is unknown; choose one of deepspeed, dp"):
         build_schedule("magic", roles, sizes_of(roles))
     with pytest.raises(AssertionError, match="'dp' is registered twice"):
-        register("dp")(lambda roles, sizes, options: None)
+        register("dp")(lambda roles, sizes: None)
 
 
 def test_every_record_names_what_exists():

@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.layer_cases import roles_of
 
-from moe_jax.moe.schedules.expert_group import ExpertGroup
 from moe_jax.moe.schedules.pairwise import Ring
-from moe_jax.moe.schedules.pause_after_gate import collect_parts
+from moe_jax.moe.schedules.s2 import collect_parts
 from moe_jax.parallel.bucket_rows import bucket_layout
+from moe_jax.parallel.exchange import ExpertGroup
 
 
 def waits(mapped, arguments, kind):

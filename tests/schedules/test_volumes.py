@@ -19,12 +19,11 @@ from support.program_volumes import collectives, groups_of
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, index_transfers, layer_transfers
 from moe_jax.kernels.float8_blocks import bytes_of_row
 from moe_jax.moe.bank import open_grad_sink
-from moe_jax.moe.build import layer_sizes, make_moe, schedule_options
+from moe_jax.moe.build import layer_sizes, make_moe
 from moe_jax.moe.routers import RouterInputs
-from moe_jax.moe.schedules import LayerSizes, schedule_record, schedules
-from moe_jax.moe.schedules.contract import layout_of
+from moe_jax.moe.routing import even_tables, local
+from moe_jax.moe.schedule import LayerSizes, layout_of, schedule_record, schedules
 from moe_jax.moe.schedules.pairwise import choose_groups
-from moe_jax.moe.tables import even_tables, local
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.sharding import expert_specs
@@ -70,7 +69,7 @@ def name_of(case):
 def lower(config, roles, split=False, plan=None):
     """Return the lowered forward and forward with backward of a layer, of its tokens and passes alone."""
     like = jax.ShapeDtypeStruct((TOKENS // roles.size(roles.dense), DIM), np.float32)
-    apply = make_moe(config, roles, like, "gelu", plan, options=schedule_options(config, split))
+    apply = make_moe(config, roles, like, "gelu", plan, split)
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
     def body(x, w_gate, bank, grad_sink, tables):

@@ -18,8 +18,8 @@ from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.reference import reference_moe
 from moe_jax.moe.routers import RouterInputs, balance_loss, z_loss
-from moe_jax.moe.schedules import schedule_record
-from moe_jax.moe.tables import even_tables, local
+from moe_jax.moe.routing import even_tables, local
+from moe_jax.moe.schedule import schedule_record
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.sharding import expert_specs
 from moe_jax.planning.placement import Placement

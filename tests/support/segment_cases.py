@@ -12,7 +12,7 @@ from moe_jax.models.config import expert_counts
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
-from moe_jax.moe.tables import even_tables
+from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 

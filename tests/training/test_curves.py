@@ -9,7 +9,7 @@ from support.placements import to_bank
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.planning.placement import Placement
 from moe_jax.training.program import build_session
 

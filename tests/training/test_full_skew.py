@@ -14,7 +14,7 @@ from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
 from moe_jax.models.counts import Sizes, device_bytes
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.loop import compiled_peak
 from moe_jax.training.program import build_session
 from moe_jax.training.rejit import build_engine

@@ -9,7 +9,7 @@ import pytest
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.program import build_session
 from moe_jax.training.step import make_gradients
 

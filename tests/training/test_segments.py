@@ -13,7 +13,7 @@ from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.observe import read_metrics
 from moe_jax.observe.loads import read_loads
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.program import build_session
 

@@ -12,7 +12,7 @@ from moe_jax.config import parse_run_config
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.observe import read_metrics, summarize_run
-from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.training import loop
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed

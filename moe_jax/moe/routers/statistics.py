@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.moe.routing import Choice, record
-from moe_jax.parallel.replicated import own_part
 from moe_jax.parallel.row_sums import sum_rows
-from moe_jax.parallel.varying import varying_axes
+from moe_jax.parallel.varying import own_part, varying_axes
 
 
 @record

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 
 from moe_jax.errors import UserError
+from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routing import Parcel, members_of, pack, regroup_pieces
-from moe_jax.moe.schedules.contract import LayerSizes, Schedule, ScheduleOptions, register
-from moe_jax.moe.schedules.expert_group import ExpertGroup, cut, join, member, repeat_for_shards, route_choices
-from moe_jax.parallel.exchange import shift_pairs
+from moe_jax.moe.schedule import LayerSizes, register
+from moe_jax.parallel.exchange import ExpertGroup, cut, join, repeat_for_shards, shift_pairs
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import both_ready
 from moe_jax.parallel.varying import cast_varying
@@ -50,18 +50,14 @@ def choose_groups(roles: Roles, wanted: int) -> int:
 
 
 @register("pairwise")
-class Pairwise(Schedule):
+class Pairwise(ExpertParallel):
     """FasterMoE's schedule; its drop groups are the N / N_MP tokens of one device."""
 
     one_piece = False
 
-    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-        super().__init__(roles, sizes, options)
-        self.group = ExpertGroup(roles)
-        self.ring = Ring(self.group, choose_groups(roles, options.pairwise_groups))
-
-    def route(self, tokens, choice, tables):
-        return route_choices(self, tokens, choice, tables, member(self.roles))
+    def __init__(self, roles: Roles, sizes: LayerSizes):
+        super().__init__(roles, sizes, ExpertGroup(roles))
+        self.ring = Ring(self.group, choose_groups(roles, sizes.config.pairwise_groups))
 
     def run_pass(self, routed, index, experts):
         group, layout, ring, sizes = self.group, self.layout, self.ring, self.sizes
@@ -75,8 +71,8 @@ class Pairwise(Schedule):
         order = ((g - step)[None] % ring.groups * ring.each + k).reshape(-1)  # [D]
         source = source.reshape(-1)  # [P]
         with jax.named_scope("dispatch"):
-            me = member(self.roles)
-            parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
+            me = self.member()
+            parcel = pack(routed.routing, index, layout, sizes.config.top_k, sizes.groups, me)
             arriving = group.send_counts(parcel.counts)  # [P, groups], of whole buckets
             # the far rows of its buckets in the order of `order`; those of other pieces stand behind them and stay
             ep_size, row = group.ep_size, parcel.row_of_choice

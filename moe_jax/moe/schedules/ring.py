@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.moe.permute import permute_tokens, unpermute_tokens
-from moe_jax.moe.routing import Choice, pack, passes_of, route
-from moe_jax.moe.schedules.contract import LayerSizes, Routed, Schedule, ScheduleOptions, register
-from moe_jax.moe.schedules.passes import passes_needed
-from moe_jax.moe.tables import destinations
+from moe_jax.moe.routing import Choice, Grouping, destinations, pack, passes_of, route
+from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, Sent, register
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
@@ -29,10 +27,8 @@ from moe_jax.parallel.varying import cast_varying
 class AllGather(Schedule):
     """The all-gather schedule; its drop groups are the N / N_MP tokens of one device."""
 
-    one_piece = False
-
-    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-        super().__init__(roles, sizes, options)
+    def __init__(self, roles: Roles, sizes: LayerSizes):
+        super().__init__(roles, sizes)
         self.axes = roles.expert + roles.expert_shard
         self.size = roles.size(self.axes)
         # what one EP member computes in a pass: of the tokens of all devices, each of which gated its own
@@ -62,14 +58,16 @@ class AllGather(Schedule):
             here = (place >= 0) & (place // groups == lax.axis_index(self.roles.expert))
             chosen = Choice(expert_ids=place, weights=weights, keep_mask=here)
             routing = route(chosen, jnp.zeros_like(place), place % groups, 1, groups)
-            needed = passes_needed(passes_of(routing, self.layout, groups), self)
+            needed = self.passes_needed(passes_of(routing, self.layout, groups))
         return Routed(tokens, weights, routing, needed)
 
-    def run_pass(self, routed, index, experts):
-        parcel = pack(routed.routing, index, self.layout, self.sizes.top_k, self.sizes.groups)
+    def dispatch(self, routed, index):
+        parcel = pack(routed.routing, index, self.layout, self.sizes.config.top_k, self.sizes.groups)
         with jax.named_scope("experts"):
-            done = experts(permute_tokens(routed.tokens, parcel), parcel.counts[0])
-        return unpermute_tokens(done, routed.weights, parcel)
+            return permute_tokens(routed.tokens, parcel), Sent(parcel, Grouping(None, None, parcel.counts[0]))
+
+    def combine(self, done, sent, weights):
+        return unpermute_tokens(done, weights, sent.parcel)
 
     def leave(self, y):
         with jax.named_scope("combine"):

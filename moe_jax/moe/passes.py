@@ -11,20 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.schedules.contract import Schedule
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for
 from moe_jax.parallel.varying import cast_varying, varying_axes
-
-
-def passes_needed(mine, schedule: Schedule):
-    """Return int32 [], the most passes that any device's buckets take, at least one; mine: int32 [], those here.
-
-    Equal on all devices, whose branches hold collectives; in a program of the first pass alone, what this one needs.
-    """
-    if schedule.most_passes == 1:
-        return jnp.ones((), jnp.int32)
-    needed = jnp.maximum(mine, 1)
-    return most_of_all(needed, schedule.roles.all) if schedule.sizes.later_passes else needed
 
 
 def most_of_all(needed, axes: tuple[str, ...]):

@@ -1,15 +1,14 @@
-"""The contract of a schedule, and what every schedule is built from.
+"""The contract of a schedule: the order in which one MoE layer moves its bytes.
 
-A schedule is the order in which one MoE layer moves its bytes. It is built once, for static sizes, and called by the
-layer (`moe/layer.py`) inside `shard_map`, in this order:
+A schedule is built once, for static sizes, and called by the layer (`moe/layer.py`) inside `shard_map`, in this order:
 
     tokens, ids = schedule.enter(x [t, M], token_ids [t])      the tokens that this device gates, t of them or t / N_MP
     routed      = schedule.route(tokens, choice, tables)       where each choice goes, in every pass; number of passes
-    y           = schedule.run_pass(routed, index, experts)    dispatch, experts, combine
+    rows, sent  = schedule.dispatch(routed, index)             the rows of a pass at their experts, in group order
+    y           = schedule.combine(done, sent, weights)        computed rows home, and each token's summed
     y           = schedule.leave(y)                            [t, M] again
 
-A `StagedSchedule`, whose experts run in one piece, says what a pass is in six methods, so that something else can run
-beside each exchange. One whose experts stand amid its communication has a `run_pass` of its own.
+`layer.py` has plain expert parallelism, `schedules/` the others, a file each.
 """
 
 from __future__ import annotations
@@ -26,48 +25,47 @@ import jax.numpy as jnp
 from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8_blocks import bytes_to_rows, rows_to_bytes
-from moe_jax.moe.permute import permute_rows, unpermute_rows, unpermute_tokens
-from moe_jax.moe.routing import Choice, Routing, record
-from moe_jax.moe.tables import Tables
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.passes import most_of_all
+from moe_jax.moe.routing import Choice, Grouping, Parcel, Routing, record
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.parallel.exchange import TRANSPORTS
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.replicated import join_parts, own_part
+from moe_jax.parallel.varying import join_parts, own_part
+from moe_jax.planning.plan_shape import Tables
 from moe_jax.planning.sizes import expected_rows
 
 MOST_ROWS = (1 << 31) - 1  # rows, choices and token ids are int32
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Static sizes of one MoE layer as one device sees it.
+    """Static sizes of one MoE layer as one device sees it; `moe/build.py` makes them of a config and a plan.
 
     Attributes:
+      config: the layer.
       tokens: t, tokens of this device's MP group.
-      top_k: K; num_experts: E; groups: G, experts that one device may compute in a layer.
+      groups: G, experts that one device may compute in a layer.
       capacity: the most of `tokens` tokens gated together that an expert takes, or None when dropless.
-      bucket_slack: dropless: ratio of a bucket's rows to their mean.
-      planned_rows: dropless: rows of the buckets as a plan predicts or a router bounds them; None takes the slack.
-      overflow_chance: dropless: chance that some pair of devices needs more rows, instead of the ratio; 0 takes that.
-      sources: devices whose pairs the chance is of.
-      min_capacity: floor of the capacity.
-      later_passes: whether the program has the passes after the first, for buckets that overflow.
+      planned_rows: dropless: rows of the buckets as a plan predicts or a router bounds them; None takes the config's
+        slack, or its chance of an overflow.
+      sources: devices whose pairs that chance is of.
       row_bytes: bytes of a row of M elements; sent_bytes: those it is sent to experts in as float8, else 0.
+      split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
+      beside: what a device computes of the other half of a batch beside the exchanges of one, whose tokens the sizes
+        count; None where nothing computes beside them.
     """
 
+    config: MoEConfig
     tokens: int
-    top_k: int
-    num_experts: int
     groups: int
-    capacity: int | None
-    bucket_slack: float
+    capacity: int | None = None
     planned_rows: BucketRows | None = None
-    overflow_chance: float = 0.0
     sources: int = 1
-    min_capacity: int = 1
-    later_passes: bool = True
     row_bytes: int = 0
     sent_bytes: int = 0
+    split_tokens: bool = False
+    beside: HalfWork | None = None
 
     def bucket_rows(self, destinations: int) -> BucketRows:
         """Return the rows of one (source, destination) bucket: to the own member, within the node, to other nodes.
@@ -91,17 +89,18 @@ class LayerSizes:
             return worst
         if self.capacity is not None:
             return min(worst, self.groups * self.capacity)
-        return min(worst, self.rows_of(self.top_k * self.tokens / destinations, self.sources * destinations))
+        return min(worst, self.rows_of(self.config.top_k * self.tokens / destinations, self.sources * destinations))
 
     def rows_of(self, mean: float, pairs: int) -> int:
         """Return the rows of buckets whose mean rows are `mean`, in multiples of 8; pairs: of them in an exchange."""
-        if not self.overflow_chance:
-            return round_up(math.ceil(self.bucket_slack * mean), 8)
-        return expected_rows([mean], self.top_k * self.tokens, self.overflow_chance / pairs)
+        config = self.config
+        if not config.overflow_chance:
+            return round_up(math.ceil(config.bucket_slack * mean), 8)
+        return expected_rows([mean], config.top_k * self.tokens, config.overflow_chance / pairs)
 
     def worst_rows(self) -> int:
         """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times."""
-        return self.tokens * min(self.top_k, self.groups)
+        return self.tokens * min(self.config.top_k, self.groups)
 
     def most_passes(self, rows: int) -> int:
         """Return how many passes may be taken: one with a capacity, which bounds all; rows: of the shortest."""
@@ -115,45 +114,9 @@ class LayerSizes:
             # The gate computes its own capacity from fewer tokens; where `parts` does not scale floats exactly, it may
             # be higher by one.
             spare = 0 if parts & (parts - 1) == 0 else 1
-            capacity = min(tokens, max(self.min_capacity, math.ceil(capacity / parts) + spare))
+            capacity = min(tokens, max(self.config.min_capacity, math.ceil(capacity / parts) + spare))
         planned = None if planned is None else planned.each(lambda rows: round_up(rows / parts, 8))
         return dataclasses.replace(self, tokens=tokens, capacity=capacity, planned_rows=planned)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleOptions:
-    """Choices within a schedule; each schedule reads those that concern it.
-
-    Attributes:
-      transport: how an exchange travels; one of `moe_jax.parallel.exchange.TRANSPORTS`.
-      pairwise_groups: Ng of `pairwise`; 0 makes one group of the EP members of each node.
-      gather: how `s2` returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (one after the other) or
-        'auto' (the shorter one by `cluster`, without it 'aas').
-      cluster: path of a cluster file for `parm` and 'auto', with fits or links alone; '' lets `parm` compare bytes.
-      split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
-      beside: what a device computes of the other half beside the exchanges of one, whose tokens the sizes count; None
-        where nothing computes beside them.
-    """
-
-    transport: str = "all_to_all"
-    pairwise_groups: int = 0
-    gather: str = "auto"
-    cluster: str = ""
-    split_tokens: bool = False
-    beside: HalfWork | None = None
-
-    def __post_init__(self):
-        if self.gather not in ("auto", "saa", "aas"):
-            raise UserError(f"MoEConfig.gather ({self.gather!r}) must be 'auto', 'saa' or 'aas'")
-        if self.transport not in TRANSPORTS:
-            raise UserError(f"MoEConfig.transport ({self.transport!r}) must be one of {', '.join(TRANSPORTS)}")
-        if self.transport == "coordinated" and self.gather == "saa":
-            raise UserError(
-                "MoEConfig.gather ('saa') cannot be used with MoEConfig.transport = 'coordinated', which returns rows "
-                "by a reduce-scatter before its exchange; set MoEConfig.gather = 'auto'"
-            )
-        if self.pairwise_groups < 0:
-            raise UserError(f"MoEConfig.pairwise_groups ({self.pairwise_groups}) must be 0 (by topology) or positive")
 
 
 def layout_of(roles: Roles, rows: BucketRows) -> BucketLayout:
@@ -179,6 +142,21 @@ class Routed:
     passes: jax.Array
 
 
+@record
+class Sent:
+    """How the rows of one pass were sent, by which they come home; integers.
+
+    Attributes:
+      parcel: which row is which choice's.
+      grouping: how the rows that arrive form groups, and how many rows each has.
+      part: where a device carries a part of each bucket (`s2`), the parcel of that part; else None.
+    """
+
+    parcel: Parcel
+    grouping: Grouping
+    part: Parcel | None = None
+
+
 class Schedule(abc.ABC):
     """The order in which one layer moves its bytes; see the head of this file. Questions by name ask the class.
 
@@ -186,11 +164,11 @@ class Schedule(abc.ABC):
       name: by which `MoEConfig.schedule` selects it.
       gates_group: each device gates all tokens of its MP group, not its own part [t / N_MP, M] of them.
       moves_tokens: rows travel to their experts; else every device computes all experts, replicated or gathered.
-      one_piece: its experts run in one piece: it is a `StagedSchedule`, and block-wise schedules can run it.
+      one_piece: its experts run in one piece between two exchanges, so block-wise schedules can run it.
       cuts_buckets: the devices of an MP group share every bucket, so that on several EP members lengths must agree.
       s1_without: roles; where each of them has one device the schedule is `s1`, and is built as that. () for never.
       chooses_from: names of the schedules that it chooses from, in the order of tables; () for one that is itself.
-      roles, sizes, options: of one built: the mesh, of the tokens that a device gates, choices within the schedule.
+      roles, sizes: of one built: the mesh, of the tokens that a device gates.
       layout: where the rows of its buckets stand.
       most_passes: passes that a routing may need.
       notes: what it chose for itself and by which rule, sentences for the log.
@@ -199,22 +177,22 @@ class Schedule(abc.ABC):
     name: ClassVar[str]
     gates_group: ClassVar[bool] = False
     moves_tokens: ClassVar[bool] = True
-    one_piece: ClassVar[bool] = True
+    one_piece: ClassVar[bool] = False
     cuts_buckets: ClassVar[bool] = False
     s1_without: ClassVar[tuple[str, ...]] = ()
     chooses_from: ClassVar[tuple[str, ...]] = ()
     notes: tuple[str, ...] = ()
 
-    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-        self.roles, self.options = roles, options
+    def __init__(self, roles: Roles, sizes: LayerSizes):
+        self.roles = roles
         self.sizes = sizes if self.gates_group else sizes.split(roles.size(roles.model))
         self.layout = layout_of(roles, self.bucket_rows(sizes, roles))
         self.most_passes = self.sizes.most_passes(self.layout.rows.far)
 
     @classmethod
-    def build(cls, roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> Schedule:
+    def build(cls, roles: Roles, sizes: LayerSizes) -> Schedule:
         """Return the schedule for a mesh and the sizes of a whole MP group; one that chooses returns its choice."""
-        return cls(roles, sizes, options)
+        return cls(roles, sizes)
 
     @classmethod
     def bucket_rows(cls, sizes: LayerSizes, roles: Roles) -> BucketRows:
@@ -223,7 +201,7 @@ class Schedule(abc.ABC):
         return own.bucket_rows(roles.size(roles.expert))
 
     @classmethod
-    def sentences(cls, roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> list[str]:
+    def sentences(cls, roles: Roles, sizes: LayerSizes) -> list[str]:
         """Return what `--dry_run` says of its own choices."""
         return []
 
@@ -236,14 +214,25 @@ class Schedule(abc.ABC):
     @property
     def run_passes(self) -> int:
         """Passes that the program has; 1 leaves no branch in it."""
-        return self.most_passes if self.sizes.later_passes else 1
+        return self.most_passes if self.sizes.config.later_passes else 1
+
+    def passes_needed(self, mine):
+        """Return int32 [], the most passes that any device's buckets take, at least one; mine: int32 [], those here.
+
+        Equal on all devices, whose branches hold collectives; in a program of the first pass alone, what this one
+        needs.
+        """
+        if self.most_passes == 1:
+            return jnp.ones((), jnp.int32)
+        needed = jnp.maximum(mine, 1)
+        return most_of_all(needed, self.roles.all) if self.sizes.config.later_passes else needed
 
     def enter(self, x, token_ids):
         """Return (tokens [t, M] or [t / N_MP, M], their ids): what this device gates.
 
         Under MP the t tokens of a group come replicated, or with `split_tokens` as parts; token_ids are all t.
         """
-        model, split = self.roles.model, self.options.split_tokens
+        model, split = self.roles.model, self.sizes.split_tokens
         if self.gates_group:
             return join_parts(x, model) if split else x, token_ids
         return x if split else own_part(x, model), own_part(token_ids, model)
@@ -252,97 +241,60 @@ class Schedule(abc.ABC):
     def route(self, tokens, choice: Choice, tables: Tables) -> Routed:
         """Return where the choices of these tokens go."""
 
-    @abc.abstractmethod
+    def dispatch(self, routed: Routed, index) -> tuple[jax.Array, Sent]:
+        """Return (rows [R, M] of pass `index` at their experts, in group order; how they were sent)."""
+        raise NotImplementedError
+
+    def combine(self, done, sent: Sent, weights):
+        """Return the sum [T, M] of each token's computed rows [R, M], weighted by weights [t, K] of its choices."""
+        raise NotImplementedError
+
     def run_pass(self, routed: Routed, index, experts: Callable):
         """Return what the experts computed in pass `index`, weighted and summed where `route` took the tokens.
+
+        A schedule whose experts stand amid its exchanges has one of its own, and neither `dispatch` nor `combine`.
 
         Args:
           index: int or int32 [].
           experts: (rows [R, M] in group order, group_sizes int32 [G]) -> [R, M].
         """
+        rows, sent = self.dispatch(routed, index)
+        return self.combine(experts(rows, sent.grouping.group_sizes), sent, routed.weights)
 
     def leave(self, y):
         """Return the sum y of all passes, as x came."""
-        model, split = self.roles.model, self.options.split_tokens
+        model, split = self.roles.model, self.sizes.split_tokens
         if self.gates_group:
             return own_part(y, model) if split else y
         with jax.named_scope("combine"):
             return y if split else join_parts(y, model)
 
 
-class StagedSchedule(Schedule):
-    """A schedule whose experts run in one piece, so that a caller may place something beside them or its exchanges.
+def send_as_float8(exchange: Callable, rows, sent: Sent):
+    """Return exchange(rows, sent) of rows [R, M] that travel as bytes of float8 with a scale for each block of 128.
 
-    `metadata` is all integer work of a pass: (what unpacks the rows that return, (group_sizes int32 [G], how arriving
-    rows form groups: a `Grouping`, None where they do already)).
+    All rows are quantised (`kernels/float8_blocks.py`), whether or not they leave the device, so results do not depend
+    on the mesh. The gradient is straight through, in the compute dtype. Source: DeepSeek-V3 Technical Report (2024),
+    section 3.3.3, which sends gradients in float8 too.
     """
+    dim, dtype = rows.shape[-1], rows.dtype
 
-    @abc.abstractmethod
-    def pack(self, routed: Routed, index):
-        """Return (the rows of pass `index` as they leave, or what `send` takes them from, metadata)."""
+    @jax.custom_vjp
+    def narrow(rows, sent):
+        return bytes_to_rows(exchange(rows_to_bytes(rows), sent), dim, dtype)
 
-    def send(self, rows, metadata):
-        """Exchange rows [R, M], as float8 where that is asked for; of the metadata only sizes are read.
+    def forward(rows, sent):
+        like = jnp.zeros_like(rows, shape=(rows.shape[0], 0))  # carries R, a dtype and no bytes
+        return narrow(rows, sent), (like, sent)
 
-        As float8 an exchange moves bytes (`kernels/float8_blocks.py`); all rows are quantised, whether or not they
-        leave the device, so results do not depend on the mesh. The gradient is straight through, in the compute dtype.
-        Source: DeepSeek-V3 Technical Report (2024), section 3.3.3, which sends gradients in float8 too.
-        """
-        if not self.sizes.sent_bytes:
-            return self.exchange(rows, metadata)
-        dim, dtype = rows.shape[-1], rows.dtype
+    def backward(residuals, d):
+        like, sent = residuals
+        zeros = jnp.zeros_like(like, shape=(like.shape[0], dim))
+        (drows,) = jax.vjp(lambda rows: exchange(rows, sent), zeros)[1](d)
+        return drows, None
 
-        @jax.custom_vjp
-        def exchange(rows, metadata):
-            with jax.named_scope("dispatch"):
-                sent = rows_to_bytes(rows)
-            received = self.exchange(sent, metadata)
-            with jax.named_scope("dispatch"):
-                return bytes_to_rows(received, dim, dtype)
-
-        def forward(rows, metadata):
-            like = jnp.zeros_like(rows, shape=(rows.shape[0], 0))  # carries R, a dtype and no bytes
-            return exchange(rows, metadata), (like, metadata)
-
-        def backward(residuals, d):
-            like, metadata = residuals
-            zeros = jnp.zeros_like(like, shape=(like.shape[0], dim))
-            (drows,) = jax.vjp(lambda rows: self.exchange(rows, metadata), zeros)[1](d)
-            return drows, None
-
-        exchange.defvjp(forward, backward)
-        return exchange(rows, metadata)
-
-    @abc.abstractmethod
-    def exchange(self, rows, metadata):
-        """Exchange rows of any dtype as they are."""
-
-    def arrive(self, received, metadata):
-        """Return (received rows in group order [R, M], group_sizes int32 [G])."""
-        group_sizes, grouping = metadata[-1]
-        with jax.named_scope("dispatch"):
-            return received if grouping is None else permute_rows(received, grouping), group_sizes
-
-    def depart(self, done, metadata):
-        """Return computed rows [R, M], in group order, in the order in which they came."""
-        grouping = metadata[-1][1]
-        with jax.named_scope("combine"):
-            return done if grouping is None else unpermute_rows(done, grouping)
-
-    @abc.abstractmethod
-    def send_back(self, rows, metadata):
-        """Exchange computed rows the other way."""
-
-    def unpack(self, returned, metadata, routed: Routed):
-        """Return the sum of each token's rows, weighted; of `routed` only the weights are read."""
-        with jax.named_scope("combine"):
-            return unpermute_tokens(returned, routed.weights, metadata[0])
-
-    def run_pass(self, routed: Routed, index, experts: Callable):
-        rows, metadata = self.pack(routed, index)
-        rows, group_sizes = self.arrive(self.send(rows, metadata), metadata)
-        done = experts(rows, group_sizes)
-        return self.unpack(self.send_back(self.depart(done, metadata), metadata), metadata, routed)
+    narrow.defvjp(forward, backward)
+    return narrow(rows, sent)
 
 
 SCHEDULES: dict[str, type[Schedule]] = {}
@@ -372,9 +324,11 @@ def schedule_record(name: str) -> type[Schedule]:
     return SCHEDULES[name]
 
 
-def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions | None = None) -> Schedule:
+def build_schedule(name: str, roles: Roles, sizes: LayerSizes) -> Schedule:
     """Return the schedule `name`, or raise a UserError for an unknown one or a mesh that it cannot run on."""
-    parts = roles.size(roles.model)
+    parts, top_k, transport = roles.size(roles.model), sizes.config.top_k, sizes.config.transport
+    if transport not in TRANSPORTS:  # generation alone resolves 'auto'
+        raise UserError(f"MoEConfig.transport ({transport!r}) must be one of {', '.join(TRANSPORTS)}")
     chosen = schedule_record(name).on_mesh(parts, roles.size(roles.expert_shard))
     if sizes.tokens % parts:
         raise UserError(
@@ -382,11 +336,11 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: Schedule
             f"make DataConfig.sequence_length a multiple of {parts}"
         )
     devices = max(roles.size(roles.expert + roles.expert_shard), roles.size(roles.dense))
-    choices = devices * sizes.tokens * sizes.top_k
+    choices = devices * sizes.tokens * top_k
     if choices > MOST_ROWS:
         raise UserError(
-            f"{devices} devices x {sizes.tokens} tokens x MoEConfig.top_k ({sizes.top_k}) = {choices} choices of "
+            f"{devices} devices x {sizes.tokens} tokens x MoEConfig.top_k ({top_k}) = {choices} choices of "
             f"experts in a layer must be at most {MOST_ROWS}, so that int32 can number their rows; lower "
             "train.batch_size or DataConfig.sequence_length, or raise train.grad_accum_steps"
         )
-    return chosen.build(roles, sizes, options or ScheduleOptions())
+    return chosen.build(roles, sizes)

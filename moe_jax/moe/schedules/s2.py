@@ -17,20 +17,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_tokens
-from moe_jax.moe.routing import Parcel, pack, stack_rows, stacked_row
-from moe_jax.moe.schedules.contract import LayerSizes, ScheduleOptions, StagedSchedule, layout_of, register
-from moe_jax.moe.schedules.expert_group import ExpertGroup, cut, grouping_of, join, member, route_choices
+from moe_jax.moe.routing import Parcel, pack, regroup, stack_rows, stacked_row
+from moe_jax.moe.schedule import LayerSizes, Sent, layout_of, register
 from moe_jax.moe.schedules.gather_choice import choose_gather, read_cluster_of
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
-from moe_jax.parallel.exchange import shift_pairs
+from moe_jax.parallel.exchange import ExpertGroup, cut, join, member, shift_pairs
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.replicated import declare_equal, join_parts
-from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.parallel.varying import cast_varying, declare_equal, join_parts, varying_axes
 
 
 @register("s2")
-class PauseAfterGate(StagedSchedule):
+class PauseAfterGate(ExpertParallel):
     """Parm's second schedule; its drop groups are the N tokens of an MP group.
 
     Attributes:
@@ -41,12 +40,11 @@ class PauseAfterGate(StagedSchedule):
     cuts_buckets = True
     s1_without = ("model",)
 
-    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-        super().__init__(roles, sizes, options)
-        self.group = ExpertGroup(roles, options.transport)
+    def __init__(self, roles: Roles, sizes: LayerSizes):
+        super().__init__(roles, sizes)
         self.part = self.layout.split(roles.size(roles.model))
-        self.gather, why = choose_return(roles, sizes, options)
-        self.notes = (why,) if options.gather == "auto" else ()
+        self.gather, why = choose_return(roles, sizes)
+        self.notes = (why,) if sizes.config.gather == "auto" else ()
 
     @classmethod
     def bucket_rows(cls, sizes, roles):
@@ -61,10 +59,10 @@ class PauseAfterGate(StagedSchedule):
         return rows.each(lambda rows: round_up(rows, mp_size))
 
     @classmethod
-    def sentences(cls, roles, sizes, options):
+    def sentences(cls, roles, sizes):
         if roles.size(roles.model) == 1:
             return ["schedule 's2' is s1: with MeshConfig.model = 1 nothing is gathered"]
-        return [choose_return(roles, sizes, options)[1]]
+        return [choose_return(roles, sizes)[1]]
 
     def route(self, tokens, choice, tables):
         # A whole MP group sends its tokens by one device's tables: where it spans EP members, those of its first one.
@@ -80,19 +78,19 @@ class PauseAfterGate(StagedSchedule):
                 dest_num=lax.bitcast_convert_type(flat[1], jnp.uint32).reshape(num.shape),
                 dest_den=lax.bitcast_convert_type(flat[2], jnp.uint32).reshape(den.shape),
             )
-        return route_choices(self, tokens, choice, tables, self._lead_member())
+        return super().route(tokens, choice, tables)
 
     def pack(self, routed, index):
         sizes, layout, mp_size = self.sizes, self.layout, self.roles.size(self.roles.model)
         with jax.named_scope("dispatch"):
-            me = self._lead_member()
+            me = self.member()
             # part r of a bucket is the bucket of a finer pass
             cut_part = functools.partial(
-                pack, routed.routing, layout=self.part, top_k=sizes.top_k, num_groups=sizes.groups, me=me
+                pack, routed.routing, layout=self.part, top_k=sizes.config.top_k, num_groups=sizes.groups, me=me
             )
             mine = cut_part(index * mp_size + lax.axis_index(self.roles.model))
             if len(layout.pieces) == 1:
-                whole = pack(routed.routing, index, layout, sizes.top_k, sizes.groups)
+                whole = pack(routed.routing, index, layout, sizes.config.top_k, sizes.groups)
             else:  # in each piece of the layout (destination, part, row)
                 parts = [cut_part(index * mp_size + part) for part in range(mp_size)]
                 rows = [stacked_row(part.row_of_choice, i, mp_size, self.part) for i, part in enumerate(parts)]
@@ -102,14 +100,13 @@ class PauseAfterGate(StagedSchedule):
                     counts=sum(part.counts for part in parts),
                 )
             arriving = self.group.send_counts(mine.counts)
-            return routed.tokens, (whole, mine, grouping_of(arriving, self.part, member(self.roles)))
+            # the tokens go on as they are: the gradient takes other rows of them than the exchange
+            return routed.tokens, Sent(whole, regroup(arriving, self.part, member(self.roles)), part=mine)
 
-    def exchange(self, rows, metadata):
-        whole, mine, _ = metadata
-        with jax.named_scope("dispatch"):  # `rows` are the tokens: the way back takes other rows of them
-            return _send_tokens(self, rows, mine, whole)
+    def exchange(self, rows, sent):
+        return _send_tokens(self, rows, sent.part, sent.parcel)
 
-    def send_back(self, rows, metadata):
+    def send_back(self, rows, sent):
         with jax.named_scope("combine"):
             return _collect_rows(self, rows)
 
@@ -117,19 +114,19 @@ class PauseAfterGate(StagedSchedule):
         """Bring computed rows to every device of their MP group: [Ns R / N_MP, M] -> [R, M]; without a gradient."""
         return collect_parts(self.roles, self.group, self.gather, self.part, rows)
 
-    def _lead_member(self):
+    def member(self):
         """Return int32 [], the first EP member of this device's MP group, equal on the group."""
         axes = tuple(axis for axis in self.roles.model if axis in self.roles.expert)
         me, spanned = member(self.roles), self.roles.size(axes)
         return declare_equal(me // spanned * spanned, axes)
 
 
-def choose_return(roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> tuple[str, str]:
+def choose_return(roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
     """Return ('saa' or 'aas', a sentence that says so and why); a calibration is read only where it is asked."""
-    asks = options.gather == "auto" and options.cluster
-    cluster = read_cluster_of(options.cluster, roles) if asks else None
+    config = sizes.config
+    cluster = read_cluster_of(config.cluster, roles) if config.gather == "auto" and config.cluster else None
     far_rows = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles)).rows.far
-    gather, why = choose_gather(options.gather, roles, far_rows, sizes.row_bytes, cluster, options.transport)
+    gather, why = choose_gather(config.gather, roles, far_rows, sizes.row_bytes, cluster, config.transport)
     return gather, f"schedule 's2' returns by {gather!r}: {why}"
 
 

@@ -1,0 +1,103 @@
+"""`deepspeed`: DeepSpeed-MoE's schedule as Parm describes it, redundant work included.
+
+Every device of the MP group sends all t tokens, so experts compute each of them N_MP times, and an expert's gradient
+is divided by N_MP; every device of an ESP group gathers the tokens of all its members, and what the shards computed is
+summed over the group before each takes its own part. Without MP and ESP it is `s1`. Source: Parm, figure 3a.
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.moe.layer import ExpertParallel
+from moe_jax.moe.permute import permute_tokens
+from moe_jax.moe.routing import Parcel, pack, regroup, stack_rows, stacked_row
+from moe_jax.moe.schedule import LayerSizes, Sent, register
+from moe_jax.parallel.exchange import ExpertGroup, cut, gather_shards, join
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.ordering import wait_for
+from moe_jax.parallel.varying import (
+    cast_varying,
+    own_part,
+    replicated_to_varying,
+    scale_gradient,
+    varying_to_replicated,
+)
+
+
+@register("deepspeed")
+class DeepSpeed(ExpertParallel):
+    """AG_ESP, A2A_EP, experts, AR_ESP, A2A_EP, ESP-split.
+
+    Attributes:
+      together: where the rows of all shards' buckets stand, those of a member's shards side by side in each piece.
+    """
+
+    gates_group = True
+    s1_without = ("model", "expert_shard")
+
+    def __init__(self, roles: Roles, sizes: LayerSizes):
+        super().__init__(roles, sizes, ExpertGroup(roles, sizes.config.transport, shards=False))
+        self.esp_size, self.mp_size = roles.size(roles.expert_shard), roles.size(roles.model)
+        self.together = dataclasses.replace(self.layout, rows=self.layout.rows.each(lambda rows: self.esp_size * rows))
+
+    def route(self, tokens, choice, tables):
+        routed = super().route(tokens, choice, tables)
+        with jax.named_scope("dispatch"):
+            # replicas may come in a branch, before destinations are known
+            ready = wait_for(tokens, routed.passes, routed.routing.destination)
+            everyone = self._gather(replicated_to_varying(ready, self.roles.model))
+            everyone = everyone.reshape(-1, tokens.shape[-1])  # [Ns t, M]
+            weights = replicated_to_varying(choice.weights, self.roles.model)
+        return dataclasses.replace(routed, tokens=everyone, weights=weights)
+
+    def pack(self, routed, index):
+        sizes, layout, me = self.sizes, self.layout, self.member()
+        with jax.named_scope("dispatch"):
+            parcel = pack(routed.routing, index, layout, sizes.config.top_k, sizes.groups, me)
+            # one parcel over the tokens of all shards; in each piece of the layout (destination, shard, row)
+            every = jax.tree.map(self._gather, parcel)  # [Ns, ...]
+            shard = jnp.arange(self.esp_size, dtype=jnp.int32)
+            choices, chosen = parcel.row_of_choice.size, every.choice_of_row
+            chosen = jnp.where(chosen < choices, chosen + shard[:, None] * choices, self.esp_size * choices)
+            choice_of_row = stack_rows(chosen, layout)
+            row = stacked_row(every.row_of_choice, shard[:, None, None], self.esp_size, layout)
+            joint = Parcel(
+                choice_of_row=choice_of_row,
+                row_of_choice=row.reshape(-1, sizes.config.top_k),
+                counts=jnp.swapaxes(every.counts, 0, 1),
+            )
+            arriving = self.group.send_counts(joint.counts)  # [D, Ns, G]
+            grouping = regroup(arriving.reshape(-1, sizes.groups), layout, me)
+            rows = scale_gradient(permute_tokens(routed.tokens, joint), float(self.mp_size))
+            return rows, Sent(parcel, grouping)
+
+    def exchange(self, rows, sent):
+        return self.group.send(rows, self.together)
+
+    def send_back(self, rows, sent):
+        with jax.named_scope("combine"):
+            rows = scale_gradient(rows, 1.0 / self.mp_size)  # each expert's gradient counts once
+            if self.esp_size == 1:
+                return self.group.send_back(rows, self.together)
+            acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
+            rows = lax.psum(rows.astype(acc_dtype), self.roles.expert_shard).astype(rows.dtype)
+            own = []
+            for _, blocks in cut(self.group.send_back(rows, self.together), self.layout, self.esp_size):
+                blocks = blocks.reshape((-1, self.esp_size) + blocks.shape[1:])
+                own.append(own_part(blocks, self.roles.expert_shard, dim=1)[:, 0])
+            return join(own)
+
+    def leave(self, y):
+        return super().leave(varying_to_replicated(y, self.roles.model))
+
+    def _gather(self, array):
+        """Return [Ns, ...], what each shard of this device's ESP group has."""
+        if self.esp_size == 1:
+            return array[None]
+        return gather_shards(cast_varying(array, self.roles.expert_shard), self.roles.expert_shard, 0)
