@@ -20,7 +20,7 @@ WARM = 10  # in the first nine samples a plan from the past hardly helps: report
 
 
 def summarize(records: Records, base: Records, cost: Cost) -> dict:
-    """Return the numbers of one planner; `base` holds plain expert parallelism over the same samples."""
+    """Return the numbers of one planner, to six digits; `base` holds plain expert parallelism over the same samples."""
     mean = records.computed.mean(axis=2)  # a layer without tokens is even
     ratio = np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
     warm = ratio[records.sample >= WARM]
@@ -28,29 +28,34 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
     replicas = records.expert_replicas.sum(axis=2)
     chunks = (records.expert_replicas > 0).mean(axis=2)
     layers, devices = records.computed.shape[1:]
-    transfer = 2 * replicas * cost.expert_bytes
-    search = records.search / layers
-    return {
-        "max_over_mean": _number(ratio.mean()),
-        "max_over_mean_p95": _number(np.percentile(ratio, 95)),
-        "max_over_mean_from_10": _number(warm.mean()) if warm.size else None,
-        "max_over_mean_p95_from_10": _number(np.percentile(warm, 95)) if warm.size else None,
-        "rb": _number(before / max(spread, 1e-9)),
-        "replicas_per_layer": _number(replicas.mean()),
-        "replicas_per_device": _number(replicas.mean() / devices),
+    found = {
+        "max_over_mean": ratio.mean(),
+        "max_over_mean_p95": np.percentile(ratio, 95),
+        "max_over_mean_from_10": warm.mean() if warm.size else None,
+        "max_over_mean_p95_from_10": np.percentile(warm, 95) if warm.size else None,
+        "rb": before / max(spread, 1e-9),
+        "replicas_per_layer": replicas.mean(),
+        "replicas_per_device": replicas.mean() / devices,
         "replicas_most": int(records.device_replicas.max(initial=0)),
-        "bytes_moved": _number((transfer + records.moved * cost.state_bytes).sum(axis=1).mean()),
-        "lambda": _number(chunks.mean()),
-        "lambda_per_layer": [_number(value) for value in chunks.mean(axis=0)],
+        "bytes_moved": (2 * replicas * cost.expert_bytes + records.moved * cost.state_bytes).sum(axis=1).mean(),
+        "lambda": chunks.mean(),
+        "lambda_per_layer": chunks.mean(axis=0).tolist(),
         **_seconds(records, base, cost),
         **_original(records, cost),
-        "planner_us_per_layer": _number(1e6 * search.mean()),
+        "planner_us_per_layer": 1e6 * (records.search / layers).mean(),
         **_sent(records),
         "hiding": records.hiding,
         "shape_changes": len(records.transfers.changed),
         "shape_changes_at": records.sample[list(records.transfers.changed)].tolist(),
         **{f"counter_{name}": count for name, count in records.counters.items()},
     }
+    return {key: _rounded(value) for key, value in found.items()}
+
+
+def _rounded(value):
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
@@ -78,13 +83,13 @@ def _seconds(records: Records, base: Records, cost: Cost) -> dict:
     keys = ("layer_seconds", "place_seconds", "reduce_seconds", "others_seconds", "speedup_over_ep")
     search = float(records.search.mean()) / records.computed.shape[1]
     if not _timed(cost):
-        return {**dict.fromkeys(keys), "search_seconds": _number(search)}
+        return {**dict.fromkeys(keys), "search_seconds": search}
     parts = _parts(records, cost)
     place, reduce, others = (float(parts[key].mean()) for key in ("place", "reduce", "others"))
     layer = place + reduce + others
     plain = float(sum(part.mean() for part in _parts(base, cost).values()))
     numbers = (layer, place, reduce, others, plain / layer if layer else None)
-    return {**{key: _number(n) for key, n in zip(keys, numbers, strict=True)}, "search_seconds": _number(search)}
+    return {**dict(zip(keys, numbers, strict=True)), "search_seconds": search}
 
 
 def _original(records: Records, cost: Cost) -> dict:
@@ -105,12 +110,12 @@ def _original(records: Records, cost: Cost) -> dict:
         total = 2.0 * replicas.sum(axis=2) * cost.expert_bytes + records.moved * float(cost.state_bytes)
     seconds = None
     if _linked(cost):
-        seconds = _number(total.mean() / (records.computed.shape[2] * cost.bandwidth("replay")))
+        seconds = total.mean() / (records.computed.shape[2] * cost.bandwidth("replay"))
     return {
         "original": planner.original,
-        "original_bytes_per_layer": _number(total.mean()),
+        "original_bytes_per_layer": total.mean(),
         "original_seconds_per_layer": seconds,
-        "original_optimizer_bytes_per_device": _number(memory),
+        "original_optimizer_bytes_per_device": memory,
     }
 
 
@@ -142,17 +147,17 @@ def _sent(records: Records) -> dict:
     least, own = (moved.least.mean(axis=0) + late).tolist(), (moved.own.mean(axis=(0, 1)) + late).tolist()
     found = {
         "transfer_form": moved.form,
-        "sent_experts": _number(inside + across),
-        "sent_experts_across": _number(across),
-        "received_experts": _number(records.device_replicas.max(axis=2).mean()),
-        "sent_experts_least": _number(sum(least)),
-        "sent_experts_across_least": _number(least[1]),
-        "sent_experts_own": _number(sum(own)),
-        "sent_experts_across_own": _number(own[1]),
+        "sent_experts": inside + across,
+        "sent_experts_across": across,
+        "received_experts": records.device_replicas.max(axis=2).mean(),
+        "sent_experts_least": sum(least),
+        "sent_experts_across_least": least[1],
+        "sent_experts_own": sum(own),
+        "sent_experts_across_own": own[1],
     }
     for form, sent in moved.in_force.items():
         near, far = (sent.mean(axis=0) + late).tolist()
-        found |= {f"sent_experts_{form}": _number(near + far), f"sent_experts_across_{form}": _number(far)}
+        found |= {f"sent_experts_{form}": near + far, f"sent_experts_across_{form}": far}
     return found
 
 
@@ -163,10 +168,6 @@ def _linked(cost: Cost) -> bool:
 
 def _timed(cost: Cost) -> bool:
     return _linked(cost) and cost.cluster.flops is not None
-
-
-def _number(value) -> float:
-    return float(f"{float(value):.6g}")
 
 
 def table(summaries: dict[str, dict]) -> str:
@@ -204,31 +205,22 @@ def table(summaries: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def _figure(width: float, height: float):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def plot_layer(records: Records, layer: int, folder: pathlib.Path) -> None:
     """Draw one layer, samples to the right, into the folder.
 
     One picture has the tokens of each device over the device mean, one is black where an expert has replicas
     (FasterMoE, figure 11).
     """
-    loads = records.computed[:, layer].T
+    from matplotlib.figure import Figure
+
+    loads, replicated = records.computed[:, layer].T, records.expert_replicas[:, layer].T > 0
     mean = loads.mean(axis=0)
-    pictures = {
-        "device_load": (loads / np.where(mean > 0, mean, 1.0), "device", "device load / mean", {"vmax": 4}),
-        "replicas": (
-            records.expert_replicas[:, layer].T > 0, "expert", "replicated experts", {"vmax": 1, "cmap": "binary"},
-        ),
-    }  # fmt: skip
-    for name, (values, label, title, how) in pictures.items():
-        figure = _figure(9, 3)
+    ratio, binary = loads / np.where(mean > 0, mean, 1.0), {"vmax": 1, "cmap": "binary"}
+    for name, values, label, title, how in (
+        ("device_load", ratio, "device", "device load / mean", {"vmax": 4}),
+        ("replicas", replicated, "expert", "replicated experts", binary),
+    ):
+        figure = Figure(figsize=(9, 3), layout="constrained")
         axes = figure.subplots()
         shades = axes.imshow(values, aspect="auto", origin="lower", vmin=0, interpolation="nearest", **how)
         axes.set(xlabel="sample", ylabel=label, title=f"{records.name}: {title}, layer {layer}")
@@ -246,8 +238,10 @@ def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -
     known = {name: point for name, point in points.items() if point is not None}
     if not known:
         return False
+    from matplotlib.figure import Figure
+
     peak = cost.cluster.need("flops", "the roofline")
-    figure = _figure(8, 6)
+    figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     ratio = np.logspace(-2, 2, 200)
     axes.plot(ratio, peak * np.minimum(1, ratio) / 1e12, label="ideal: all overlaps")

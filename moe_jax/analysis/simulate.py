@@ -1,33 +1,58 @@
-"""Run one planner over a recorded trace.
+"""Run one planner over a recorded trace: what each device computed, what was replicated, moved and sent.
 
-Inputs: a trace, a planner's configuration, cost. Outputs: `Records`, arrays by sample and layer of what each device
-computed, what was replicated and moved, and how long planning took. Summaries are made in report.py.
-
-Letters: docs/notation.md; n samples judged.
+Letters: docs/notation.md; n samples judged; X offers, m slots, Cp crossing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from moe_jax.analysis.replay_transfers import TransferLog, Transfers
-from moe_jax.cluster import exchange_seconds
+from moe_jax.cluster import AbsentFigureError, exchange_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
+from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import AFTER_GATE, NAMES, routing
 from moe_jax.planning.balancer import BALANCERS, with_late
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, forms_of
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_session import PlanSession
-from moe_jax.planning.plan_shape import build_shape
+from moe_jax.planning.plan_shape import build_shape, fits, grow
+from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, placement_sizes, transfer_sizes
 
 SUFFIX = "_after_gate"
 EVERY_NAME = (*NAMES, *(name + SUFFIX for name in AFTER_GATE))  # what `all` stands for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Transfers:
+    """Hold what the transfers of a replay send and take.
+
+    Attributes:
+      form: of the transfer ahead that is in force in the end, 'flat' or 'by_node'.
+      needed: sizes that each layer's replicas ahead need, [n, L].
+      in_force: {form: experts sent inside and across nodes under the shape in force, [n, 2]}, for both forms.
+      least: the same under the smallest shape of each plan, in the form that runs, [n, 2]; own: under the sizes of
+        each layer alone, [n, L, 2].
+      late: experts sent after the gate, [n, L, 2].
+      seconds: of one Trans ahead, [n]; late_seconds: of one after the gate, [n, L]. NaN where a figure is absent.
+      changed: places in n at which a plan did not fit the compiled sizes.
+    """
+
+    form: str
+    needed: TransferSizes
+    in_force: dict[str, np.ndarray]
+    least: np.ndarray
+    own: np.ndarray
+    late: np.ndarray
+    seconds: np.ndarray
+    late_seconds: np.ndarray
+    changed: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,11 +112,11 @@ def simulate(
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
     session = PlanSession(config, placement, cost)
     largest = with_late(session.planner, build_shape(placement), cost).late if config.bounded else None
-    log = TransferLog(placement, cost, largest, session.planner.ahead_most(placement, cost))
     samples = np.arange(lag, len(trace.loads), every)
     if not len(samples):
         raise UserError(f"lag ({lag}) leaves none of the trace's {len(trace.loads)} samples; use a smaller lag")
     rows: list[tuple] = []
+    plans: list[tuple[Placement, Placement]] = []
     before, seen = placement, 0
     for sample in samples.tolist():
         # A planner that sees the step without a rule of its own for that plans from the step's loads directly.
@@ -104,7 +129,7 @@ def simulate(
         if session.config.decides_late:
             plan = session.refine(trace.loads[sample], late=largest)
         seconds = time.perf_counter() - began
-        log.take(ahead, plan)
+        plans.append((ahead, plan))
         pairs = routing.pair_loads(plan, trace.loads[sample])
         computed = pairs.sum(axis=1)
         received = computed - np.einsum("ldd->ld", pairs)
@@ -121,8 +146,90 @@ def simulate(
     return Records(
         name=name,
         sample=samples,
-        transfers=log.result(),
+        transfers=follow_transfers(plans, placement, cost, largest, session.planner.ahead_most(placement, cost)),
         hiding=hiding,
         counters=dict(session.planner.counters),
         **dict(zip(keys, columns, strict=True)),
     )
+
+
+def follow_transfers(
+    plans: Sequence[tuple[Placement, Placement]],
+    start: Placement,
+    cost: Cost,
+    late: TransferShape | None,
+    most: TransferSizes | None,
+) -> Transfers:
+    """Return what the transfers of a run of these plans send; their compiled shape grows as a run's does.
+
+    Args:
+      plans: of each sample the plan ahead, and what the step made of it after the gate; start: the homes before them.
+      late: the largest transfer after the gate, None where it may be any.
+      most: the largest that the planner ever needs ahead, None where that is not known.
+    """
+    group = {"devices": start.devices, "devices_per_node": start.devices_per_node}
+    forms, bounded = forms_of("auto", *group.values()), late is not None
+    form, shapes = None, dict.fromkeys(forms, build_shape(start))
+    changed, rows = [], []
+    for place, (ahead, plan) in enumerate(plans):
+        need = build_shape(ahead, by_node=len(forms) > 1).ahead
+        if form is None and need is not None:
+            form = _cheaper_form(cost, need)
+        by_node = form == "by_node"
+        if place and not fits(shapes[form or "flat"], ahead):
+            changed.append(place)
+        for name, shape in shapes.items():
+            if not fits(shape, ahead):
+                room = {"replica_slots": cost.replica_slots, "most": most}
+                shapes[name] = grow(shape, ahead, by_node=name == "by_node", **room)
+        in_use = [shape.ahead for shape in shapes.values()]
+        least = build_shape(ahead, by_node=by_node).ahead
+        *in_force, least = [(0.0, 0.0) if shape is None else tuple(shape.sent()) for shape in (*in_use, least)]
+        sizes = placement_sizes(ahead)
+        parts = sent_by_collective(*sizes[:3], **group, by_node=by_node)
+        inside, across = (sum(np.asarray(part[at], float) for part in parts) for at in (0, 1))
+        own = np.stack(np.broadcast_arrays(inside, across), axis=-1)  # by each layer
+        sent, late_seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
+        if len(plan.replicas) != len(ahead.replicas):
+            added, late_now = plan.holds & ~ahead.holds, late
+            if not bounded:  # the largest holds all that came so far, and goes in the cheaper form
+                largest = transfer_sizes(plan.home, added, plan.devices_per_node).shape(*group.values(), len(forms) > 1)
+                if late is not None:
+                    grown = {name: max(getattr(largest, name), getattr(late, name)) for name in SIZES}
+                    largest = dataclasses.replace(largest, **grown)
+                late = late_now = largest
+                if _cheaper_form(cost, late) != "by_node":
+                    late_now = dataclasses.replace(late, by_node=False, crossing=0)
+            # a layer sends the smallest half of the largest that holds what came
+            size_of_layer = late_size(transfer_sizes(plan.home, added, late_now.inside), late_now)
+            for number, size in enumerate(late_now.halves(), 1):
+                sent[size_of_layer == number] = size.sent()
+                late_seconds[size_of_layer == number] = _seconds(cost, size)
+        seconds = _seconds(cost, shapes[form or "flat"].ahead)
+        rows.append((sizes, in_force, least, own, sent, late_seconds, seconds))
+    sizes, in_force, least, own, sent, late_seconds, seconds = zip(*rows, strict=True)
+    stacked = np.array(in_force)
+    return Transfers(
+        form=form or "flat",
+        needed=TransferSizes(*(np.stack(column) for column in zip(*sizes, strict=True))),
+        in_force={name: stacked[:, at] for at, name in enumerate(forms)},
+        least=np.array(least),
+        own=np.stack(own),
+        late=np.stack(sent),
+        seconds=np.array(seconds),
+        late_seconds=np.stack(late_seconds),
+        changed=tuple(changed),
+    )
+
+
+def _cheaper_form(cost: Cost, need: TransferShape) -> str:
+    if cost.transfer != "auto" and len(forms_of("auto", need.devices, need.devices_per_node)) > 1:
+        return cost.transfer
+    return cost.cheapest_form(need) or "flat"
+
+
+def _seconds(cost: Cost, shape: TransferShape | None) -> float:
+    try:
+        return 0.0 if shape is None else cost.shape_seconds(shape, "replay")
+    except AbsentFigureError:
+        return float("nan")
