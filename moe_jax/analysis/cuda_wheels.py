@@ -78,9 +78,9 @@ def install(place: Path) -> None:
         ):
             done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             if done.returncode:
-                said = (done.stderr or done.stdout).strip().splitlines() or ["no word from it"]
+                said = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
                 errors = [line for line in said if line.startswith("ERROR")] or said
-                raise UserError(f"{what}: {errors[-1]}; nothing was left behind; mend that and give --install again")
+                raise UserError(f"{what}: {errors[-1]}; nothing was left behind; fix that and give --install again")
         # scripts/environment.sh writes the same
         (making / MARK).write_text(f"{mark}\n{wheels()}\n", encoding="utf-8")
         if place.exists():

@@ -27,7 +27,7 @@ from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import device_bytes, flops_per_token, half_work, parameter_counts, shapes_and_layout
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import check_router, layer_sizes, make_schedule
-from moe_jax.moe.schedule import schedule_record, schedules
+from moe_jax.moe.schedule import schedule_record
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles, build_mesh
@@ -112,9 +112,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
 
 def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
     """Raise the UserError that building the run would raise."""
-    if run.moe.schedule not in schedules():
-        known = ", ".join(schedules())
-        raise UserError(f"MoEConfig.schedule ({run.moe.schedule!r}) is unknown; choose one of {known}")
+    schedule_record(run.moe.schedule)
     stages = {"zero_stage": run.train.zero_stage, "expert_zero_stage": run.train.expert_zero_stage}
     LanguageModel(config=run.model, moe=run.moe, vocab_size=vocab_size, roles=roles, **stages)  # checks
     shards, length = roles.size(roles.dense), run.data.sequence_length
@@ -267,8 +265,7 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     even = [round(arriving / sizes.groups)] * sizes.groups
     flops, _, step_bytes = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
     try:
-        load = 3 * flops, step_bytes
-        moving, experts, by = pairwise_seconds(shape, load, read_cluster(path))
+        moving, experts, by = pairwise_seconds(shape, (3 * flops, step_bytes), read_cluster(path))
     except UserError as error:
         return [*lines, f"bound (comm + comp) / max(comm, comp) unknown: {error}"]
     return [

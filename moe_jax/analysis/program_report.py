@@ -238,26 +238,9 @@ def count_thunks(dump: pathlib.Path, module: Module) -> dict | None:
         if name and number:
             loops[int(number.group(1))] = turns.get(name.group(1), 1)
 
-    def count(sections: dict[str, list], inside: bool) -> Counter[tuple[str, bool]]:
-        """Return {(kind, in a command buffer): how often it runs}."""
-        total: Counter[tuple[str, bool]] = Counter()
-        for kind, number, inner in (thunk for thunks in sections.values() for thunk in thunks):
-            total[kind, inside] += 1
-            within = inside or kind == BUFFER
-            if kind == LOOP:
-                for key, times in count({"body": inner.get("body", [])}, within).items():
-                    total[key] += loops.get(number, 1) * times
-            elif kind == CONDITIONAL:
-                branches = [count({name: thunks}, within) for name, thunks in inner.items()]
-                total += min(branches, key=lambda branch: branch.total(), default=Counter())
-            else:
-                total += count(inner, within)
-        return total
-
-    tree = _thunk_tree(files[-1].read_text(encoding="utf-8"))
-    if not tree:
+    counted = _thunks_that_run(files[-1].read_text(encoding="utf-8"), loops)
+    if not counted:
         raise UserError("the compiler's dump holds no thunks; its text has a form that is not known here")
-    counted = count(tree, inside=False)
     group_of = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
     places = {True: dict.fromkeys(GROUPS, 0), False: dict.fromkeys(GROUPS, 0)}
     kinds = {}
@@ -274,31 +257,46 @@ def count_thunks(dump: pathlib.Path, module: Module) -> dict | None:
     }
 
 
-def _thunk_tree(text: str) -> dict[str, list]:
-    """Return {section or '': [(kind, number, what is in it in the same form)]}, by the lines' indentation."""
-    root: dict[str, list] = {}
-    above: list[tuple[int, str, dict]] = [(-1, "", root)]  # (indentation, kind, sections) from the outside in
+def _thunks_that_run(text: str, loops: dict[int, int]) -> Counter[tuple[str, bool]]:
+    """Return {(kind, in a command buffer): how often it runs}.
+
+    Args:
+      text: a thunk a line, below the one that it runs in and indented deeper; loops: {number of a loop: turns}.
+    """
+    total: Counter[tuple[str, bool]] = Counter()
+    # those that are open, from the outside in: (indentation, kind, number, inside a buffer, {section: what runs in it})
+    open_thunks = [(-1, "", 0, False, {"": total})]
+
+    def close() -> None:
+        """Add what runs in the innermost thunk to the section that it stands in."""
+        _, kind, number, _, sections = open_thunks.pop()
+        if kind == LOOP:
+            body = sections.get("body", Counter())
+            ran = {key: loops.get(number, 1) * times for key, times in body.items()}
+        else:  # of the branches of a conditional the one with the fewest
+            ran = min(sections.values(), key=Counter.total, default={})
+        list(open_thunks[-1][-1].values())[-1].update(ran)
+
     for line in text.splitlines():
         thunk, head = _THUNK.match(line), _SECTION.match(line.rstrip())
         if head:  # of the loop or conditional above
             # the heading of a loop's condition stands at the margin, right below the loop
             name, indent = head.group(2), len(head.group(1))
-            owner = above[-1]
-            if name != "condition":
-                owner = next((own for own in above if own[0] == indent - 2), owner)
-            while above[-1][0] > owner[0]:
-                above.pop()
-            owner[2].setdefault(name, [])
+            if name != "condition" and any(own[0] == indent - 2 for own in open_thunks):
+                while open_thunks[-1][0] > indent - 2:
+                    close()
+            open_thunks[-1][-1].setdefault(name, Counter())
         elif thunk:
             indent, kind = len(thunk.group(1)), thunk.group(3)
-            while above[-1][0] >= indent:
-                above.pop()
-            _, parent, sections = above[-1]
-            section = list(sections)[-1] if parent in (LOOP, CONDITIONAL) and sections else ""
-            inner: dict[str, list] = {}
-            sections.setdefault(section, []).append((kind, int(thunk.group(2)), inner))
-            above.append((indent, kind, inner))
-    return root
+            while open_thunks[-1][0] >= indent:
+                close()
+            *_, inside, sections = open_thunks[-1]
+            list(sections.values())[-1][kind, inside] += 1
+            own = {} if kind in (LOOP, CONDITIONAL) else {"": Counter()}
+            open_thunks.append((indent, kind, int(thunk.group(2)), inside or kind == BUFFER, own))
+    while len(open_thunks) > 1:
+        close()
+    return total
 
 
 def report_text(report: dict) -> str:

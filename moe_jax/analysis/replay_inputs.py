@@ -48,32 +48,21 @@ class GivenFlags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayInputs:
-    """Everything about the trace, the model and the machines.
+    """Everything about the trace, the model and the machines."""
 
-    Attributes:
-      path: of the trace file.
-      trace: samples of one mesh, loads int64 [Nt, L, S, E].
-      cluster: of S devices, which have their part of links that expert shards share.
-      model_dim, hidden_dim, dtype_bytes: M, F, and bytes of one number.
-      activation, expert_shards: of an expert, whose F is split over N_ESP devices.
-      moe_every, dense_hidden_dim, sequence_length: of what precedes an MoE layer.
-      top_k: K of the run, None where the trace does not say.
-      messages: lines for the user.
-    """
-
-    path: Path
-    trace: LoadsTrace
-    cluster: Cluster
-    model_dim: int
-    hidden_dim: int
-    dtype_bytes: int
-    activation: str
-    expert_shards: int
-    moe_every: int
+    path: Path  # of the trace file
+    trace: LoadsTrace  # samples of one mesh, loads int64 [Nt, L, S, E]
+    cluster: Cluster  # of S devices, which have their part of links that expert shards share
+    model_dim: int  # M
+    hidden_dim: int  # F of an expert
+    dtype_bytes: int  # of one number
+    activation: str  # of an expert
+    expert_shards: int  # N_ESP, devices over which F is split
+    moe_every: int  # this and the next two: of what precedes an MoE layer
     dense_hidden_dim: int
     sequence_length: int
-    top_k: int | None
-    messages: tuple[str, ...]
+    top_k: int | None  # K of the run, None where the trace does not say
+    messages: tuple[str, ...]  # for the user
 
 
 def build_inputs(given: GivenFlags) -> ReplayInputs:

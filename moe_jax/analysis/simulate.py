@@ -31,59 +31,37 @@ EVERY_NAME = (*NAMES, *(name + SUFFIX for name in AFTER_GATE))  # what `all` sta
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """Hold what the transfers of a replay send and take.
+    """What the transfers of a replay send and take; what is sent are experts of the busiest device, inside and across
+    nodes, [..., 2], and seconds are NaN where the cluster leaves a figure absent."""
 
-    Attributes:
-      form: of the transfer ahead that is in force in the end, 'flat' or 'by_node'.
-      needed: sizes that each layer's replicas ahead need, [n, L].
-      in_force: {form: experts sent inside and across nodes under the shape in force, [n, 2]}, for both forms.
-      least: the same under the smallest shape of each plan, in the form that runs, [n, 2]; own: under the sizes of
-        each layer alone, [n, L, 2].
-      late: experts sent after the gate, [n, L, 2].
-      seconds: of one Trans ahead, [n]; late_seconds: of one after the gate, [n, L]. NaN where a figure is absent.
-      changed: places in n at which a plan did not fit the compiled sizes.
-    """
-
-    form: str
-    needed: TransferSizes
-    in_force: dict[str, np.ndarray]
-    least: np.ndarray
-    own: np.ndarray
-    late: np.ndarray
-    seconds: np.ndarray
-    late_seconds: np.ndarray
-    changed: tuple[int, ...]
+    form: str  # of the transfer ahead that is in force in the end, 'flat' or 'by_node'
+    needed: TransferSizes  # that each layer's replicas ahead need, [n, L]
+    in_force: dict[str, np.ndarray]  # form -> sent under the shape in force, [n, 2], for both forms
+    least: np.ndarray  # sent under the smallest shape of each plan, in the form that runs, [n, 2]
+    own: np.ndarray  # sent under the sizes of each layer alone, [n, L, 2]
+    late: np.ndarray  # sent after the gate, [n, L, 2]
+    seconds: np.ndarray  # of one Trans ahead, [n]
+    late_seconds: np.ndarray  # of one after the gate, [n, L]
+    changed: tuple[int, ...]  # places in n at which a plan did not fit the compiled sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Records:
-    """Hold the results, sample by sample.
-
-    Attributes:
-      sample: int [n], positions in the trace.
-      computed, received, device_replicas: int [n, L, D]; the last are the replicas that a device holds.
-      expert_replicas: int16 [n, L, E], replicas of each expert.
-      moved: int [n, L], experts whose home changed; arrived: int [n, L], replicas that were not there a sample before.
-      exchange: float [n, L], seconds of one all-to-all over the links, NaN where a link's speed is absent.
-      search: float [n], host seconds to plan all layers.
-      transfers: what the transfers send under the shape in force, and how often that changed.
-      hiding: the block-wise schedule that the transfers ahead run under; those after the gate run beside nothing.
-      counters: the planner's own counts.
-    """
+    """The results of one planner, sample by sample."""
 
     name: str
-    sample: np.ndarray
-    computed: np.ndarray
-    received: np.ndarray
-    device_replicas: np.ndarray
-    expert_replicas: np.ndarray
-    moved: np.ndarray
-    arrived: np.ndarray
-    exchange: np.ndarray
-    search: np.ndarray
+    sample: np.ndarray  # int [n], positions in the trace
+    computed: np.ndarray  # int [n, L, D], token-expert assignments of each device
+    received: np.ndarray  # of them those from other devices
+    device_replicas: np.ndarray  # int [n, L, D], replicas that a device holds
+    expert_replicas: np.ndarray  # int16 [n, L, E], replicas of each expert
+    moved: np.ndarray  # int [n, L], experts whose home changed
+    arrived: np.ndarray  # int [n, L], replicas that were not there a sample before
+    exchange: np.ndarray  # float [n, L], seconds of one all-to-all over the links, NaN where a link's speed is absent
+    search: np.ndarray  # float [n], host seconds to plan all layers
     transfers: Transfers
-    hiding: str
-    counters: dict[str, int]
+    hiding: str  # block-wise schedule that the transfers ahead run under; those after the gate run beside nothing
+    counters: dict[str, int]  # the planner's own
 
 
 def split_name(name: str) -> tuple[str, bool]:

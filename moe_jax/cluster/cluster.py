@@ -26,43 +26,32 @@ class AbsentFigureError(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Describe a cluster of equal nodes; None marks what is not known.
+    """Describe a cluster of equal nodes; None marks what is not known."""
 
-    Attributes:
-      name: in reports.
-      nodes, devices_per_node: sizes.
-      intra_bandwidth: bytes/s of one device's link inside its node (of its only link when `flat`).
-      inter_bandwidth: bytes/s between one node and the network, by all its cards, shared by the devices of the node.
-      cards_per_node: network cards of a node, each with an equal part of inter_bandwidth and of the devices.
-      switches_per_node: PCIe switches or CPU sockets of a node, each with an equal part of its devices.
-      switch_bandwidth: bytes/s between one of them and the rest of its node.
-      intra_latency, inter_latency: seconds of an empty message, with the start of its collective.
-      intra_step, inter_step: seconds that each message of a collective of many adds to that start.
-      flat: every device is connected to one switch by a link of its own; nodes then share no link.
-      flops: FLOP/s that one device reaches in large matrix products.
-      memory_bytes: memory of one device.
-      fits: collective name (for example `all_to_all:expert`) to its fitted times.
-      device: what one device is, in words; source: where the figures come from.
-    """
-
-    name: str = "unnamed"
+    name: str = "unnamed"  # in reports
     nodes: int | None = None
     devices_per_node: int | None = None
+    # bytes/s of one device's link inside its node (of its only link when `flat`)
     intra_bandwidth: float | None = None
+    # bytes/s between one node and the network, by all its cards, shared by the devices of the node
     inter_bandwidth: float | None = None
+    # seconds of an empty message, with the start of its collective
     intra_latency: float | None = None
     inter_latency: float | None = None
+    # seconds that each message of a collective of many adds to that start
     intra_step: float | None = None
     inter_step: float | None = None
+    # network cards of a node, each with an equal part of inter_bandwidth and of the devices
     cards_per_node: int = 1
+    # PCIe switches or CPU sockets of a node, each with an equal part of its devices
     switches_per_node: int = 1
-    switch_bandwidth: float | None = None
-    flat: bool = False
-    flops: float | None = None
-    memory_bytes: float | None = None
-    fits: tuple[tuple[str, Fit], ...] = ()
-    device: str = ""
-    source: str = ""
+    switch_bandwidth: float | None = None  # bytes/s between one of them and the rest of its node
+    flat: bool = False  # every device is connected to one switch by a link of its own; nodes then share no link
+    flops: float | None = None  # FLOP/s that one device reaches in large matrix products
+    memory_bytes: float | None = None  # of one device
+    fits: tuple[tuple[str, Fit], ...] = ()  # collective name (for example `all_to_all:8`) and its fitted times
+    device: str = ""  # what one device is, in words
+    source: str = ""  # where the figures come from
 
     def __post_init__(self):
         for field in ("nodes", "devices_per_node", "cards_per_node", "switches_per_node"):

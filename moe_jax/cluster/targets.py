@@ -19,41 +19,26 @@ FOLDER = pathlib.Path(__file__).parent / "devices"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """One kind of device, and how many of them a run has on how many nodes.
+    """One kind of device, and how many of them a run has on how many nodes."""
 
-    Attributes:
-      name: of its file; device: what it is called.
-      intra_bandwidth: bytes/s one way of one device's link inside its node.
-      node_bandwidth: bytes/s one way between a node and the network, by all its adapters together.
-      adapters: network adapters of a node; a device reaches one at a time.
-      intra_latency, inter_latency: seconds of one step of a collective inside a node and across nodes.
-      base_latency: seconds that any collective takes beside its steps.
-      memory_bandwidth: bytes/s of device memory.
-      flops_bf16, flops_tf32, flops_f32, flops_f64: peak FLOP/s by arithmetic, without sparsity.
-      source: where the figures come from.
-      dropped_by_cuda: the first CUDA version that no longer compiles for this device, or None.
-      nodes, per_node: the topology.
-      config: XLA's description of the device.
-    """
-
-    name: str
-    device: str
-    intra_bandwidth: float
-    node_bandwidth: float
-    adapters: int
-    intra_latency: float
-    inter_latency: float
-    base_latency: float
-    memory_bandwidth: float
-    flops_bf16: float
+    name: str  # of its file
+    device: str  # what it is called
+    intra_bandwidth: float  # bytes/s one way of one device's link inside its node
+    node_bandwidth: float  # bytes/s one way between a node and the network, by all its adapters together
+    adapters: int  # network adapters of a node; a device reaches one at a time
+    intra_latency: float  # seconds of one step of a collective inside a node
+    inter_latency: float  # likewise across nodes
+    base_latency: float  # seconds that any collective takes beside its steps
+    memory_bandwidth: float  # bytes/s of device memory
+    flops_bf16: float  # peak FLOP/s by arithmetic, without sparsity
     flops_tf32: float
     flops_f32: float
     flops_f64: float
-    source: str
-    dropped_by_cuda: int | None = None
+    source: str  # where the figures come from
+    dropped_by_cuda: int | None = None  # the first CUDA version that no longer compiles for this device
     nodes: int = 1
     per_node: int = 1
-    config: str = ""
+    config: str = ""  # XLA's description of the device
 
     @property
     def devices(self) -> int:

@@ -45,42 +45,30 @@ class Model:
 
 @dataclasses.dataclass
 class Flight:
-    """One collective of the program text, summed over its executions.
+    """One collective of the program text, summed over its executions."""
 
-    Attributes:
-      name, computation: where it stands; kind: without -start; scope, part, role: see `scope_of`, `pass_of`, `role_of`.
-      bytes: of one device's operand or result, whichever is larger, of one execution.
-      groups, group_size, nodes_of_a_group: how many groups, devices of one, nodes that the widest group touches.
-      bytes_inside_nodes, bytes_leaving_a_node, alone: see `traffic`, of one execution, which takes `alone` seconds.
-      asynchronous: False where the program waits at once.
-      loops: turns of the loops around it, outermost first.
-      seconds, exposed_seconds, waited_for_links_seconds: modelled time, waits at its end, waits for its links.
-      executions_beside_kernels, executions_beside_matmuls: with at least one of them between start and done.
-      beside: what computed between start and done, name -> seconds.
-    """
-
-    name: str
-    computation: str
-    kind: str
-    scope: str
-    part: str
-    role: str
-    bytes: int
-    groups: int
-    group_size: int
-    nodes_of_a_group: int
-    bytes_inside_nodes: float
+    name: str  # of the instruction
+    computation: str  # where it stands
+    kind: str  # without -start
+    scope: str  # see `scope_of`
+    part: str  # see `pass_of`
+    role: str  # see `role_of`
+    bytes: int  # of one device's operand or result, whichever is larger, of one execution
+    groups: int  # how many
+    group_size: int  # devices of one
+    nodes_of_a_group: int  # that the widest group touches
+    bytes_inside_nodes: float  # of one execution, see `traffic`
     bytes_leaving_a_node: float
-    alone: float
-    asynchronous: bool
-    loops: tuple[int, ...]
+    alone: float  # seconds of one execution
+    asynchronous: bool  # False where the program waits at once
+    loops: tuple[int, ...]  # turns of the loops around it, outermost first
     executions: int = 0
-    seconds: float = 0.0
-    exposed_seconds: float = 0.0
+    seconds: float = 0.0  # modelled time
+    exposed_seconds: float = 0.0  # waits at its end
     waited_for_links_seconds: float = 0.0
-    executions_beside_kernels: int = 0
+    executions_beside_kernels: int = 0  # with at least one kernel between start and done
     executions_beside_matmuls: int = 0
-    beside: Counter[str] = dataclasses.field(default_factory=Counter)
+    beside: Counter[str] = dataclasses.field(default_factory=Counter)  # what computed there: name -> seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,37 +84,26 @@ class Event:
 
 @dataclasses.dataclass
 class Timeline:
-    """What `play` returns.
+    """What `play` returns."""
 
-    Attributes:
-      flights: by instruction name.
-      turns: (loop, turn, begin, end) of every turn of every outermost loop.
-      events: in order of their begin on each row.
-      seconds: of the whole program; compute_seconds: of all kernels.
-      flops: by arithmetic; matmul_seconds: of kernels with matmuls.
-      kernels: launched, each turn of a loop counted; shortest: those of them that last no longer than a launch.
-      by_scope: (part, scope) -> compute seconds.
-      skipped: of each conditional, by name: scope, part, executions, seconds of the branch taken and of the others, and
-        collectives in those.
-      rows: (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known:
-        executions, rows (by shape), expected (of them), seconds, flops of matmuls, bytes of one device in an exchange.
-      unknown_loops: loops whose turns the compiler does not know; unknown_calls: custom calls without FLOPs.
-    """
-
-    flights: dict[str, Flight] = dataclasses.field(default_factory=dict)
-    events: list[Event] = dataclasses.field(default_factory=list)
+    flights: dict[str, Flight] = dataclasses.field(default_factory=dict)  # by instruction name
+    events: list[Event] = dataclasses.field(default_factory=list)  # in order of their begin on each row
+    # (loop, turn, begin, end) of every turn of every outermost loop
     turns: list[tuple[str, int, float, float]] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    matmul_seconds: float = 0.0
-    kernels: int = 0
-    shortest: int = 0
-    flops: Counter[str] = dataclasses.field(default_factory=Counter)
-    by_scope: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    seconds: float = 0.0  # of the whole program
+    compute_seconds: float = 0.0  # of all kernels
+    matmul_seconds: float = 0.0  # of kernels with matmuls
+    kernels: int = 0  # launched, each turn of a loop counted
+    shortest: int = 0  # those of them that last no longer than a launch
+    flops: Counter[str] = dataclasses.field(default_factory=Counter)  # by arithmetic
+    by_scope: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # (part, scope) -> compute seconds
+    # conditional -> scope, part, executions, seconds of the branch taken and of the others, and collectives in those
     skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
+    # (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known: executions, rows
+    # (by shape), expected (of them), seconds, flops of matmuls, bytes of one device in an exchange
     rows: dict[tuple[str, str], Counter] = dataclasses.field(default_factory=dict)
-    unknown_loops: set[str] = dataclasses.field(default_factory=set)
-    unknown_calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    unknown_loops: set[str] = dataclasses.field(default_factory=set)  # whose turns the compiler does not know
+    unknown_calls: Counter[str] = dataclasses.field(default_factory=Counter)  # custom calls without FLOPs
 
 
 def play(
