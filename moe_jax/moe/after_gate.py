@@ -5,14 +5,15 @@ A rule (`after_gate_rules.py`) is a frozen dataclass of rates and knobs, because
     decide(tables, counts int32 [D, E], holders int32 [D, G], me int32 [], plan) -> (tables, transfer, used)
 
 from this device's tables of one layer, the tokens of each source for each expert, the expert in each slot (-1 for
-none), and this device's place: the tables with new destinations, the transfer of the replicas that come late (or
-None), and the int32 [3] offers, slots and crossings in use, equal on all devices. Letters: docs/notation.md.
+none), and this device's place: the tables with new destinations, the transfer of the replicas that come late, and its
+sizes in use, equal on all devices (both None without such replicas). Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,28 @@ from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.sparse_all_gather import Transfer, open_replicas, shrunk
-from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import SIZES
+from moe_jax.planning.sizes import late_size
+
+
+class JaxArrays:
+    """jax.numpy with the operations of `moe_jax.planning.balancer.NUMPY`."""
+
+    def __getattr__(self, name: str) -> typing.Any:
+        return getattr(jnp, name)
+
+    def put(self, array, index, value):
+        return array.at[index].set(value)
+
+    def repeat(self, step, carry, times, going=lambda carry: True):
+        def more(state):
+            return (state[0] < times) & going(state[1])
+
+        return lax.while_loop(more, lambda state: (state[0] + 1, step(*state)), (jnp.int32(0), carry))[1]
+
+
+JAX = JaxArrays()
 
 
 def slots_of(holders, experts: int):
@@ -35,21 +54,6 @@ def slots_of(holders, experts: int):
     slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], holders.shape)
     device = jnp.broadcast_to(jnp.arange(devices, dtype=jnp.int32)[:, None], holders.shape)
     return jnp.full((experts, devices), -1, jnp.int32).at[expert, device].set(slot, mode="drop")
-
-
-def by_falling(values):
-    """Sort ids by falling value, ties by rising id: [E] -> int32 [E]."""
-    return jnp.argsort(-values, stable=True).astype(jnp.int32)
-
-
-def late_size(used, shape: TransferShape):
-    """Return int32 [], the size that holds what is used: 0 for none, i for the i-th (from 1) of `TransferShape.halves`.
-
-    Twin of `moe_jax.planning.sizes.late_size`; what no size holds gets the last.
-    """
-    there = jnp.array([[getattr(size, name) for name in SIZES] for size in shape.halves()], jnp.int32)
-    misses = jnp.sum(jnp.any(used[None] > there, axis=1), dtype=jnp.int32)
-    return jnp.where(used[1] > 0, jnp.minimum(misses, len(there) - 1) + 1, 0)
 
 
 def decide(plan: PlanShape | None, roles: Roles, stats, bank, grad_sink, tables: Tables, replicas: tuple):
@@ -75,8 +79,7 @@ def decide(plan: PlanShape | None, roles: Roles, stats, bank, grad_sink, tables:
         if late is None:
             return decided, replicas
         bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(stats.counts))
-        count = tables.home_row[0]
-        used = wait_for(used, count, stats)
+        size = wait_for(late_size(used, late, jnp), tables.home_row[0], stats)
 
         def padded(leaf):  # [late slots, ...] with zeros past the end of the leaf
             zeros = jnp.zeros((late.slots - leaf.shape[0], *leaf.shape[1:]), leaf.dtype)
@@ -91,12 +94,12 @@ def decide(plan: PlanShape | None, roles: Roles, stats, bank, grad_sink, tables:
                 for leaves in (bank, grad_sink)
             )
 
-        def fetch(size):
-            fitted = shrunk(transfer, late, size)
-            return jax.tree.map(padded, open_replicas(bank, tables.home_row, grad_sink, fitted, Transfer(size, axes)))
+        def fetch(part):
+            fitted = shrunk(transfer, late, part)
+            return jax.tree.map(padded, open_replicas(bank, tables.home_row, grad_sink, fitted, Transfer(part, axes)))
 
         # a branch for none and one for each size, of which all devices take the same
-        branches = [none, *(functools.partial(fetch, size) for size in late.halves())]
-        fetched = lax.switch(late_size(used, late), branches)
+        branches = [none, *(functools.partial(fetch, part) for part in late.halves())]
+        fetched = lax.switch(size, branches)
         waited = wait_for(decided.dest_slot, decided.home_row[0], fetched)
         return dataclasses.replace(decided, dest_slot=waited), (*replicas, fetched)

@@ -1,14 +1,285 @@
-"""Decisions that need the counts of the step itself, made on the device. See README.md."""
+"""Plans that need the counts of the step itself, made on the device: see `after_gate.py` for what a rule is.
 
-from moe_jax.moe.after_gate_calibrate import CalibrateRule
-from moe_jax.moe.after_gate_quotas import QuotaRule
-from moe_jax.moe.after_gate_shadow import ShadowRule
-from moe_jax.moe.after_gate_shares import ShareRule
+What is decided stands in the planners' files, written once for NumPy and jax.numpy, layers [L, ...] first: one here.
+This makes tables of it: new destinations, and the transfer of replicas that come late. Letters: docs/notation.md.
+"""
 
-RULES: dict[str, type] = {
-    "calibrate": CalibrateRule,
-    "quotas": QuotaRule,
-    "shadow": ShadowRule,
-    "shares": ShareRule,
-}
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.moe.after_gate import JAX, slots_of
+from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
+from moe_jax.parallel.transfer_shape import TransferTables
+from moe_jax.planning.balancer import falling
+from moe_jax.planning.fastermoe import shadow_search
+from moe_jax.planning.hecate import spread_replicas
+from moe_jax.planning.placement import SHARE_ONE
+from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.shares import level_quotas
+from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, late_room, sizes_everywhere
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShadowRule:
+    """FasterMoE's dynamic shadowing: shadow experts by falling load until one does not pay.
+
+    One that does not fit the late transfer is skipped. A device computes its own tokens of a shadowed expert, all
+    others go home. Source: FasterMoE, equations 7 and 8, algorithm 1.
+
+    Attributes:
+      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
+      shadow: seconds to broadcast an expert and to reduce its gradient, as the paper has it; counted where
+        `late_seconds` is empty.
+      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
+      residual: whether both sides of the comparison count the all-to-all that is left.
+    """
+
+    compute: float
+    exchange: float
+    residual: bool
+    shadow: float = 0.0
+    late_seconds: tuple[float, ...] = ()
+
+    def decide(self, tables, counts, holders, me, shape):
+        slot, late = slots_of(holders[:, : shape.home_slots], counts.shape[1]), shape.late
+        home = jnp.argmax(slot, axis=1).astype(jnp.int32)
+        at_home = home * shape.slots + jnp.max(slot, axis=1)
+        counts = counts.astype(jnp.result_type(float))
+
+        def price(offers):
+            sizes = sizes_everywhere(offers, late.inside)
+            each = jnp.sum(offers, axis=1) * self.shadow
+            return late_price(sizes, late, self.late_seconds, each, jnp), late_room(sizes, late)
+
+        rates = (self.compute, self.exchange, self.residual)
+        chosen = shadow_search(JAX, counts[None], home[None], rates, price, skips=True)[0][0]
+        wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
+        added, slot, transfer, used = fit_late(wanted, falling(jnp.sum(counts, axis=0), jnp), slot, me, shape)
+        dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)
+        decided = dataclasses.replace(
+            tables,
+            dest_slot=dest_slot[:, None] + jnp.zeros_like(tables.dest_slot),
+            dest_num=jnp.ones_like(tables.dest_num),
+            dest_den=jnp.ones_like(tables.dest_den),
+        )
+        return decided, transfer, used
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateRule:
+    """Hecate's calibration: add replicas, in the slots that are filled late, where that saves more than it costs.
+
+    Tokens go by the rule `nearest` over the replicas planned ahead and those added.
+    Source: Hecate, sections 4.2 to 4.4, algorithm 1.
+
+    Attributes:
+      overlap_degree: tau, at most E.
+      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
+      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert, as the
+        paper has it; counted where `late_seconds` is empty.
+      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
+    """
+
+    overlap_degree: int
+    compute: float
+    exchange: float
+    late_transfer: float = 0.0
+    late_seconds: tuple[float, ...] = ()
+
+    def decide(self, tables, counts, holders, me, shape):
+        devices, experts = counts.shape
+        slot, per_node = slots_of(holders, experts), shape.devices_per_node
+        held, free = slot >= 0, jnp.full((1, devices), shape.late_slots, jnp.int32)
+        counts = counts.astype(jnp.result_type(float))
+        totals = jnp.sum(counts, axis=0)
+        order = falling(totals, jnp)[: self.overlap_degree]
+        wanted = spread_replicas(JAX, totals[None], held[None], order[None], free, per_node)[0]
+        added, with_late, transfer, used = fit_late(wanted, order, slot, me, shape)
+        gain = self.seconds(counts, held, per_node) - self.seconds(counts, held | added, per_node)
+        each = self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
+        pays = gain > late_price(used, shape.late, self.late_seconds, each, jnp)
+        tables = nearest(tables, jnp.where(pays, with_late, slot), me, shape)
+        return tables, transfer, TransferSizes(*(jnp.where(pays, size, 0) for size in used))
+
+    def seconds(self, counts, held, per_node: int):
+        """Return the layer's seconds without its transfers, by expected loads: held bool [E, D] -> []."""
+        devices, experts = counts.shape
+        split = (experts, devices // per_node, per_node)
+        own = jnp.where(held, counts.T, 0.0)
+        away = jnp.sum((counts.T - own).reshape(split), axis=2)  # [E, Nn], tokens whose device lacks the expert
+        on_node = jnp.sum(held.reshape(split), axis=2)
+        inside = jnp.where(on_node > 0, away / jnp.maximum(on_node, 1), 0.0)
+        outside = jnp.sum(jnp.where(on_node > 0, 0.0, away), axis=1) / jnp.sum(held, axis=1)
+        came = jnp.repeat(inside + outside[:, None], per_node, axis=1) * held
+        received = jnp.sum(came, axis=0)
+        return self.compute * jnp.max(jnp.sum(own, axis=0) + received) + self.exchange * jnp.max(received)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShareRule:
+    """`balanced`: over the replicas planned ahead, each device gets the same number of this step's tokens.
+
+    Attributes:
+      sweeps: rounds over the replicated experts, at most.
+    """
+
+    sweeps: int
+
+    def decide(self, tables, counts, holders, me, shape):
+        slot = slots_of(holders, counts.shape[1])
+        home = (slot >= 0) & (slot < shape.home_slots)
+        counts = counts.astype(jnp.result_type(float))
+        quota = self.quotas(jnp.sum(counts, axis=0), slot >= 0, home)
+        return share_tables(tables, counts, quota, slot, me, shape), None, None
+
+    def quotas(self, totals, held, home):
+        """Return what `level_quotas` does [E, D]; on an NVIDIA GPU by one kernel that fits it, equal up to rounding."""
+
+        def loops(totals, held, home):
+            return level_quotas(JAX, totals[None], held[None], home[None], self.sweeps)[0]
+
+        def kernel(totals, held, home):
+            return level_in_one_kernel(totals, held, home, sweeps=self.sweeps)
+
+        if not fits_one_kernel(*held.shape):
+            return loops(totals, held, home)
+        return lax.platform_dependent(totals, held, home, cuda=kernel, default=loops)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuotaRule:
+    """Apply a plan of quotas, tokens of an expert by device; experts whose replicas do not fit stay at home.
+
+    Attributes:
+      plan: what decides: tokens by expert and device [L, E, D], from (xp, totals [L, E], homes int [L, E], (slots of a
+        device, devices), knobs).
+    """
+
+    plan: Callable
+    knobs: tuple[float, ...]
+
+    def decide(self, tables, counts, holders, me, shape):
+        devices, experts = counts.shape
+        slot = slots_of(holders, experts)
+        at_home = (slot >= 0) & (slot < shape.home_slots)
+        home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
+        counts = counts.astype(jnp.result_type(float))
+        totals = jnp.sum(counts, axis=0)
+        quota = self.plan(JAX, totals[None], home[None], (shape.late_slots, devices), self.knobs)[0]
+        wanted = (quota > 0) & ~at_home
+        added, slot, transfer, used = fit_late(wanted, falling(totals, jnp), slot, me, shape)
+        cut = jnp.any(wanted & ~added, axis=1, keepdims=True)
+        quota = jnp.where(cut, jnp.where(at_home, totals[:, None], 0.0), quota)
+        return share_tables(tables, counts, quota, slot, me, shape), transfer, used
+
+
+RULES: dict[str, type] = {"calibrate": CalibrateRule, "quotas": QuotaRule, "shadow": ShadowRule, "shares": ShareRule}
 """By the name that a planner gives (`Planner.late_rule`)."""
+
+
+def fit_late(wanted, order, slot, me, plan: PlanShape):
+    """Take experts in order while they fit the late transfer, and write its tables for device `me`.
+
+    Args:
+      wanted: bool [E, D], new replicas; order: int32 [Et], experts that may have some, each once.
+      slot: int32 [E, D], the slot of each expert on each device before the gate, -1 where it is not.
+      me: int32 []; plan: with the largest size of the transfer, `late`.
+
+    Returns:
+      (added bool [E, D], the replicas that fit; slot with theirs; TransferTables of this device; TransferSizes in use).
+    """
+    shape, home_slots, (experts, _) = plan.late, plan.home_slots, wanted.shape
+    nodes, inside = shape.nodes, shape.inside
+    at_home = (slot >= 0) & (slot < home_slots)
+    home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
+    home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
+    fitting, places, sizes = fit_replicas(JAX, wanted[None], order[None], home[None], shape)
+    added, (nth, turn, late) = fitting[0], (place[0] for place in places)
+
+    place = home % inside * shape.offers + nth  # among its level's offers
+    offer = jnp.full((shape.offers,), home_slots, jnp.int32)
+    travels = jnp.any(added, axis=1)
+    offer = offer.at[jnp.where(travels & (home == me), nth, shape.offers)].set(home_slot, mode="drop")
+    level = me // inside
+    pick, lies = None, place[:, None]
+    if shape.by_node:
+        node = jnp.arange(nodes)
+        to = jnp.any(added.reshape(experts, nodes, inside), axis=2) & (node[None] != home[:, None] // inside)
+        to = to & (home // inside == level)[:, None]
+        pick = jnp.full((nodes, shape.crossing), inside * shape.offers, jnp.int32)
+        pick = pick.at[node[None], jnp.where(to, turn, shape.crossing)].set(place[:, None], mode="drop")
+        came = inside * shape.offers + home // inside * shape.crossing + turn[:, level]
+        lies = jnp.where((home // inside == level), place, came)[:, None]
+    members = level * inside + jnp.arange(inside)
+    want = jnp.full((inside, shape.slots), shape.places, jnp.int32)
+    at = jnp.where(added[:, members], late[:, members], shape.slots)
+    want = want.at[jnp.broadcast_to(jnp.arange(inside)[None], at.shape), at].set(
+        jnp.broadcast_to(lies, at.shape), mode="drop"
+    )
+    slot = jnp.where(added, home_slots + plan.ahead_slots + late, slot)
+    used = TransferSizes(*(size[0] for size in sizes[:3]))
+    return added, slot, TransferTables(offer=offer, pick=pick, want=want), used
+
+
+def nearest(tables, slot, me, shape):
+    """Return the tables with this source's destinations: the own device, else the own node's holders, else all."""
+    experts, devices = slot.shape
+    held = slot >= 0
+    device = jnp.arange(devices, dtype=jnp.int32)
+    own, near = device == me, device // shape.devices_per_node == me // shape.devices_per_node
+    here, inside = held & own[None], held & near[None]
+    one = jnp.any(here, axis=1, keepdims=True)
+    candidate = jnp.where(one, here, jnp.where(jnp.any(inside, axis=1, keepdims=True), inside, held))
+    number = jnp.sum(candidate, axis=1, dtype=jnp.int32)
+    place = (jnp.cumsum(candidate, axis=1, dtype=jnp.int32) - 1 - (me % number)[:, None]) % number[:, None]
+    place = jnp.where(candidate, place, devices)
+    target = device[None] * shape.slots + jnp.maximum(slot, 0)
+    expert = jnp.broadcast_to(jnp.arange(experts)[:, None], place.shape)
+    upto = jnp.minimum(device[None] + 1, number[:, None])
+    return dataclasses.replace(
+        tables,
+        dest_slot=jnp.zeros_like(target).at[expert, place].set(target, mode="drop"),
+        dest_num=upto.astype(jnp.uint32),
+        dest_den=number.astype(jnp.uint32),
+    )
+
+
+def share_tables(tables, counts, quota, slot, me, shape):
+    """Return the tables of this source by which tokens are split as quotas [E, D] say; slot int32 [E, D], -1: none."""
+    devices, experts = counts.shape
+    at_home = (slot >= 0) & (slot < shape.home_slots)
+    device = jnp.arange(devices, dtype=jnp.int32)
+    return dataclasses.replace(
+        tables,
+        dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
+        dest_num=edges_of(counts, quota, at_home, me // shape.devices_per_node, shape.devices_per_node),
+        dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
+    )
+
+
+def edges_of(counts, quota, home, node, devices_per_node: int):
+    """Return uint32 [E, D], running shares of one node's tokens over rising devices, in units of 2^-16.
+
+    A node's tokens first use the quota of the node's own holders; what is over goes where quota is left.
+    """
+    devices, experts = counts.shape
+    nodes = devices // devices_per_node
+    tiny = jnp.finfo(counts.dtype).tiny
+    supply = jnp.sum(counts.reshape(nodes, devices_per_node, experts), axis=1).T  # [E, Nn]
+    quota = jnp.where(jnp.sum(quota, axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
+    demand = jnp.sum(quota.reshape(experts, nodes, devices_per_node), axis=2)
+    stay = jnp.minimum(supply, demand)
+    left, spare = (supply - stay)[:, node], demand - stay
+    flow = left[:, None] * spare / jnp.maximum(jnp.sum(spare, axis=1, keepdims=True), tiny)
+    flow = flow.at[:, node].add(stay[:, node])  # [E, Nn], tokens of this node by where they go
+    plain = demand / jnp.sum(demand, axis=1, keepdims=True)
+    sent = jnp.sum(flow, axis=1, keepdims=True)
+    part = jnp.where(sent > 1e-9, flow / jnp.maximum(sent, 1e-9), plain)
+    there = jnp.repeat(part / jnp.where(demand > 0, demand, 1.0), devices_per_node, axis=1)
+    upto = jnp.cumsum(there * quota, axis=1)
+    return jnp.rint(upto / upto[:, -1:] * SHARE_ONE).astype(jnp.uint32)

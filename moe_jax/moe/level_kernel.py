@@ -1,6 +1,6 @@
 """`balanced` after the gate on a GPU: all its rounds in one kernel.
 
-Inputs: tokens of each expert, who holds it, its home. Outputs: quotas [E, D], those of `ShareRule.level` but for
+Inputs: tokens of each expert, who holds it, its home. Outputs: quotas [E, D], those of `level_quotas` but for
 rounding. The rule is a loop over experts inside a loop over rounds, each turn on a few numbers: as XLA's loops that is
 thousands of launches a layer. Here one block of threads keeps the quotas in registers. Nothing is sorted: water fills a
 set of holders to level (amount + sum of their grounds) / number, and the least such level over the sets "all holders

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, home_loads, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, home_loads, knob, register
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import level_quotas, share_rows, with_quotas
 
@@ -44,8 +44,7 @@ class BalancedPlanner(Planner):
         error = MEAN_TO_STANDARD * np.minimum(cost.load_error or 0.0, 1.0)
         spared = add_spares(held, totals, bare, *limits, error) if np.any(error) else held
         if (spared != held).any():
-            replicated = bare.replace(replicas=np.argwhere(spared & ~bare.homes), rule="shares")
-            quota = level_quotas(replicated, totals, SWEEPS, error)
+            quota = level_quotas(NUMPY, totals, spared, bare.homes, SWEEPS, np.reshape(error, (-1, 1)))
         return with_quotas(bare, quota, loads, spared)
 
     def late_rule(self, shape, cost, groups):
@@ -57,8 +56,8 @@ class BalancedPlanner(Planner):
         """Solve the shares for the true counts over the replicas that are there."""
         loads = np.asarray(loads, np.float64)
         totals = loads.sum(axis=1)
-        shares = share_rows(placement, level_quotas(placement, totals, SWEEPS), loads)
-        return placement.replace(shares=shares, rule="shares")
+        quota = level_quotas(NUMPY, totals, placement.holds, placement.homes, SWEEPS)
+        return placement.replace(shares=share_rows(placement, quota, loads), rule="shares")
 
 
 def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:

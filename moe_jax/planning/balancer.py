@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 import typing
 from collections.abc import Callable, Mapping
 
@@ -168,9 +169,28 @@ def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
     return shape
 
 
-def falling(values: np.ndarray) -> np.ndarray:
+def falling(values, xp=np):
     """Sort the last dim from large to small, ties by rising id: [..., n] -> ids [..., n]."""
-    return np.argsort(-values, axis=-1, kind="stable")
+    return xp.argsort(-values, axis=-1, stable=True)
+
+
+def _put(array, index, value):
+    """Return the array with `value` at `index`; the old one is spent: here it is the same."""
+    array[index] = value
+    return array
+
+
+def _repeat(step, carry, times, going=lambda carry: True):
+    """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
+    turn = 0
+    while turn < times and going(carry):
+        carry, turn = step(turn, carry), turn + 1
+    return carry
+
+
+NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat})
+"""NumPy and the two operations that jax.numpy writes differently, for steps that rules after the gate do on the device
+too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""
 
 
 def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:

@@ -26,7 +26,7 @@ from moe_jax.planning import routing
 from moe_jax.planning.block_schedule import Prefetch, Times, exposed, stage_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes, late_size, placement_sizes, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, late_price, placement_sizes, transfer_sizes
 
 PRICES = ("executor", "paper")
 FORMS = ("auto", "flat", "by_node")
@@ -237,12 +237,6 @@ class Cost:
             form = "by_node" if by_node.sent()[1] < flat.sent()[1] else "flat"
         return by_node if form == "by_node" else flat
 
-    def late_price(self, needed: TransferSizes, each: np.ndarray) -> np.ndarray:
-        """Return the seconds of a late transfer and its way back [...]; `each` [...] is the price by the expert."""
-        if self.late is None or not self.late_seconds:
-            return each
-        return np.asarray(self.late_seconds)[late_size(needed, self.late)]
-
     def shape_seconds(self, shape: TransferShape, requested_by: str) -> float:
         """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
         form = "by_node" if shape.by_node else "flat"
@@ -253,8 +247,7 @@ class Cost:
 
         Source: Pro-Prophet, equation 6, and 8 with its block-wise schedule.
         """
-        parts = self.parts(computed, received, sizes, requested_by)
-        return parts["place"] + parts["reduce"] + parts["others"]
+        return sum(self.parts(computed, received, sizes, requested_by).values())
 
     def parts(
         self,
@@ -365,14 +358,12 @@ def predicted_layer_seconds(
     """
     computed, received = routing.expected(placement, loads)
     requested_by = "predicted_layer_seconds"
-    if shape is None or cost.price == "paper":
-        return cost.layer(computed, received, placement_sizes(placement), requested_by)
-    ahead = 0.0 if shape.ahead is None else cost.shape_seconds(shape.ahead, requested_by)
-    trans = np.full(placement.layers, ahead)
-    parts = cost.parts(computed, received, placement_sizes(placement), requested_by, trans=trans)
-    total = parts["place"] + parts["reduce"] + parts["others"]
-    if shape.late is None or planned is None:
+    compiled, trans = shape is not None and cost.price != "paper", None
+    if compiled:
+        ahead = 0.0 if shape.ahead is None else cost.shape_seconds(shape.ahead, requested_by)
+        trans = np.full(placement.layers, ahead)
+    total = sum(cost.parts(computed, received, placement_sizes(placement), requested_by, trans=trans).values())
+    if not compiled or shape.late is None or planned is None:
         return total
     needed = transfer_sizes(placement.home, placement.holds & ~planned.holds, shape.late.inside)
-    each = with_late_prices(cost, shape.late).late_seconds
-    return total + np.array(each or (0.0,))[late_size(needed, shape.late) if each else 0]
+    return total + late_price(needed, shape.late, with_late_prices(cost, shape.late).late_seconds, 0.0)

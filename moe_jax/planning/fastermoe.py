@@ -8,17 +8,13 @@ Letters: docs/notation.md; B [L, D] tokens of each device's experts, r shadowed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from moe_jax.planning.balancer import (
-    Planner,
-    falling,
-    home_loads,
-    knob,
-    register,
-)
+from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.sizes import RunningSizes, TransferSizes, late_room
+from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
 
 
 @register("fastermoe", after_gate=True)
@@ -45,56 +41,25 @@ class FasterMoePlanner(Planner):
         """Shadow for these loads, whatever was planned ahead.
 
         Ahead, the search ends at the first expert beyond the replica slots. After the gate one that does not fit the
-        late transfer is skipped, and the search goes on: `moe_jax.moe.after_gate_shadow` does the same.
+        late transfer is skipped, and the search goes on.
         """
-        name, residual, after_gate = self.config.name, self.config.residual, self.config.when == "after_gate"
+        name, after_gate = self.config.name, self.config.when == "after_gate"
         late = cost.late if after_gate else None  # what shadows must fit
         compute, exchange, shadow = shadow_rates(cost, name)
-        loads, home, devices = np.asarray(loads, np.float64), placement.home, placement.devices
         limit = cost.replica_slots if self.config.bounded else placement.experts
-        layers = np.arange(len(home))
-        totals = loads.sum(axis=1)
-        own = np.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]  # tokens whose source is their home
-        order = falling(totals)
-        tokens = home_loads(totals, home, devices)
-        received = home_loads(totals - own, home, devices)
-        if residual:
-            best = compute * tokens.max(axis=1) + exchange * received.max(axis=1)
-        else:
-            best = ((compute + exchange) * tokens).max(axis=1)
-        chosen, cut = np.zeros(home.shape, bool), 0
-        active = np.ones(len(home), bool)
-        needed = RunningSizes(len(home), devices, placement.devices_per_node if late is None else late.inside)
-        for r in range(1, placement.experts + 1):
-            expert = order[:, r - 1]
-            at = home[layers, expert]
-            trial = tokens + loads[layers, :, expert]
-            trial[layers, at] -= totals[layers, expert]
-            left = received.copy()
-            left[layers, at] -= totals[layers, expert] - own[layers, expert]
-            targets = active[:, None] & (np.arange(devices) != at[:, None])
-            needed.add(at, targets)
-            time = compute * trial.max(axis=1)
-            if residual:
-                time = time + exchange * left.max(axis=1)
-            sizes = needed.sizes()
+
+        def price(offers):
+            sizes = sizes_everywhere(offers, placement.devices_per_node if late is None else late.inside)
+            count = offers.sum(axis=1)
             if after_gate:
-                time = time + cost.late_price(sizes, needed.offers.sum(axis=1) * shadow)
+                seconds = late_price(sizes, late, cost.late_seconds, count * shadow)
             else:
-                time = time + 2 * cost.trans(sizes, devices, name)
-            room = np.full(len(home), r <= limit) if late is None else late_room(sizes, late)
-            pays = active & (time < best)
-            cut += int((pays & ~room).sum())
-            take = pays & room
-            active = pays if late is None else pays | (active & ~room)
-            if not active.any() or (late is None and r > limit):
-                break
-            needed.add(at, targets & ~take[:, None], -1)
-            chosen[layers[take], expert[take]] = True
-            tokens = np.where(take[:, None], trial, tokens)
-            received = np.where(take[:, None], left, received)
-            best = np.where(take, time, best)
-        self.counters["shadow_cut" if late is None else "late_cut"] += cut
+                seconds = 2 * cost.trans(sizes, placement.devices, name)
+            return seconds, count <= limit if late is None else late_room(sizes, late)
+
+        loads, rates = np.asarray(loads, np.float64), (compute, exchange, self.config.residual)
+        chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips=late is not None)
+        self.counters["shadow_cut" if late is None else "late_cut"] += int(cut.sum())
         return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
 
     def late_rule(self, shape, cost, groups):
@@ -103,6 +68,51 @@ class FasterMoePlanner(Planner):
         compute, exchange, shadow = shadow_rates(cost, self.config.name)
         fields = {"compute": compute / groups, "exchange": exchange / groups, "shadow": shadow}
         return "shadow", {**fields, "residual": self.config.residual, "late_seconds": cost.late_seconds}
+
+
+def shadow_search(xp, loads, home, rates: tuple[float, float, bool], price: Callable, skips: bool):
+    """Shadow experts by falling load until one does not pay.
+
+    Args:
+      xp: `NUMPY`, or the same of jax.numpy.
+      loads: float [L, S, E], S = D; home: int [L, E].
+      rates: seconds of one token computed, and of one exchanged; whether both sides count the exchange that is left.
+      price: from offers int [L, D], shadowed experts by home, (seconds of their transfers [L], room for them bool [L]).
+      skips: an expert without room is skipped; else it ends the search.
+
+    Returns:
+      (bool [L, E], the shadowed experts; int [L], how many would have paid, had there been room).
+    """
+    (compute, exchange, residual), (layers, devices, experts) = rates, loads.shape
+    rows, totals = xp.arange(layers), loads.sum(axis=1)
+    away = totals - xp.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]  # tokens whose source is not their home
+    order, homes = falling(totals, xp), home[:, :, None] == xp.arange(devices)[None, None]
+
+    def seconds(tokens, received):
+        return compute * tokens.max(axis=1) + (exchange * received.max(axis=1) if residual else 0.0)
+
+    def shadow(turn, carry):
+        (tokens, received, offers, best), chosen, active, cut = carry
+        expert = order[:, turn]
+        here = homes[rows, expert]
+        more = offers + here
+        trial = tokens + loads[rows, :, expert] - here * totals[rows, expert][:, None]
+        left = received - here * away[rows, expert][:, None]
+        moving, room = price(more)
+        time = seconds(trial, left) + moving
+        pays = active & (time < best)
+        take = pays & room
+        pairs = (trial, tokens), (left, received), (more, offers)
+        kept = [xp.where(take[:, None], new, old) for new, old in pairs]
+        active = take | (active & ~room) if skips else take
+        return (*kept, xp.where(take, time, best)), xp.put(chosen, (rows, expert), take), active, cut + (pays & ~room)
+
+    tokens, received = ((homes * of[:, :, None]).sum(axis=1) for of in (totals, away))
+    before = seconds(tokens, received) if residual else (compute + exchange) * tokens.max(axis=1)
+    state = tokens, received, xp.zeros((layers, devices), int), before
+    start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
+    found = xp.repeat(shadow, start, experts, lambda carry: carry[2].any())
+    return found[1], found[3]
 
 
 def shadow_rates(cost: Cost, requested_by: str) -> tuple[float, float, float]:

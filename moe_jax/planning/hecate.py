@@ -10,11 +10,11 @@ import numpy as np
 from moe_jax.cluster import AbsentFigureError
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import Planner, falling, home_loads, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
 from moe_jax.planning.cost import slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, transfer_sizes
 
 # Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
 _PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
@@ -52,16 +52,14 @@ class HecatePlanner(Planner):
             chosen = np.zeros(bare.home.shape, bool)
             np.put_along_axis(chosen, order, True, axis=1)
             return bare.replace(replicas=np.argwhere(chosen[:, :, None] & ~bare.homes))
-        counts = slots_by_load(np.take_along_axis(totals, order, axis=1), devices * mu, devices - 1)
         # what a device sends, and what a node sends one other, stays even, or one more a device (`ahead_most`)
-        free, limits = np.full((layers, devices), mu), (1 + -(-tau // devices), -(-tau // bare.nodes))
-        added = spread_replicas(bare, order, counts, free, limits)
+        free, limits = np.full((layers, devices), mu), (bare.home, 1 + -(-tau // devices), -(-tau // bare.nodes))
+        added = spread_replicas(NUMPY, totals, bare.holds, order, free, bare.devices_per_node, limits)
         free = free - added.sum(axis=1)
         if free.any():
             # What did not fit the transfer leaves slots to others: share them by what is left per holder.
-            placed = bare.replace(replicas=np.argwhere(added))
             self.counters["transfer_cut"] += int(free.sum())
-            added |= spread_replicas(placed, order, _slots_left(totals, placed, order, free), free, limits)
+            added |= spread_replicas(NUMPY, totals, bare.holds | added, order, free, bare.devices_per_node, limits)
         return bare.replace(replicas=np.argwhere(added))
 
     def refine(self, loads, placement, cost):
@@ -81,11 +79,11 @@ class HecatePlanner(Planner):
         order = falling(totals)[:, :tau]
         if not order.size or slots <= 0:
             return placement
-        # Replicas that stand already serve part of a load: share the free slots by what is left per holder.
-        added = spread_replicas(placement, order, _slots_left(totals, placement, order, free), free)
+        added = spread_replicas(NUMPY, totals, placement.holds, order, free, placement.devices_per_node)
         if cost.late is not None:
-            added, cut = fit_replicas(added, order, placement.home, cost.late)
-            self.counters["late_cut"] += cut
+            wanted = added
+            added, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
+            self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
         compute, exchange, shadow = shadow_rates(cost, name)  # those of the rule on the device
         seconds = []
         more = placement.replace(replicas=np.concatenate([placement.replicas, np.argwhere(added)]))
@@ -94,7 +92,8 @@ class HecatePlanner(Planner):
             seconds.append(compute * computed.max(axis=1) + exchange * received.max(axis=1))
         per_node = placement.devices_per_node if cost.late is None else cost.late.inside
         sizes = transfer_sizes(placement.home, added, per_node)
-        late = cost.late_price(sizes, shadow / placement.devices * sizes.holders)  # a gather now, a reduce later
+        each = shadow / placement.devices * sizes.holders
+        late = late_price(sizes, cost.late, cost.late_seconds, each)  # a gather now, a reduce later
         pays = seconds[0] - seconds[1] > late
         paying = np.argwhere(added & pays[:, None, None])
         return placement.replace(replicas=np.concatenate([placement.replicas, paying]))
@@ -149,95 +148,82 @@ class HecatePlanner(Planner):
         return f"tau 0: an expert travels {1e3 * one:.3g} ms, attention takes {1e3 * cost.attention_seconds:.3g} ms"
 
 
-def _slots_left(totals: np.ndarray, placement: Placement, order: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Share free slots [L, D] by load per holder: totals [L, E], order int [L, Et] -> int [L, Et]."""
-    held = placement.holds.sum(axis=2)
-    weight = np.take_along_axis(totals / held, order, axis=1)
-    return slots_by_load(weight, free.sum(axis=1), np.take_along_axis(placement.devices - held, order, axis=1))
-
-
-def slots_by_load(loads: np.ndarray, slots, most) -> np.ndarray:
+def slots_by_load(xp, loads, slots, most):
     """Share slots by load, largest remainder, at most `most` each; what is over goes to the next in order.
 
     Args:
-      loads: [L, Et], falling; slots: int or [L]; most: int or [L, Et].
+      loads: [L, Et], falling; slots: int [L]; most: int or [L, Et].
 
     Returns:
       int [L, Et], replicas of each expert.
     """
-    slots = np.broadcast_to(np.asarray(slots), len(loads))
     total = loads.sum(axis=1, keepdims=True)
-    even = np.full(loads.shape, 1.0 / loads.shape[1])
-    quota = np.where(total > 0, loads / np.where(total > 0, total, 1.0), even) * slots[:, None]
-    count = np.floor(quota + 1e-9).astype(int)
-    rank = np.argsort(np.argsort(-(quota - count), axis=1, kind="stable"), axis=1)
-    count += rank < (slots - count.sum(axis=1))[:, None]
-    most = np.broadcast_to(np.asarray(most), loads.shape)
-    over = np.zeros(len(loads), int)
-    for at in range(loads.shape[1]):
-        wanted = count[:, at] + over
-        count[:, at] = np.minimum(wanted, most[:, at])
-        over = wanted - count[:, at]
-    return count
+    part = xp.where(total > 0, loads / xp.where(total > 0, total, 1.0), 1.0 / loads.shape[1])
+    quota = part * slots[:, None]
+    count = xp.floor(quota + 1e-9).astype(int)
+    rank = xp.argsort(xp.argsort(-(quota - count), axis=1, stable=True), axis=1)
+    count = count + (rank < (slots - count.sum(axis=1))[:, None])
+    # what expert k hands on is max(0, what it got + count - most): the running sum above its lowest point so far
+    running = (count - most).cumsum(axis=1)
+    over = running - xp.minimum(xp.minimum.accumulate(running, axis=1), 0)
+    return count - xp.diff(over, axis=1, prepend=0)
 
 
-def spread_replicas(
-    placement: Placement,
-    order: np.ndarray,
-    counts: np.ndarray,
-    free: np.ndarray,
-    limits: tuple[float, float] = (np.inf, np.inf),
-) -> np.ndarray:
+def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
     """Place replicas one by one: nodes that lack the expert first, then nodes and devices with most free slots.
 
+    The slots are shared by load per holder: replicas that stand already serve a part of it.
+
     Args:
-      order: int [L, Et], experts by falling load; counts: int [L, Et], replicas of each.
-      free: int [L, D], free replica slots.
-      limits: the most experts that one device sends (X), and that one node sends one other (Cp), the placement's own
-        replicas counted.
+      xp: `NUMPY`, or the same of jax.numpy.
+      totals: [L, E], loads; held: bool [L, E, D], holders so far.
+      order: int [L, Et], experts by falling load; free: int [L, D], free replica slots.
+      per_node: devices of a node.
+      limits: (homes int [L, E], the most experts that one device sends (X), that one node sends one other (Cp)), the
+        replicas that stand counted; None for no such limit.
 
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
     """
-    layers, devices, per_node = placement.layers, placement.devices, placement.devices_per_node
-    nodes, rows = placement.nodes, np.arange(layers)
-    steps = int(counts.sum(axis=1).max(initial=0))
-    ends = counts.cumsum(axis=1)
-    node_of = np.arange(devices) // per_node
-    free = free.copy()
-    node_free = free.reshape(layers, nodes, per_node).sum(axis=2)
-    held = placement.holds.copy()
-    node_held = np.any(held.reshape(layers, placement.experts, nodes, per_node), axis=3)
-    added = np.zeros_like(held)
-    most = int(free.max(initial=0)) + 1
-    in_node = most * per_node * most
-    # What is sent so far: an expert counts once for its home's device, and once for each other node with a replica.
-    home, home_node = placement.home, placement.home // per_node
-    travels = held.sum(axis=2) > 1  # [L, E]
-    offers = home_loads(travels.astype(float), home, devices).astype(int)
-    crossing = np.zeros((layers, nodes, nodes), int)
-    layer, expert, node = np.nonzero(node_held & (np.arange(nodes) != home_node[:, :, None]))
-    np.add.at(crossing, (layer, home_node[layer, expert], node), 1)
-    for step in range(steps):
-        at = np.minimum((ends <= step).sum(axis=1), order.shape[1] - 1)
-        expert = order[rows, at]
-        here = node_held[rows, expert]
-        node_score = node_free * most + ~here * in_node
-        offered = travels[rows, expert] | (offers[rows, home[rows, expert]] < limits[0])
-        crossed = here | (crossing[rows, home_node[rows, expert]] < limits[1])
-        room = (free > 0) & ~held[rows, expert] & offered[:, None] & crossed[:, node_of]
-        score = np.where(room, node_score[:, node_of] + free, -1)
-        device = score.argmax(axis=1)
-        ok = (score[rows, device] >= 0) & (step < ends[:, -1])
-        layer, expert, device = rows[ok], expert[ok], device[ok]
-        node = node_of[device]
-        offers[layer, home[layer, expert]] += ~travels[layer, expert]
-        crossing[layer, home_node[layer, expert], node] += ~node_held[layer, expert, node]
-        travels[layer, expert] = node_held[layer, expert, node] = True
-        held[layer, expert, device] = added[layer, expert, device] = True
-        free[layer, device] -= 1
-        node_free[layer, node] -= 1
-    return added
+    layers, experts, devices = held.shape
+    nodes, rows, device = devices // per_node, xp.arange(layers), xp.arange(devices)[None]
+    node_of, before, holders = device[0] // per_node, held, held.sum(axis=2)
+    weight, lacking = (xp.take_along_axis(of, order, axis=1) for of in (totals / holders, devices - holders))
+    ends = slots_by_load(xp, weight, free.sum(axis=1), lacking).cumsum(axis=1)
+    most = free.max() + 1
+    in_node = most * per_node * most  # outweighs all free slots of a node
+
+    def by_node(of):
+        return of.reshape(*of.shape[:-1], nodes, per_node)
+
+    def place(turn, carry):
+        held, free, sent = carry
+        expert = order[rows, xp.minimum((ends <= turn).sum(axis=1), order.shape[1] - 1)]
+        mine = held[rows, expert]
+        on_node, room = by_node(mine).any(axis=2), (free > 0) & ~mine
+        if limits is not None:
+            at = home[rows, expert]
+            node, travels, (offers, crossing) = at // per_node, mine.sum(axis=1) > 1, sent
+            room = room & (travels | (offers[rows, at] < limits[1]))[:, None]
+            room = room & (on_node | (crossing[rows, node] < limits[2]))[:, node_of]
+        score = by_node(free).sum(axis=2) * most + ~on_node * in_node
+        score = xp.where(room, score[:, node_of] + free, -1)
+        ok = (score.max(axis=1) >= 0) & (turn < ends[:, -1])
+        new = ok[:, None] & (device == score.argmax(axis=1)[:, None])
+        if limits is not None:
+            reached = by_node(new).any(axis=2) & ~on_node
+            offers = xp.put(offers, (rows, at), offers[rows, at] + (ok & ~travels))
+            sent = offers, xp.put(crossing, (rows, node), crossing[rows, node] + reached)
+        return xp.put(held, (rows, expert), mine | new), free - new, sent
+
+    sent = None
+    if limits is not None:  # an expert counts once for its home's device, and once for each other node with a replica
+        home = limits[0]
+        at_home, on_node = home[:, :, None] == device[None], by_node(held).any(axis=3)
+        of_node = by_node(at_home).any(axis=3)
+        crossing = of_node.swapaxes(1, 2).astype(int) @ (on_node & ~of_node).astype(int)
+        sent = (at_home & (holders > 1)[:, :, None]).sum(axis=1), crossing
+    return xp.repeat(place, (held.copy(), free, sent), ends[:, -1].max())[0] & ~before
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:

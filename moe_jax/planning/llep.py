@@ -9,30 +9,11 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import types
-
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, falling, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
 from moe_jax.planning.shares import with_quotas
 from moe_jax.planning.sizes import fit_replicas
-
-
-def _put(array, index, value):
-    """Return the array with `value` at `index`; the old one is spent, here it is the same."""
-    array[index] = value
-    return array
-
-
-def _repeat(step, carry, going, times: int):
-    """Return step(step(... carry)) for as long as `going(carry)` holds, at most `times` steps."""
-    while times and going(carry):
-        carry, times = step(carry), times - 1
-    return carry
-
-
-# NumPy and the two operations that it and jax.numpy write differently; `moe/after_gate_quotas.py` has the other one.
-NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat})
 
 
 def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, float, float]):
@@ -42,7 +23,7 @@ def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, f
     least-loaded device that has a slot left, up to that one's capacity.
 
     Args:
-      xp: the arrays, `NUMPY` here.
+      xp: `NUMPY`, or the same of jax.numpy.
       slots: (replica slots of a device, devices). A device sends as many experts at most, so that the transfer of one
         that fits all slots has room for every spill.
       knobs: capacity, least_chunk, uneven_from of `LlepPlanner`.
@@ -66,7 +47,7 @@ def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, f
         weight = xp.where(over & uneven[:, None], totals, -1.0)
         return weight.max(axis=1), weight.argmax(axis=1)
 
-    def step(carry):
+    def step(_, carry):
         quota, load, used, sent, open_ = carry
         weight, expert = next_expert(carry)
         source, mine = home[rows, expert], quota[rows, expert]
@@ -87,7 +68,7 @@ def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, f
 
     none = xp.zeros(load.shape, int)
     start = (quota, load, none, none, totals > 0)
-    return xp.repeat(step, start, lambda carry: (next_expert(carry)[0] > 0).any(), devices + 2 * experts)[0]
+    return xp.repeat(step, start, devices + 2 * experts, lambda carry: (next_expert(carry)[0] > 0).any())[0]
 
 
 @register("llep", after_gate=True)
@@ -119,8 +100,8 @@ class LlepPlanner(Planner):
         quota = spill_quotas(NUMPY, totals, bare.home, (most, bare.devices), knobs)
         if late is not None:
             wanted = (quota > 0) & ~bare.holds
-            added, cut = fit_replicas(wanted, falling(totals), bare.home, late)
-            self.counters["late_cut"] += cut
+            added, *_ = fit_replicas(NUMPY, wanted, falling(totals), bare.home, late)
+            self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
             stays = (wanted & ~added).any(axis=2, keepdims=True)
             quota = np.where(stays, bare.holds * totals[:, :, None], quota)
         return with_quotas(bare, quota, loads)

@@ -21,47 +21,46 @@ SPLITS = ("plan", "even")
 STAY = 1.25  # how much dearer the split in use may get before the other one takes over
 
 
-def level_quotas(placement: Placement, totals: np.ndarray, sweeps: int, error: np.ndarray | float = 0.0) -> np.ndarray:
-    """Even out device loads over fixed holders: totals [L, E] -> quota [L, E, D].
+def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
+    """Even out device loads over fixed holders: totals [L, E], held, homes bool [L, E, D] -> quota [L, E, D].
 
     Every token starts at its expert's home; one expert after the other fills its holders to a common level, the others
     held fixed. Each step lowers the sum of squared device loads, whose minimum over all splits also has the least
     possible maximum. A layer is done when a sweep changes little; what it gets depends on its own loads alone.
 
     Args:
-      error: [L] or one, standard error of the totals, relative and independent for each expert. What is lowered then
+      xp: `NUMPY` (balancer.py), or the same of jax.numpy.
+      error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
         is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
-    stiff = 1.0 + np.broadcast_to(np.asarray(error, np.float64) ** 2, (placement.layers,))
-    layers, devices, rows = placement.layers, placement.devices, np.arange(placement.layers)
-    count = placement.replicated.sum(axis=1)
-    order = np.argsort(~placement.replicated, axis=1, kind="stable")[:, : int(count.max(initial=0))]
-    quota = np.where(placement.homes, totals[:, :, None], 0.0)
-    load = quota.sum(axis=1)
-    going = np.ones(layers, bool)
-    for _ in range(sweeps):
-        before = load.copy()
-        for at in range(order.shape[1]):
-            active = going & (at < count)
-            expert = order[:, at]
-            mine = quota[rows, expert]
-            held = placement.holds[rows, expert] & active[:, None]
-            base = load - mine
-            # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
-            ground = np.sort(np.where(held, base, np.inf), axis=1)
-            dry = np.isinf(ground)
-            upto = np.arange(1, devices + 1)
-            level = ((totals[rows, expert] * stiff)[:, None] + np.where(dry, 0.0, ground).cumsum(axis=1)) / upto
-            wet = ~dry & ((level > ground) | (upto == 1))
-            level = level[rows, devices - 1 - wet[:, ::-1].argmax(axis=1)]
-            new = np.where(held, (level[:, None] - base) / stiff[:, None], 0.0)
-            new = np.where(active[:, None], np.maximum(new, 0.0), mine)
-            quota[rows, expert] = new
-            load = base + new
-        going &= np.abs(load - before).max(axis=1) > 1e-3 * load.mean(axis=1)
-        if not going.any():
-            break
-    return quota
+    (layers, _, devices), stiff = held.shape, 1.0 + error**2
+    rows, upto = xp.arange(layers), xp.arange(1, devices + 1)[None]
+    replicated = held.sum(axis=2) > 1
+    count, order = replicated.sum(axis=1), xp.argsort(~replicated, axis=1, stable=True)
+
+    def pour(turn, carry):
+        quota, load, going = carry
+        expert = order[:, turn]
+        mine, holders = quota[rows, expert], held[rows, expert]
+        base = load - mine
+        # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
+        ground = xp.sort(xp.where(holders, base, xp.inf), axis=1)
+        dry = xp.isinf(ground)
+        level = (totals[rows, expert][:, None] * stiff + xp.where(dry, 0.0, ground).cumsum(axis=1)) / upto
+        wet = ~dry & ((level > ground) | (upto == 1))
+        level = level[rows, devices - 1 - wet[:, ::-1].argmax(axis=1)]
+        new = xp.where(holders, xp.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
+        new = xp.where((going & (turn < count))[:, None], new, mine)
+        return xp.put(quota, (rows, expert), new), base + new, going
+
+    def sweep(_, carry):
+        _, load, going = carry
+        quota, after, _ = xp.repeat(pour, carry, count.max())
+        return quota, after, going & (xp.abs(after - load).max(axis=1) > 1e-3 * after.mean(axis=1))
+
+    quota = xp.where(homes, totals[:, :, None], 0.0)
+    start = quota, quota.sum(axis=1), xp.full(layers, True)
+    return xp.repeat(sweep, start, sweeps, lambda carry: carry[2].any())[0]
 
 
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:

@@ -93,19 +93,16 @@ class RunningSizes:
         self.pairs = np.zeros((layers, devices // devices_per_node, devices // devices_per_node), int)
         self.holders = np.zeros(layers, int)
 
-    def add(self, home: np.ndarray, targets: np.ndarray, count: int = 1) -> None:
-        """Add one expert a layer: home int [L], targets bool [L, D], the home not among them; no targets, no expert.
-
-        A `count` of -1 takes back what was added.
-        """
+    def add(self, home: np.ndarray, targets: np.ndarray) -> None:
+        """Add one expert a layer: home int [L], targets bool [L, D], the home not among them; no targets, no expert."""
         travels = targets.any(axis=1)
-        self.offers[self.rows, home] += count * travels
-        self.slots += count * targets
+        self.offers[self.rows, home] += travels
+        self.slots += targets
         node = home // self.devices_per_node
         on_node = targets.reshape(len(targets), -1, self.devices_per_node).any(axis=2)
         on_node[self.rows, node] = False
-        self.pairs[self.rows, node] += count * on_node
-        self.holders += count * (targets.sum(axis=1) + travels)
+        self.pairs[self.rows, node] += on_node
+        self.holders += targets.sum(axis=1) + travels
 
     def sizes(self) -> TransferSizes:
         """Return the sizes so far, [L] each."""
@@ -113,43 +110,76 @@ class RunningSizes:
         return TransferSizes(*most, self.holders.copy())
 
 
-def fit_replicas(
-    wanted: np.ndarray, order: np.ndarray, home: np.ndarray, shape: TransferShape
-) -> tuple[np.ndarray, int]:
+def sizes_everywhere(offers, devices_per_node: int) -> TransferSizes:
+    """Return the sizes where every expert that travels goes to all devices: offers int [L, D], their number by home."""
+    count, devices = offers.sum(axis=1), offers.shape[1]
+    of_node = offers.reshape(len(offers), -1, devices_per_node).sum(axis=2).max(axis=1)
+    crossing = of_node if devices_per_node < devices else 0 * of_node
+    return TransferSizes(offers.max(axis=1), (count[:, None] - offers).max(axis=1), crossing, count * devices)
+
+
+def fit_replicas(xp, wanted, order, home, shape: TransferShape):
     """Take experts in order while their replicas fit a transfer; each is taken whole or not at all.
 
     Args:
+      xp: `NUMPY` (balancer.py), or the same of jax.numpy.
       wanted: bool [L, E, D], replicas; order: int [L, Et], experts that may have some, each once.
       home: int [L, E]; shape: the sizes.
 
     Returns:
-      (bool [L, E, D], the replicas that fit; how many experts are left out).
+      (bool [L, E, D], the replicas that fit; where each expert stands among the offers of its home [L, E], among what
+      its node sends every other [L, E, Nn], and in the slots of every device [L, E, D]; the sizes in use).
     """
-    rows, running = np.arange(len(wanted)), RunningSizes(len(wanted), wanted.shape[2], shape.inside)
-    fitting, cut = np.zeros_like(wanted), 0
-    for expert in order.T:
+    layers, experts, devices = wanted.shape
+    nodes, rows = shape.nodes, xp.arange(layers)
+
+    def take(turn, carry):
+        (offers, crossing, slots), added, *places = carry
+        expert = order[:, turn]
         mine, at = wanted[rows, expert], home[rows, expert]
-        running.add(at, mine)
-        ok = late_room(running.sizes(), shape)
-        cut += int((mine.any(axis=1) & ~ok).sum())
-        running.add(at, mine & ~ok[:, None], -1)
-        fitting[rows, expert] = mine & ok[:, None]
-    return fitting, cut
+        node = at // shape.inside
+        to = mine.reshape(layers, nodes, -1).any(axis=2) & (xp.arange(nodes)[None] != node[:, None])
+        before = offers[rows, at], crossing[rows, node], slots
+        full = (mine & (slots >= shape.slots)).any(axis=1) | (to & (before[1] >= shape.crossing)).any(axis=1)
+        ok = mine.any(axis=1) & (before[0] < shape.offers) & ~full
+        places = [xp.put(place, (rows, expert), of) for place, of in zip(places, before, strict=True)]
+        used = (
+            xp.put(offers, (rows, at), before[0] + ok),
+            xp.put(crossing, (rows, node), before[1] + (to & ok[:, None])),
+            slots + (mine & ok[:, None]),
+        )
+        return used, xp.put(added, (rows, expert), mine & ok[:, None]), *places
+
+    zeros = lambda *dims: xp.zeros((layers, *dims), xp.int32)  # noqa: E731
+    used = zeros(devices), zeros(nodes, nodes), zeros(devices)
+    places = zeros(experts), zeros(experts, nodes), zeros(experts, devices)
+    start = used, xp.zeros(wanted.shape, bool), *places
+    (offers, crossing, slots), added, *places = xp.repeat(take, start, order.shape[1])
+    return added, tuple(places), TransferSizes(offers.max(axis=1), slots.max(axis=1), crossing.max(axis=(1, 2)))
 
 
-def late_size(needed: TransferSizes, shape: TransferShape) -> np.ndarray:
+def late_size(needed: TransferSizes, shape: TransferShape, xp=np):
     """Return the size that holds a need [...]: 0 for nothing, i for the i-th (from 1) of `TransferShape.halves`.
 
-    What no size holds gets the last. The same for arrays on a device: `moe_jax.moe.after_gate.late_size`.
+    What no size holds gets the last.
     """
     sizes = shape.halves()
-    misses = np.sum([~late_room(needed, size) for size in sizes], axis=0)
-    return np.where(np.asarray(needed.slots) > 0, np.minimum(misses, len(sizes) - 1) + 1, 0)
+    misses = sum(1 - late_room(needed, size) for size in sizes)
+    return xp.where(needed.slots > 0, xp.minimum(misses, len(sizes) - 1) + 1, 0)
 
 
-def late_room(needed: TransferSizes, shape: TransferShape) -> np.ndarray:
+def late_room(needed: TransferSizes, shape: TransferShape):
     """Say whether a need [...] fits a size: -> bool [...]."""
     return (needed.offers <= shape.offers) & (needed.slots <= shape.slots) & (needed.crossing <= shape.crossing)
+
+
+def late_price(needed: TransferSizes, shape: TransferShape | None, seconds: tuple[float, ...], each, xp=np):
+    """Return the seconds [...] of a late transfer and its way back: of its size, or `each` [...] where none is priced.
+
+    Args:
+      seconds: of each size, 0 for none first; () where they have no price.
+    """
+    return xp.asarray(seconds)[late_size(needed, shape, xp)] if seconds else each
 
 
 def fullest_pairs(pair_loads: np.ndarray, devices_per_node: int) -> BucketRows:

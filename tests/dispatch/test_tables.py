@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.after_gate_shares import ShareRule
+from moe_jax.moe.after_gate_rules import ShareRule
 from moe_jax.moe.bank import fetch_replicas
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.routers import RouterInputs

@@ -14,9 +14,7 @@ import pytest
 from support import placement_cases as cases
 
 from moe_jax.moe.after_gate import late_size
-from moe_jax.moe.after_gate_calibrate import CalibrateRule
-from moe_jax.moe.after_gate_shadow import ShadowRule
-from moe_jax.moe.after_gate_shares import ShareRule
+from moe_jax.moe.after_gate_rules import CalibrateRule, ShadowRule, ShareRule
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.plan_shape import build_shape, fill_tables, grow
 

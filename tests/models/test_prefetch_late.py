@@ -7,8 +7,7 @@ counted. float64, 1e-10 of the largest reference entry of each leaf.
 import pytest
 from support.prefetch_cases import check
 
-from moe_jax.moe.after_gate_calibrate import CalibrateRule
-from moe_jax.moe.after_gate_shadow import ShadowRule
+from moe_jax.moe.after_gate_rules import CalibrateRule, ShadowRule
 from moe_jax.parallel.transfer_shape import TransferShape
 
 

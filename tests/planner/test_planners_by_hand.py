@@ -50,9 +50,9 @@ def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
 def test_slots_by_load_uses_largest_remainders_and_passes_overflow_on():
     # 8 slots over loads 5, 3, 2: quotas 4, 2.4, 1.6 -> floors 4, 2, 1, the one left goes to the largest remainder
     # (0.6).
-    assert slots_by_load(np.array([[5.0, 3, 2]]), 8, 7).tolist() == [[4, 2, 2]]
+    assert slots_by_load(np, np.array([[5.0, 3, 2]]), np.array([8]), 7).tolist() == [[4, 2, 2]]
     # At most 3 each: 4 -> 3, the surplus 1 goes on to the next, 2 + 1 = 3.
-    assert slots_by_load(np.array([[5.0, 3, 2]]), 8, 3).tolist() == [[3, 3, 2]]
+    assert slots_by_load(np, np.array([[5.0, 3, 2]]), np.array([8]), 3).tolist() == [[3, 3, 2]]
 
 
 def test_hecate_takes_nodes_without_the_expert_first():
@@ -94,9 +94,9 @@ def test_fastermoe_skips_what_does_not_fit_the_late_transfer():
     # Experts 0, 1 at home on device 0, 2, 3 on device 1; totals 40, 24, 36. Shadowing 0 makes H = (34, 46, 10, 10)
     # of (64, 36, 0, 0), then 2 makes (43, 19, 19, 19); 1 would make (25, 25, 25, 25), but a device offers one only.
     loads = np.array([[[10, 6, 9, 0, 0, 0, 0, 0]] * 4])
-    late = TransferShape(devices=4, devices_per_node=4, offers=1, slots=3)
+    late = TransferShape(devices=4, devices_per_node=4, offers=1, slots=2)
     planner = build_planner(PlannerConfig(name="fastermoe", when="after_gate", residual=False))
-    start, cost = Placement.even(1, 8, 4, rule="home"), make_cost(1e6, 12, replica_slots=3)
+    start, cost = Placement.even(1, 8, 4, rule="home"), make_cost(1e6, 12, replica_slots=2)
     late = planner.refine(loads, start, with_late_prices(cost, late))
     assert sorted(set(late.replicas[:, 1])) == [0, 2]
     assert routing.pair_loads(late, loads).sum(axis=1).tolist() == [[43, 19, 19, 19]]

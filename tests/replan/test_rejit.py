@@ -21,9 +21,7 @@ from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.after_gate_calibrate import CalibrateRule
-from moe_jax.moe.after_gate_shadow import ShadowRule
-from moe_jax.moe.after_gate_shares import ShareRule
+from moe_jax.moe.after_gate_rules import CalibrateRule, ShadowRule, ShareRule
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning import routing

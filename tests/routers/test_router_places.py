@@ -15,7 +15,7 @@ from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.after_gate_shares import ShareRule
+from moe_jax.moe.after_gate_rules import ShareRule
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.routers import RouterPlace, build_router, routers
 from moe_jax.moe.routers.topology_limited import remote_fraction
