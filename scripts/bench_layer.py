@@ -87,8 +87,8 @@ def measure() -> dict:
     import jax.numpy as jnp
     import numpy as np
 
-    from moe_jax.kernels.matmul import choose_implementation
-    from moe_jax.kernels.row_blocks import choose_heights, rows_computed
+    from moe_jax.kernels.blocked import choose_heights, rows_computed
+    from moe_jax.kernels.grouped import choose_implementation
 
     dtype = jnp.dtype(_DTYPE.value)
     moe, moe_arguments, counts = moe_case(dtype)

@@ -20,7 +20,7 @@ from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.data import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import expert_work
-from moe_jax.kernels.float8_blocks import E4M3
+from moe_jax.kernels.float8 import E4M3
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import check_document_mask, missing_for_cudnn, resolve_attention
 from moe_jax.models.config import segments_of, with_experts

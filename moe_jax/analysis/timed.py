@@ -25,8 +25,7 @@ from moe_jax.cluster import Cluster
 from moe_jax.cluster.fits import fit_name
 from moe_jax.cluster.layer_seconds import LayerSeconds, layer_seconds
 from moe_jax.kernels.blocked import expert_work
-from moe_jax.kernels.grouped import GroupedWeights
-from moe_jax.kernels.matmul import choose_implementation
+from moe_jax.kernels.grouped import GroupedWeights, choose_implementation
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.build import layer_sizes, make_moe
 from moe_jax.moe.config import MoEConfig

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moe_jax.kernels.matmul import grouped_matmul
-from moe_jax.kernels.row_blocks import RowBlock, for_each_block
+from moe_jax.kernels.blocked import RowBlock, for_each_block
+from moe_jax.kernels.grouped import grouped_matmul
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.experts import apply_activation, weight_names

@@ -16,7 +16,7 @@ from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.data.tokenizer import END_FILES, read_end_ids
 from moe_jax.errors import UserError
 from moe_jax.inference.generator import Generator, even_placement
-from moe_jax.kernels.float8_blocks import COMPUTE
+from moe_jax.kernels.float8 import COMPUTE
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import expert_counts

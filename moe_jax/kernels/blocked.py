@@ -3,12 +3,18 @@
 See `grouped.py` for inputs and outputs. `blocked` and `fused` are made for CPUs, where XLA expands `lax.ragged_dot` to
 G times the work: they take about the FLOPs of the rows in use. `fused` has the whole expert FFN in one loop forward and
 one backward, so the hidden rows of a block stay in the cache; only pre-activations [R, F] are saved.
+
+XLA needs static shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the
+highest rung as long as rows are left for more than one, then one *tail* block of the lowest rung that covers the rest.
+An empty group costs nothing, and a group of 70 rows costs a matmul of 72 or 80 rows, not of 128.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +22,149 @@ import numpy as np
 from jax import lax
 
 from moe_jax.kernels.grouped import GroupedWeights, Operands, register
-from moe_jax.kernels.row_blocks import choose_heights, for_each_block, rows_computed
 from moe_jax.parallel.row_sums import rows_in_use
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 Array = jax.Array
+# Received buckets are mostly padding, so R / G may be far above what a group holds; a block as tall as that would
+# compute the padding. Above about a thousand rows a taller block saves nothing anyway.
+TALLEST_MEAN = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowBlock:
+    """One block: `count` rows of `group`, in a window of `height` rows that starts at row `start`.
+
+    The window may also hold `lead` rows before the block's own and rows after them: those belong to other groups or to
+    none, so they are read as zeros and never written.
+    """
+
+    height: int
+    group: Array
+    start: Array
+    lead: Array
+    count: Array
+    full: bool  # every row of the window is the block's own, and its group has had its tail
+
+    def _own(self) -> Array:
+        row = lax.broadcasted_iota(jnp.int32, (self.height, 1), 0)
+        return (row >= self.lead) & (row < self.lead + self.count)
+
+    def read(self, array: Array) -> Array:
+        """Return the window [height, ...] of `array` [R, ...], zero outside the block's own rows."""
+        window = lax.dynamic_slice_in_dim(array, self.start, self.height, 0)
+        return window if self.full else jnp.where(self._own(), window, jnp.zeros((), array.dtype))
+
+    def write(self, array: Array, values: Array) -> Array:
+        """Return `array` [R, ...] with the block's own rows replaced by those of `values` [height, ...]."""
+        values = values.astype(array.dtype)
+        if not self.full:
+            window = lax.dynamic_slice_in_dim(array, self.start, self.height, 0)
+            values = jnp.where(self._own(), values, window)
+        return lax.dynamic_update_slice_in_dim(array, values, self.start, 0)
+
+    def pick(self, bank: Array, slots: Array) -> Array:
+        """Return the weights [K, N] of this block's group from `bank` [Rb, K, N]."""
+        return lax.dynamic_index_in_dim(bank, slots[self.group], 0, keepdims=False)
+
+    def add_to_group(self, totals: Array, values: Array) -> Array:
+        """Return `totals` [G, K, N], zero for groups not met yet, with `values` [K, N] added to this block's group."""
+        values = values.astype(totals.dtype)[None]
+        if self.full:
+            values += lax.dynamic_slice_in_dim(totals, self.group, 1, 0)
+        return lax.dynamic_update_slice_in_dim(totals, values, self.group, 0)
+
+
+def choose_heights(rows: int, groups: int, weight_elements: int) -> tuple[int, ...]:
+    """Return the ladder of block heights, ascending, for R = `rows` and weights of `weight_elements` elements each.
+
+    It is dense around the mean number of rows of a group, where most groups of a balanced gate lie; it doubles above,
+    and is sparse below, where groups cost little. The highest rung is at least 512 rows, because each further block of
+    a group reads its weights and its weight gradient once more; or it is all rows. A mean above TALLEST_MEAN counts as
+    TALLEST_MEAN.
+    """
+    # Rungs per doubling around the mean: each costs compile time and saves padding, which larger matmuls repay.
+    steps = sum(2 * rows * weight_elements > flops for flops in (3e7, 3e8, 3e9))
+    mean = max(8, min(TALLEST_MEAN, rows // max(groups, 1)))
+    top = max(512, 2 * mean)
+    if steps == 0:
+        ladder = {2 * mean, top}
+    else:
+        halves = range(-2 * steps, 2 * steps + 1)  # halves of a step, from half the mean to twice the mean
+        ladder = {mean * 2 ** (half / (2 * steps)) for half in halves if half % 2 == 0 or abs(half) == 1}
+        ladder |= {mean / 8, mean / 32, top} | {mean * 2**e for e in range(2, 10) if mean * 2**e < top}
+    return tuple(sorted({min(int(np.ceil(max(height, 16) / 8)) * 8, rows) for height in ladder}))
+
+
+def rows_computed(group_sizes: np.ndarray, heights: tuple[int, ...]) -> int:
+    """Return how many rows `for_each_block` hands to its steps, padding included.
+
+    Args: group_sizes: int [G], NumPy; heights: the ladder.
+    """
+    top = heights[-1]
+    sizes = np.asarray(group_sizes)
+    full = np.where(sizes > 0, (sizes - 1) // top, 0)
+    tails = sizes - full * top
+    ladder = np.array(heights)
+    tail_rows = np.where(tails > 0, ladder[np.minimum(np.searchsorted(ladder, tails), len(ladder) - 1)], 0)
+    return int(np.sum(full * top + tail_rows))
+
+
+def for_each_block(
+    group_sizes: Array,
+    heights: tuple[int, ...],
+    rows: int,
+    first_row: Array | int,
+    carry: Any,
+    step: Callable[[Any, RowBlock], Any],
+) -> Any:
+    """Return the carry after `step(carry, block)` for every block of every group; tails come before full blocks.
+
+    Args:
+      group_sizes: int32 [G].
+      heights: ascending ladder of block heights, none above `rows`.
+      rows: R, static; first_row: where the first group starts.
+      carry: pytree of arrays, updated in place by XLA as long as `step` uses each of its arrays once.
+      step: handles one block; traced once per rung.
+    """
+    if group_sizes.shape[0] == 1:
+        # With one group XLA sees that a rung's block does not depend on the turn, moves its matmuls out of the loop,
+        # and so computes all rungs. A second group, always empty, keeps them in.
+        group_sizes = jnp.concatenate([group_sizes, jnp.zeros_like(group_sizes)])
+    ends = first_row + jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    top = heights[-1]
+    full_blocks = jnp.where(group_sizes > 0, (group_sizes - 1) // top, 0)
+    tails = group_sizes - full_blocks * top
+    rungs = jnp.sum(tails[:, None] > np.array(heights, np.int32)[None], axis=1, dtype=jnp.int32)
+    rungs = jnp.where(tails == 0, len(heights), rungs)
+    by_rung = jnp.argsort(rungs, stable=True).astype(jnp.int32)
+    stops = jnp.sum(rungs[:, None] <= np.arange(len(heights), dtype=np.int32)[None], axis=0, dtype=jnp.int32)
+
+    # One loop per rung: a `lax.switch` over heights inside one loop would read better, but XLA copies the whole carry,
+    # weight gradients included, at every turn.
+    for i, height in enumerate(heights):
+
+        def tail_step(turn, carry, height=height):
+            group = by_rung[turn]
+            first = ends[group] - tails[group]
+            start = jnp.minimum(first, rows - height)
+            lead, count = first - start, tails[group]
+            return step(carry, RowBlock(height=height, group=group, start=start, lead=lead, count=count, full=False))
+
+        carry = lax.fori_loop(stops[i - 1] if i else jnp.zeros_like(stops[0]), stops[i], tail_step, carry)
+
+    if top >= rows:
+        return carry
+    last_turns = jnp.cumsum(full_blocks, dtype=jnp.int32)
+
+    def full_step(turn, carry):
+        group = jnp.sum(last_turns <= turn, dtype=jnp.int32)
+        place = turn - (last_turns[group] - full_blocks[group])
+        start, lead, count = starts[group] + place * top, jnp.zeros_like(place), jnp.full_like(place, top)
+        return step(carry, RowBlock(height=top, group=group, start=start, lead=lead, count=count, full=True))
+
+    return lax.fori_loop(jnp.zeros_like(last_turns[-1]), last_turns[-1], full_step, carry)
 
 
 def gather_weights(operands: Operands, dtype) -> Array:

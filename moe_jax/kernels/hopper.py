@@ -20,24 +20,13 @@ import jax.numpy as jnp
 from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import clear_unowned_rows, gather_weights, split_gradient
 from moe_jax.kernels.grouped import Operands, register
-from moe_jax.kernels.row_blocks import LINES
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 Array = jax.Array
 
-CAPABILITY = "9.0"  # the kernels use instructions of this generation alone
 TILE = 64  # the least tile: rows of a warpgroup's matmul, and one swizzled line of 16-bit floats
 HOPPER_CORES = 132
 SPARED = 16  # cores for transfers: NCCL's channels take one each
-
-
-def fits(device, dtype, dims: tuple[int, ...]) -> bool:
-    """Return whether a device, real or described, runs the kernels on rows of a dtype and weights of these dims."""
-    return (
-        str(getattr(device, "compute_capability", "")) == CAPABILITY
-        and dtype in (jnp.bfloat16, jnp.float16)
-        and not any(dim % TILE for dim in dims)
-    )
 
 
 class HopperMatmul:
@@ -47,8 +36,10 @@ class HopperMatmul:
         """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
+        from moe_jax.kernels.mosaic_kernels import fill_lines
+
         _check("hopper", lhs, operands)
-        weights, filled = gather_weights(operands, lhs.dtype), _fill(lhs)
+        weights, filled = gather_weights(operands, lhs.dtype), fill_lines(lhs)
         out = ragged_dot(
             filled,
             weights,
@@ -64,6 +55,8 @@ class HopperMatmul:
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as kernel
 
+        from moe_jax.kernels.mosaic_kernels import fill_lines
+
         # The weight gradient masks its first and last block by multiplication, which keeps a NaN.
         lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
         dlhs = self.multiply(dout, group_sizes, operands, transposed=True)
@@ -73,8 +66,8 @@ class HopperMatmul:
             known = types.SimpleNamespace(core_count=HOPPER_CORES)
             setattr(kernel, "jax", types.SimpleNamespace(**{**vars(jax), "devices": lambda: [known]}))  # noqa: B010
         dweight = kernel.transposed_ragged_dot(
-            _fill(lhs),
-            _fill(dout),
+            fill_lines(lhs),
+            fill_lines(dout),
             group_sizes=group_sizes,
             block_m=128 if lhs.shape[1] % 128 == 0 else TILE,
             max_concurrent_steps=4,
@@ -105,11 +98,6 @@ def _check(name: str, rows: Array, operands: Operands) -> None:
         )
 
 
-def _fill(rows: Array) -> Array:
-    """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
-    return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
-
-
 class MosaicKernels:
     """This project's kernels, on all cores but `spared`, which are left to transfers."""
 
@@ -138,11 +126,11 @@ class MosaicKernels:
         return self.run(lhs, group_sizes, weights, None, transposed=transposed)
 
     def run(self, rows: Array, group_sizes: Array, weights, weight_scales, *, transposed: bool) -> Array:
-        """Call the kernel `rows_by_weights`, whose arguments these are, on any number of rows."""
+        """Call the kernel `rows_by_weights`, whose arguments these are."""
         from moe_jax.kernels.mosaic_kernels import rows_by_weights
 
         out = rows_by_weights(
-            _fill(rows),
+            rows,
             group_sizes,
             weights,
             weight_scales,
@@ -150,7 +138,7 @@ class MosaicKernels:
             cores=self.cores(),
             interpret=self.interpret,
         )
-        return cast_varying(out[: rows.shape[0]], varying_axes(rows))  # a kernel's outputs are typed as equal
+        return cast_varying(out, varying_axes(rows))  # a kernel's outputs are typed as equal
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         from moe_jax.kernels.mosaic_kernels import parts_of, rows_by_rows
@@ -166,7 +154,7 @@ class MosaicKernels:
         if wanted:
             groups = sum(high - low for low, high, _ in wanted)
             parts = parts_of(lhs.shape[0] / group_sizes.shape[0], groups, lhs.shape[1], dout.shape[1], self.cores())
-            sums = rows_by_rows(_fill(lhs), _fill(dout), group_sizes, wanted, parts, self.cores(), self.interpret)
+            sums = rows_by_rows(lhs, dout, group_sizes, wanted, parts, self.cores(), self.interpret)
         left, dweights = iter(sums), []
         for operand in operands:
             sink = operand.grad_sink

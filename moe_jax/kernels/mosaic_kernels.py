@@ -8,10 +8,10 @@ Both are persistent kernels: `cores` blocks of three warpgroups walk over the ti
 transfers. One warpgroup copies operands into a ring of buffers in shared memory and runs ahead of the others, beyond
 the end of a tile; two multiply, each one half of the tile's height, sum in float32 and store. Both read the same copy
 of the other operand. A half without rows of its own multiplies nothing and only hands the buffers back; a tile of rows
-that nobody owns copies nothing, and its output is zero. Which tile covers which rows: `row_blocks.py`.
+that nobody owns copies nothing, and its output is zero. Which tile covers which rows: `row_tiles`.
 
-16-bit floats, K and N multiples of 64, or e4m3 and multiples of 128; R a multiple of 8. Importing this module loads
-Pallas. Letters: docs/notation.md; here K and N are the contracted and the resulting dim.
+16-bit floats, K and N multiples of 64, or e4m3 and multiples of 128. Importing this module loads Pallas. Letters:
+docs/notation.md; here K and N are the contracted and the resulting dim.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.float8_blocks import BLOCK, quantise
-from moe_jax.kernels.row_blocks import FIRST, GROUP, LINES, START, STOP, row_ranges, row_tiles
+from moe_jax.kernels.float8 import BLOCK, quantise
 
 Array = jax.Array
 Ref = Any  # a reference to memory inside a kernel
 HALF = 64  # height of what one warpgroup multiplies; also the depth of one step of 16-bit numbers
 HEIGHT = 2 * HALF
+LINES = 8  # rows of a swizzled tile in shared memory: a copy into one starts at a multiple of them
+GROUP, START, FIRST, STOP = range(4)  # rows of the table of `row_tiles`
 LINE_BYTES = 128  # of a swizzled line in shared memory: 64 elements of 16 bits, 32 of 32
 STAGES, FLOAT8_STAGES = 3, 5  # buffers of the ring, up to 41 kB and 33 kB each
 STORE_SLOTS = 4  # [64 rows, 128 bytes] each, per warpgroup: a 16-bit tile 256 wide leaves in one go
@@ -55,7 +56,7 @@ def rows_by_weights(
     """Return each row times its group's weight in the dtype of `rows`, zero past the last group.
 
     Args:
-      rows: 16-bit float [R, contracted], R a multiple of 8.
+      rows: 16-bit float [R, contracted].
       group_sizes: int32 [G].
       weights: (bank [Rb, K, N] in the dtype of `rows`, or e4m3; int32, the row of it that serves each of its groups);
         the groups of the first come first.
@@ -70,6 +71,7 @@ def rows_by_weights(
     # sum, and is added, scaled, to a second sum of float32 in registers; so such a tile is no wider than 128.
     depth, width = (BLOCK, BLOCK) if float8 else (HALF, widest_tile(resulting))
     across, steps = resulting // width, rows.shape[1] // depth  # tiles side by side; steps of a tile
+    rows, rows_given = fill_lines(rows), rows.shape[0]
     values, scales = rows, ()
     if float8:
         values, row_scales = quantise(rows)
@@ -167,7 +169,13 @@ def rows_by_weights(
         **_launch(cores, interpret),
         kernel_name="moe_float8" if float8 else "moe_d_rows" if transposed else "moe_forward",
     )
-    return kernel(table, *(slots for _, slots in weights), *(bank for bank, _ in weights), values, *scales)
+    out = kernel(table, *(slots for _, slots in weights), *(bank for bank, _ in weights), values, *scales)
+    return out[:rows_given]
+
+
+def fill_lines(rows: Array) -> Array:
+    """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
+    return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
 
 
 def widest_tile(size: int) -> int:
@@ -182,7 +190,7 @@ def rows_by_rows(
     """Return, of each wanted range of groups, the sums over a group's rows of the products of `lhs` and `dout`.
 
     Args:
-      lhs: 16-bit float [R, K], R a multiple of 8; rows past the last group may hold anything.
+      lhs: 16-bit float [R, K]; rows past the last group may hold anything.
       dout: [R, N], in the dtype of `lhs`; likewise.
       group_sizes: int32 [G].
       wanted: ranges (first, stop, dtype) of groups, ascending.
@@ -192,6 +200,7 @@ def rows_by_rows(
     Returns:
       [stop - first, K, N] per range, in its dtype.
     """
+    lhs, dout = fill_lines(lhs), fill_lines(dout)
     contracted, resulting = lhs.shape[1], dout.shape[1]
     width = widest_tile(resulting)
     across, down = resulting // width, -(-contracted // HEIGHT)  # tiles side by side, and below one another
@@ -470,3 +479,46 @@ def _store_ragged(values: Array, slots: Ref, half: Array, out: Ref, start, colum
             piece = functools.partial(plgpu.copy_smem_to_gmem, slots.at[half, pl.ds(row, size)], out.at[window])
             pl.when((stop - first) & size != 0)(piece)
             row = row + ((stop - first) & size)
+
+
+# Tiles of the Hopper kernels start at multiples of `LINES` rows only, so a group's first tile may begin with up to
+# LINES - 1 rows of the group before it, and its last one ends with rows of the group after it: FIRST and STOP say which
+# rows are its own. Rows that no group owns come last, as those of a group numbered G; tiles that are left over own
+# nothing (FIRST == STOP).
+
+
+def row_tiles(group_sizes: Array, rows: int, height: int) -> Array:
+    """Return the table [4, T]: of each tile its group, where it starts, and its own rows `first <= row < stop`.
+
+    Args: group_sizes: int32 [G], at most `rows` = R together; height: rows of a tile, a multiple of `LINES`.
+    """
+    # T: no choice of group sizes needs more tiles, those of rows without an owner included
+    most = (rows + (group_sizes.shape[0] + 1) * (height + LINES - 2)) // height
+    starts, stops = row_ranges(group_sizes, rows)
+    bases = starts // LINES * LINES
+    counts = jnp.where(stops > starts, -((bases - stops) // height), 0)
+    tile_stops = running_sum(counts)
+    tile = lax.broadcasted_iota(jnp.int32, (most, 1), 0)
+    before = tile_stops - counts
+    owns = (tile >= before[None]) & (tile < tile_stops[None])  # [T, G + 1], one True at most in each line
+
+    def of_owner(values: Array) -> Array:
+        return jnp.sum(jnp.where(owns, values[None], 0), axis=1, dtype=jnp.int32)
+
+    start = of_owner(bases - before * height) + jnp.where(owns.any(axis=1), tile[:, 0] * height, 0)
+    first = jnp.maximum(start, of_owner(starts))
+    stop = jnp.minimum(start + height, of_owner(stops))
+    group = of_owner(jnp.arange(stops.shape[0], dtype=jnp.int32))
+    return jnp.stack([group, start, first, jnp.maximum(stop, first)])
+
+
+def row_ranges(group_sizes: Array, rows: int) -> tuple[Array, Array]:
+    """Return int32 [G + 1] twice: the first row of each group and the row after its last; group G owns the rest."""
+    stops = jnp.concatenate([running_sum(group_sizes.astype(jnp.int32)), jnp.full((1,), rows, jnp.int32)])
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), stops[:-1]]), stops
+
+
+def running_sum(values: Array) -> Array:
+    """Return int32 [n], sums up to and with each of int32 [n]: one comparison of all pairs, so one kernel."""
+    place = jnp.arange(values.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(place[:, None] >= place[None], values[None], 0), axis=1, dtype=jnp.int32)

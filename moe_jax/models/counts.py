@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
-from moe_jax.kernels.float8_blocks import E4M3
+from moe_jax.kernels.float8 import E4M3
 from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
 from moe_jax.moe.build import layer_sizes

@@ -1,7 +1,6 @@
 """The MoE layer: gate, experts and what lies between them. See README.md."""
 
-from moe_jax.kernels.grouped import GroupedWeights
-from moe_jax.kernels.matmul import grouped_matmul
+from moe_jax.kernels.grouped import GroupedWeights, grouped_matmul
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.flax_layer import MoELayer

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import moe_jax.moe.schedules  # noqa: F401 its files register themselves
 from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8_blocks import E4M3, check_blocks
+from moe_jax.kernels.float8 import E4M3, check_blocks
 from moe_jax.kernels.grouped import implementations
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import MoE

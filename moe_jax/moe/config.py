@@ -6,7 +6,7 @@ import dataclasses
 import typing
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8_blocks import COMPUTE, DTYPES, E4M3, bytes_of_row
+from moe_jax.kernels.float8 import COMPUTE, DTYPES, E4M3, bytes_of_row
 from moe_jax.moe.routers.config import RouterConfig
 from moe_jax.parallel.exchange import TRANSPORTS
 
@@ -37,7 +37,7 @@ class MoEConfig(RouterConfig):
       shared_experts: n, experts that every token goes to, beside those it chooses; 0 is none.
       shared_hidden_dim: hidden dim of each of them; 0 takes that of the routed ones.
       expert_dtype: of the operands of the experts' matmuls: 'compute', ModelConfig.dtype; or 'float8_e4m3' with a scale
-        for each block of 128, forward and for the gradients of rows (`kernels/float8_ffn.py`).
+        for each block of 128, forward and for the gradients of rows (`kernels/float8.py`).
       dispatch_dtype: of the rows that travel to experts: 'compute', or 'float8_e4m3', about half of bfloat16's bytes;
         the way back and all gradients travel in the compute dtype (`moe/schedule.py`).
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each

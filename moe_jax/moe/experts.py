@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.kernels.grouped import Operands, find_implementation
-from moe_jax.kernels.matmul import grouped_ffn, grouped_matmul
+from moe_jax.kernels.grouped import Operands, find_implementation, grouped_ffn, grouped_matmul
 
 Array = jax.Array
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.kernels.float8_blocks import E4M3
-from moe_jax.kernels.matmul import choose_implementation
+from moe_jax.kernels.float8 import E4M3
+from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.moe.after_gate import decide
 from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.config import MoEConfig

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8_blocks import bytes_to_rows, rows_to_bytes
+from moe_jax.kernels.float8 import bytes_to_rows, rows_to_bytes
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.passes import most_of_all
 from moe_jax.moe.routing import Choice, Grouping, Parcel, Routing, record
@@ -273,7 +273,7 @@ class Schedule(abc.ABC):
 def send_as_float8(exchange: Callable, rows, sent: Sent):
     """Return exchange(rows, sent) of rows [R, M] that travel as bytes of float8 with a scale for each block of 128.
 
-    All rows are quantised (`kernels/float8_blocks.py`), whether or not they leave the device, so results do not depend
+    All rows are quantised (`kernels/float8.py`), whether or not they leave the device, so results do not depend
     on the mesh. The gradient is straight through, in the compute dtype. Source: DeepSeek-V3 Technical Report (2024),
     section 3.3.3, which sends gradients in float8 too.
     """

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.kernels.float8_ffn import PREFIX
-from moe_jax.kernels.grouped import GroupedWeights
+from moe_jax.kernels.grouped import FLOAT8, GroupedWeights
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
 
@@ -74,7 +73,7 @@ def compare_expert(
     Raises:
       whatever lowering, compiling or running the implementation raises.
     """
-    is_float8 = implementation.startswith(PREFIX)
+    is_float8 = implementation.startswith(FLOAT8)
     limit = FLOAT8_LIMIT if is_float8 else rounding_limit(config, device.platform)
     furthest = (-1.0, "")
     for rows, sizes in CASES:
@@ -87,7 +86,7 @@ def compare_expert(
         with jax.default_device(device):
             arrays = draw_arrays(config, rows, sizes)
             got = compute(implementation, config.activation, jnp.array(sizes, jnp.int32), *arrays)
-            want = plain(PREFIX + "reference" if is_float8 else config, config.activation, sizes, *arrays)
+            want = plain(FLOAT8 + "reference" if is_float8 else config, config.activation, sizes, *arrays)
             off = jax.device_get(_compare(got, want))
         for name, per_index in off.items():
             index, size = int(np.argmax(per_index)), float(np.max(per_index))

@@ -22,8 +22,8 @@ from moe_jax.cluster.targets import Target
 from moe_jax.config.command_line import COMPILING
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_cache, build_tokenizer
-from moe_jax.kernels.float8_blocks import E4M3
-from moe_jax.kernels.matmul import choose_implementation
+from moe_jax.kernels.float8 import E4M3
+from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.language_model import Teacher, has_later_passes

@@ -7,7 +7,7 @@ import pytest
 from support.float8_oracle import MAGNITUDES, rounded
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8_blocks import (
+from moe_jax.kernels.float8 import (
     bytes_of_row,
     bytes_to_rows,
     check_blocks,

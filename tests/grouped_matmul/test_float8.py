@@ -11,9 +11,14 @@ from jax.sharding import SingleDeviceSharding
 from moe_jax.analysis.compile_ahead import described_devices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8_blocks import quantise
-from moe_jax.kernels.grouped import GroupedWeights, find_implementation, implementations
-from moe_jax.kernels.matmul import choose_implementation, grouped_matmul
+from moe_jax.kernels.float8 import quantise
+from moe_jax.kernels.grouped import (
+    GroupedWeights,
+    choose_implementation,
+    find_implementation,
+    grouped_matmul,
+    implementations,
+)
 from moe_jax.models.config import ModelConfig
 from moe_jax.training.expert_check import compare_expert
 

@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.kernels.grouped import GroupedWeights, implementations, register
-from moe_jax.kernels.matmul import choose_implementation, grouped_matmul
-from moe_jax.kernels.row_blocks import choose_heights
+from moe_jax.kernels.blocked import choose_heights
+from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, grouped_matmul, implementations, register
 
 ON_CPU = ("blocked", "fused", "ragged", "reference")
 

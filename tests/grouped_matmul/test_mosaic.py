@@ -15,8 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from moe_jax.analysis.compile_ahead import described_devices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.kernels.grouped import GroupedWeights, find_implementation
-from moe_jax.kernels.mosaic_kernels import parts_of, rows_by_rows
-from moe_jax.kernels.row_blocks import row_tiles
+from moe_jax.kernels.mosaic_kernels import parts_of, row_tiles, rows_by_rows
 
 SCHEDULES = {
     "uneven": (1000, [3, 480, 60, 130, 5, 200, 40, 30]),

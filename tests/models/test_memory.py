@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels.float8_blocks import COMPUTE, E4M3
+from moe_jax.kernels.float8 import COMPUTE, E4M3
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.counts import Sizes, device_bytes, teacher_bytes
 from moe_jax.moe import MoEConfig

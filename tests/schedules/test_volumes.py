@@ -17,7 +17,7 @@ from support.prefetch_cases import gradient_step, model_config, placements_of
 from support.program_volumes import collectives, groups_of
 
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, index_transfers, layer_transfers
-from moe_jax.kernels.float8_blocks import bytes_of_row
+from moe_jax.kernels.float8 import bytes_of_row
 from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.build import layer_sizes, make_moe
 from moe_jax.moe.routers import RouterInputs

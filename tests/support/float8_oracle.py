@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.kernels.float8_blocks import dequantise, quantise
+from moe_jax.kernels.float8 import dequantise, quantise
 
 # all magnitudes of e4m3: 7 subnormals, then 3 bits of fraction and 15 exponents, but for the last, which is NaN
 MAGNITUDES = np.array([2.0**-9 * n for n in range(8)] + [(8 + n) * 2.0**e for e in range(-9, 6) for n in range(8)][:-1])

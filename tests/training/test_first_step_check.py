@@ -110,7 +110,7 @@ def test_edited_code_of_a_check_is_asked_again(tmp_path, monkeypatch):
         compare_expert("float8:blocked", config, jax.devices()[0])
     ran = {Path(entry.code.co_filename) for entry in ran.getstats() if not isinstance(entry.code, str)}
     files = {file.relative_to(package) for file in ran if package in file.parents}
-    assert {"experts.py", "blocked.py", "float8_ffn.py", "row_blocks.py"} <= {file.name for file in files}
+    assert {"experts.py", "blocked.py", "float8.py", "grouped.py"} <= {file.name for file in files}
     kernels = [Path("kernels") / name for name in ("hopper.py", "mosaic_kernels.py")]
     copy = shutil.copytree(package, tmp_path / "moe_jax", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(first_step_check, "__file__", str(copy / "training" / "first_step_check.py"))
