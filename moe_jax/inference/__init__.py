@@ -1,7 +1,6 @@
 """Text from trained models: `load` a run, then `generate`. See README.md for the contract."""
 
-from moe_jax.inference.generator import Generated, Generator
-from moe_jax.inference.load import load
+from moe_jax.inference.generator import Generated, Generator, load
 from moe_jax.inference.programs import Sampling
 
 __all__ = ["Generated", "Generator", "Sampling", "load"]

@@ -13,8 +13,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,15 +23,17 @@ import numpy as np
 from moe_jax.config import RunConfig, config_text, parse_run_config
 from moe_jax.data import DataConfig, build_tokenizer
 from moe_jax.errors import UserError
-from moe_jax.inference.config_keys import HARMLESS, Family, find_export_family, read_config, upcycled_keys, write_config
-from moe_jax.inference.tensors import (
+from moe_jax.inference.families import (
     BACK,
-    SHARD_BYTES,
-    TensorFolder,
+    FFN,
+    HARMLESS,
+    Family,
     TensorPlace,
-    read_json,
+    find_export_family,
+    read_config,
     tensor_places,
-    write_tensors,
+    upcycled_keys,
+    write_config,
 )
 from moe_jax.models.config import ModelConfig, segments_of
 from moe_jax.models.counts import leaf_shapes
@@ -48,6 +51,9 @@ CARRIED = (
 )  # fmt: skip
 # tensors that say nothing: tables that are computed, and a head that is the token table
 NOT_NEEDED = (".rotary_emb.inv_freq",)
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 2**27
+READ_DTYPES = ("F32", "BF16", "F16")
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -233,7 +239,7 @@ def _source(tensors: TensorFolder, place: TensorPlace, upcycling: Upcycling | No
     shape, names, fused = place.shape, [place.name, place.name.replace(".block_sparse_moe.", ".mlp.")], place.fused
     if upcycling is not None and fused:
         # the matrix of the dense FFN that an expert's is copied from
-        matrix = ("gate_proj", "up_proj", "down_proj")[BACK if fused[2] is None else fused[2]]
+        matrix = FFN[BACK if fused[2] is None else fused[2]]
         names, fused = [f"{'.'.join(place.name.split('.')[:3])}.mlp.{matrix}.weight"], None
     found = next(((name, None) for name in names if name in tensors.names), None)
     if found is None and fused and fused[0] in tensors.names:
@@ -269,3 +275,112 @@ def _carry(source: Path, target: Path) -> None:
     for name in CARRIED:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
+
+
+def library() -> Any:
+    """Return the package `safetensors`, or raise a UserError where it is not installed."""
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        raise UserError(
+            "this needs the package 'safetensors', which is not installed; pip install 'moe_jax[hf]'"
+        ) from error
+    return safetensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object from a file, or raise a UserError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; give a folder with a checkpoint of transformers") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot read {path} ({error}); copy the folder again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}, not a JSON object; copy the folder again")
+    return found
+
+
+class TensorFolder:
+    """The tensors of a checkpoint: `names` of all of them; a UserError for files that are missing or damaged."""
+
+    def __init__(self, path: Path):
+        """Open the files; nothing is read but their headers."""
+        self.path = path
+        self._open: dict[Path, Any] = {}
+        index, single = path / INDEX, path / SINGLE
+        if index.exists():
+            entries = read_json(index).get("weight_map")
+            if not isinstance(entries, dict):
+                raise UserError(f"{index} has no weight_map; copy the folder again")
+            self._file = {name: path / str(file) for name, file in entries.items()}
+        elif single.exists():
+            self._file = dict.fromkeys(self._handle(single).keys(), single)
+        else:
+            raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; give a folder with safetensors files")
+        for file in sorted(set(self._file.values())):
+            held = set(self._handle(file).keys())
+            for name in sorted(name for name, where in self._file.items() if where == file and name not in held):
+                raise UserError(f"{file} has no tensor {name}, which {INDEX} says it has; copy the folder again")
+        self.names = set(self._file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, or raise a UserError where its dtype is none that can be read."""
+        part = self._handle(self._file[name]).get_slice(name)
+        if part.get_dtype() not in READ_DTYPES:
+            raise UserError(
+                f"{self._file[name]}: {name} is {part.get_dtype()}, and moe_jax reads {', '.join(READ_DTYPES)}"
+            )
+        return tuple(part.get_shape())
+
+    def read(self, name: str, part: tuple[int, slice] | None = None) -> np.ndarray:
+        """Return a tensor, or of one [E, ..., ...] the rows of an expert, `part`."""
+        handle = self._handle(self._file[name])
+        if part is None:
+            return handle.get_tensor(name)
+        expert, rows = part
+        return handle.get_slice(name)[expert : expert + 1, rows][0]
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            safetensors = library()
+            try:
+                self._open[file] = safetensors.safe_open(str(file), framework="numpy")
+            except FileNotFoundError as error:
+                raise UserError(f"{file} does not exist, and {INDEX} names it; copy the folder again") from error
+            except (safetensors.SafetensorError, OSError) as error:
+                raise UserError(f"cannot read {file} ({error}): it is damaged or not whole; copy it again") from error
+        return self._open[file]
+
+
+def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write tensors, (name, array) one after the other, into files of a folder, as transformers looks for them.
+
+    Args:
+      shard_bytes: of one file, at most, but for a tensor that is larger by itself; several files get an index.
+    """
+    files, held, total = [], {}, 0
+
+    def flush():
+        path = folder / f"part-{len(files)}"
+        library().numpy.save_file(held, str(path), metadata={"format": "pt"})
+        files.append((path, list(held)))
+        held.clear()
+
+    for name, tensor in named:
+        if held and sum(array.nbytes for array in held.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        held[name] = np.ascontiguousarray(tensor)
+        total += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        files[0][0].rename(folder / SINGLE)
+        return
+    weight_map = {}
+    for number, (path, names) in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -36,14 +36,20 @@ from moe_jax.parallel.varying import cast_varying, varying_axes, varying_to_repl
 SCALE = "_scale"
 
 
+def replace_leaf(change, leaf, shardings):
+    """Return change(leaf), on the devices as `shardings` say, and delete the leaf: never are two banks held at once."""
+    changed = jax.block_until_ready(jax.jit(change, out_shardings=shardings)(leaf))
+    leaf.delete()
+    return changed
+
+
 def quantize_bank(bank: dict) -> dict:
     """Return a bank in int8 on the same devices; the arrays given are deleted one by one."""
     found = {}
     for name, leaf in bank.items():
         rows, _, results = (*leaf.sharding.spec, None, None, None)[:3]
         shardings = leaf.sharding, NamedSharding(leaf.sharding.mesh, PartitionSpec(rows, results))
-        found[name], found[name + SCALE] = jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(leaf))
-        leaf.delete()  # not two banks at once
+        found[name], found[name + SCALE] = replace_leaf(quantize, leaf, shardings)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A loaded model: prompts in, continuations out, and replicas of hot experts.
+"""A run folder as a loaded model: prompts in, continuations out, and replicas of hot experts.
 
 The host only counts and hands out tokens; a token's id goes into the next call without leaving the devices, and is read
 while that call runs. Replicas are planned from observed loads and stay: parameters do not change here, so a replica is
@@ -8,29 +8,195 @@ in layer l is l G + g.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.cluster import Cluster
-from moe_jax.data import Tokenizer
+from moe_jax.config import parse_run_config
+from moe_jax.config.run_config import RunConfig
+from moe_jax.data import Tokenizer, build_tokenizer
+from moe_jax.data.tokenizer import END_FILES, read_end_ids
 from moe_jax.errors import UserError
-from moe_jax.inference.few_tokens import quantize_bank
-from moe_jax.inference.forward import Serving
-from moe_jax.inference.programs import LEAST_LENGTH, Sampling, State, bucket, make_score, make_step, prompt_keys
-from moe_jax.models import LanguageModel
-from moe_jax.models.config import Segment
+from moe_jax.inference.few_tokens import quantize_bank, replace_leaf
+from moe_jax.inference.programs import (
+    LEAST_LENGTH,
+    Sampling,
+    Serving,
+    State,
+    bucket,
+    make_score,
+    make_step,
+    prompt_keys,
+)
+from moe_jax.kernels.float8 import COMPUTE
+from moe_jax.models import LanguageModel, ModelConfig
+from moe_jax.models.attention import resolve_attention
+from moe_jax.models.config import Segment, expert_counts
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
-from moe_jax.parallel.mesh import to_devices
+from moe_jax.observe import RunFolder
+from moe_jax.parallel.mesh import build_mesh, to_devices
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.feed import padded_vocabulary
+
+MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
+TOKENIZER = "tokenizer.json"
+
+
+def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:
+    """Return both as a generating program takes them: nothing saved for a backward, no noise, no capacity.
+
+    Raises:
+      UserError: a model that does not predict the next token, or a router that chooses for a whole batch at once.
+    """
+    if model.kind != "gpt":
+        raise UserError(
+            f"ModelConfig.kind ({model.kind!r}) cannot generate: it sees what follows a token; give a run with "
+            "ModelConfig.kind = 'gpt'"
+        )
+    names = dict.fromkeys([moe.router, *(str(run.get("router", moe.router)) for run in model.runs)])
+    for name in names:
+        if not find(name).by_token:
+            raise UserError(
+                f"MoEConfig.router ({name!r}) lets a token's experts depend on the other tokens of its batch, so text "
+                f"would depend on what is generated beside it; bind MoEConfig.router = 'topk', by which each "
+                "token chooses for itself"
+            )
+    # A capacity bounds what an expert takes of the tokens gated together, so a prompt's text would depend on what is
+    # generated beside it, on its batch's padding, and on whether a token is read with its prompt or by itself.
+    # float8 is how a run trains faster, and is not how single tokens are decoded.
+    changes = {"capacity_factor": None, "gate_noise": 0.0, "balance_over": "batch", "record_choices": False}
+    moe = dataclasses.replace(moe, expert_dtype=COMPUTE, dispatch_dtype=COMPUTE, **changes)
+    changes = {"remat": "none", "prefetch": "none", "refetch_replicas": False, "sequence_parallel": False}
+    return dataclasses.replace(model, **changes), moe
+
+
+def load(
+    workdir: str | os.PathLike[str], *, step: int | None = None, averaged: bool = False, bindings: Sequence[str] = (),
+    devices: Sequence | None = None, quantize: str = "none", decode: str = "gather",
+) -> Generator:  # fmt: skip
+    """Return a finished or running run's model, ready to generate.
+
+    Args:
+      workdir: the run folder; step: of a checkpoint, None is the newest.
+      averaged: take the moving average of the parameters.
+      bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule, or the sizes in
+        MeshConfig, which must make the number of devices.
+      devices: to run on; None takes all.
+      quantize: 'int8' keeps the experts' weights so, for a small change of the loss.
+      decode: how single tokens meet their experts, 'gather' or 'exchange', as `Generator` says.
+
+    Raises:
+      UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
+    """
+    config, folder = run_config(workdir, bindings), RunFolder(workdir, create=False)
+    with contextlib.closing(Checkpointer(folder.checkpoints, keep=1)) as checkpoints:
+        steps = checkpoints.steps()
+        if not steps:
+            raise UserError(
+                f"run folder {folder.path} has no finished checkpoint; train first, with the same --workdir"
+            )
+        if step is not None and step not in steps:
+            raise UserError(
+                f"run folder {folder.path} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}; "
+                "take one of these"
+            )
+        step = steps[-1] if step is None else step
+        if averaged and not checkpoints.has_ema(step):
+            raise UserError(
+                f"the checkpoint of step {step} of {folder.path} holds no averaged parameters; leave --averaged out, "
+                "or train with train.ema_decay"
+            )
+        tokenizer = find_tokenizer(config, folder.path)
+        model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
+        abstract = jax.tree.map(
+            lambda leaf, spec: leaf.update(sharding=model.roles.sharding(*spec)),
+            model.shapes(),
+            model.layout().params,
+        )
+        homes = {segment.name: even_placement(model, segment).home for segment in model.expert_segments}
+        params = checkpoints.restore_params(step, abstract, homes, "ema" if averaged else "params")
+    dtype = model.config.dtype
+
+    def cast(path, leaf):
+        # Experts and matrices of blocks are kept as every step would cast them. Norms, gates, biases and embeddings
+        # stay as trained, but for an untied output head: they are read in their own dtype.
+        if leaf.dtype == dtype or not is_matrix(path):
+            return leaf
+        return replace_leaf(lambda leaf: leaf.astype(dtype), leaf, leaf.sharding)
+
+    return Generator(
+        model,
+        jax.tree.map_with_path(cast, params),
+        tokenizer=tokenizer,
+        # of generation_config.json, else of config.json, else the tokenizer's
+        end_ids=read_end_ids(folder.path) or (() if tokenizer is None else tokenizer.end_ids),
+        vocabulary=model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size),
+        quantize=quantize,
+        decode=decode,
+    )
+
+
+def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:
+    """Return the config of a run folder; `bindings` win over it. A UserError if there is no such run."""
+    folder = RunFolder(workdir, create=False)
+    if not folder.config.exists():
+        raise UserError(f"run folder {folder.path} holds no config.gin; give the --workdir of a run that has trained")
+    return parse_run_config([str(folder.config)], bindings)[0]
+
+
+def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | None) -> LanguageModel:
+    """Return the model of a run on a mesh of `devices`, as it generates; nothing is allocated."""
+    model, moe = inference_configs(config.model, config.moe)
+    roles = build_mesh(config.mesh, devices, expert_counts(model, moe, config.mesh, len(devices)))
+    if tokenizer is None and not model.vocab_size:
+        raise UserError(
+            f"DataConfig.tokenizer ({config.data.tokenizer!r}) is not there, and only it says how many ids the "
+            f"vocabulary has; put it back, or bind ModelConfig.vocab_size"
+        )
+    return LanguageModel(
+        config=resolve_attention(model, roles.mesh.devices.flat[0]),
+        moe=moe,
+        vocab_size=model.vocab_size or padded_vocabulary(tokenizer, model),
+        roles=roles,
+        zero_stage=0,
+        expert_zero_stage=0,
+    )
+
+
+def find_tokenizer(config: RunConfig, folder: Path) -> Tokenizer | None:
+    """Return the run's tokenizer, that of its folder where its own path is gone; None where neither is there.
+
+    A conversion of a checkpoint without a tokenizer leaves 'byte' in the config; its vocabulary is not that of bytes.
+    """
+    named, inside = config.data.tokenizer, folder / TOKENIZER
+    if named == "byte":
+        converted = config.model.vocab_size > 0 and (folder / END_FILES[-1]).exists()
+        return None if converted else build_tokenizer(config.data)
+    if os.path.exists(os.path.expanduser(named)):
+        return build_tokenizer(config.data)
+    return build_tokenizer(dataclasses.replace(config.data, tokenizer=str(inside))) if inside.exists() else None
+
+
+def is_matrix(path) -> bool:
+    """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix."""
+    keys = [entry.key for entry in path]
+    return keys[0] == "bank" or "gate" not in keys[:-1] and keys[-1] in MATRICES
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabulary: int, longest: int | None) -> None:
@@ -177,11 +343,8 @@ class Generator:
             row_of[layer, old[device, layer, slot]] = (device * layers + layer) * slots + slot
             layer = np.broadcast_to(np.arange(layers)[None, :, None], new.shape)
             source = row_of[layer, np.maximum(new, 0)].reshape(-1)
-            banks[segment.name] = {}
-            for name, leaf in self.params["bank"][segment.name].items():
-                move = jax.jit(lambda leaf, source=source: jnp.take(leaf, source, axis=0), out_shardings=leaf.sharding)
-                banks[segment.name][name] = jax.block_until_ready(move(leaf))
-                leaf.delete()  # not two banks at once
+            move, bank = functools.partial(jnp.take, indices=source, axis=0), self.params["bank"][segment.name]
+            banks[segment.name] = {name: replace_leaf(move, leaf, leaf.sharding) for name, leaf in bank.items()}
         self.params = {**self.params, "bank": banks}
         return placements
 
@@ -207,10 +370,7 @@ class Generator:
                     "a prompt is text, and this run has no tokenizer (DataConfig.tokenizer, or tokenizer.json in its "
                     "folder); give token ids with --prompt_ids"
                 )
-            if isinstance(prompt, str):
-                ids.append(self.tokenizer.encode_prompt(prompt).tolist())
-            else:
-                ids.append([int(value) for value in prompt])
+            ids.append(list(map(int, self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)))
         limit, ends = self.longest, () if ignore_eos else self.end_ids
         check_prompts(ids, max_new_tokens, self.vocabulary, limit)
         # how many tokens may follow each: the last one needs no position of its own
@@ -251,15 +411,13 @@ class Generator:
         state = State(None, *to_devices((ids, last, more > 0, more, keys), roles.sharding(roles.dense)))
         end_ids = np.full(bucket(len(ends), END_SLOTS), -1, np.int32)
         end_ids[: len(ends)] = ends
-        knobs = np.float32(sampling.temperature), np.float32(sampling.top_p), end_ids
-        knobs = to_devices(knobs, roles.sharding())
+        knobs = to_devices((np.float32(sampling.temperature), np.float32(sampling.top_p), end_ids), roles.sharding())
 
         started, seconds = time.perf_counter(), []
         said: list[list[int]] = [[] for _ in prompts]
         taken: list[list[np.ndarray]] = [[] for _ in prompts]  # of each prompt [tokens, L, K]
         state, chosen = prefill(self.params, self.tables, state, knobs)
         for step in range(max(left)):
-            following = None
             if step + 1 < max(left):
                 state, following = decode(self.params, self.tables, state, knobs)
             new_ids = np.asarray(chosen[0])[: len(prompts)]
@@ -279,10 +437,7 @@ class Generator:
                 found = np.concatenate(layers).transpose(1, 2, 0, 3)
                 for row, tokens in enumerate(taken):
                     tokens.append(found[row][found[row, :, 0, 0] >= 0])  # padding has no expert
-            ended = [
-                len(new) >= limit or bool(new) and new[-1] in ends for new, limit in zip(said, left, strict=True)
-            ]  # fmt: skip
-            if following is None or (new_ids < 0).all() or all(ended):
+            if all(len(new) >= limit or new[-1] in ends for new, limit in zip(said, left, strict=True)):
                 break
             chosen = following
         return said, [np.concatenate(tokens) for tokens in taken] if experts else None, np.asarray(seconds)

@@ -3,10 +3,6 @@
 See `grouped.py` for inputs and outputs. `blocked` and `fused` are made for CPUs, where XLA expands `lax.ragged_dot` to
 G times the work: they take about the FLOPs of the rows in use. `fused` has the whole expert FFN in one loop forward and
 one backward, so the hidden rows of a block stay in the cache; only pre-activations [R, F] are saved.
-
-XLA needs static shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the
-highest rung as long as rows are left for more than one, then one *tail* block of the lowest rung that covers the rest.
-An empty group costs nothing, and a group of 70 rows costs a matmul of 72 or 80 rows, not of 128.
 """
 
 from __future__ import annotations
@@ -26,8 +22,21 @@ from moe_jax.parallel.row_sums import rows_in_use
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 Array = jax.Array
-# Received buckets are mostly padding, so R / G may be far above what a group holds; a block as tall as that would
-# compute the padding. Above about a thousand rows a taller block saves nothing anyway.
+ROWS_BY_WEIGHT = (((1,), (0,)), ((), ()))  # [R, K] x [K, N] -> [R, N]
+ROWS_BY_TRANSPOSED = (((1,), (1,)), ((), ()))  # [R, N] x [K, N] -> [R, K]
+ROWS_BY_ROWS = (((0,), (0,)), ((), ()))  # [R, K] x [R, N] -> [K, N]
+
+
+def multiply(a: Array, b: Array, dims) -> Array:
+    """Return a matmul that accumulates in at least float32."""
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+
+
+# XLA needs static shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the
+# highest rung as long as rows are left for more than one, then one *tail* block of the lowest rung that covers the
+# rest. An empty group costs nothing, and a group of 70 rows costs a matmul of 72 or 80 rows, not of 128. Received
+# buckets are mostly padding, so R / G may be far above what a group holds; a block as tall as that would compute the
+# padding. Above about a thousand rows a taller block saves nothing anyway.
 TALLEST_MEAN = 1024
 
 
@@ -67,6 +76,10 @@ class RowBlock:
         """Return the weights [K, N] of this block's group from `bank` [Rb, K, N]."""
         return lax.dynamic_index_in_dim(bank, slots[self.group], 0, keepdims=False)
 
+    def multiply(self, rows: Array, operand: GroupedWeights, dims) -> Array:
+        """Return rows [height, ...] times the weight of this block's group in their dtype, in at least float32."""
+        return multiply(rows, self.pick(operand.bank, operand.slots).astype(rows.dtype), dims)
+
     def add_to_group(self, totals: Array, values: Array) -> Array:
         """Return `totals` [G, K, N], zero for groups not met yet, with `values` [K, N] added to this block's group."""
         values = values.astype(totals.dtype)[None]
@@ -101,22 +114,15 @@ def rows_computed(group_sizes: np.ndarray, heights: tuple[int, ...]) -> int:
 
     Args: group_sizes: int [G], NumPy; heights: the ladder.
     """
-    top = heights[-1]
-    sizes = np.asarray(group_sizes)
-    full = np.where(sizes > 0, (sizes - 1) // top, 0)
+    top, sizes = heights[-1], np.asarray(group_sizes)
+    full = np.maximum(sizes - 1, 0) // top
     tails = sizes - full * top
-    ladder = np.array(heights)
-    tail_rows = np.where(tails > 0, ladder[np.minimum(np.searchsorted(ladder, tails), len(ladder) - 1)], 0)
-    return int(np.sum(full * top + tail_rows))
+    rungs = np.array(heights)[np.searchsorted(heights, tails)]
+    return int(np.sum(full * top + np.where(tails > 0, rungs, 0)))
 
 
 def for_each_block(
-    group_sizes: Array,
-    heights: tuple[int, ...],
-    rows: int,
-    first_row: Array | int,
-    carry: Any,
-    step: Callable[[Any, RowBlock], Any],
+    group_sizes: Array, heights: tuple[int, ...], rows: int, first_row: Array | int, carry: Any, step: Callable
 ) -> Any:
     """Return the carry after `step(carry, block)` for every block of every group; tails come before full blocks.
 
@@ -188,6 +194,14 @@ def clear_unowned_rows(array: Array, group_sizes: Array) -> Array:
     return jnp.where(rows_in_use(group_sizes, array.shape[0]), array, jnp.zeros((), array.dtype))
 
 
+LINES = 8  # rows of a swizzled tile of Hopper's shared memory: a copy into one starts at a multiple of them
+
+
+def fill_lines(rows: Array) -> Array:
+    """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
+    return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
+
+
 class ReferenceMatmul:
     """Every group multiplies every row, and a mask selects its own: G times the FLOPs, and simple."""
 
@@ -217,12 +231,9 @@ class RaggedMatmul:
     """`lax.ragged_dot`, lowered by XLA on each platform: on a CPU with G times the FLOPs."""
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
-        out = lax.ragged_dot(
-            clear_unowned_rows(lhs, group_sizes),
-            gather_weights(operands, lhs.dtype),
-            group_sizes,
-            preferred_element_type=jnp.promote_types(lhs.dtype, jnp.float32),
-        )
+        cleared, weights = clear_unowned_rows(lhs, group_sizes), gather_weights(operands, lhs.dtype)
+        acc_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+        out = lax.ragged_dot(cleared, weights, group_sizes, preferred_element_type=acc_dtype)
         return clear_unowned_rows(out, group_sizes).astype(lhs.dtype)
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
@@ -238,16 +249,6 @@ class RaggedMatmul:
         )
         dweight = lax.ragged_dot_general(lhs, dout, group_sizes, rows_by_rows, preferred_element_type=acc_dtype)
         return dlhs, split_gradient(dweight, operands)
-
-
-ROWS_BY_WEIGHT = (((1,), (0,)), ((), ()))  # [R, K] x [K, N] -> [R, N]
-ROWS_BY_TRANSPOSED = (((1,), (1,)), ((), ()))  # [R, N] x [K, N] -> [R, K]
-ROWS_BY_ROWS = (((0,), (0,)), ((), ()))  # [R, K] x [R, N] -> [K, N]
-
-
-def multiply(a: Array, b: Array, dims) -> Array:
-    """Return a matmul that accumulates in at least float32."""
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 def _loops(group_sizes: Array, operands: Operands, rows: int) -> list[tuple]:
@@ -281,8 +282,7 @@ class BlockedMatmul:
         for operand, loop in zip(operands, _loops(group_sizes, operands, lhs.shape[0]), strict=True):
 
             def step(out, block, operand=operand):
-                weight = block.pick(operand.bank, operand.slots).astype(lhs.dtype)
-                return block.write(out, multiply(block.read(lhs), weight, ROWS_BY_WEIGHT))
+                return block.write(out, block.multiply(block.read(lhs), operand, ROWS_BY_WEIGHT))
 
             out = for_each_block(*loop, out, step)
         return out
@@ -294,8 +294,7 @@ class BlockedMatmul:
             def step(carry, block, operand=operand):
                 dlhs, dweight = carry
                 d = block.read(dout)
-                weight = block.pick(operand.bank, operand.slots).astype(lhs.dtype)
-                dlhs = block.write(dlhs, multiply(d, weight, ROWS_BY_TRANSPOSED))
+                dlhs = block.write(dlhs, block.multiply(d, operand, ROWS_BY_TRANSPOSED))
                 if dweight is not None:
                     dweight = block.add_to_group(dweight, multiply(block.read(lhs), d, ROWS_BY_ROWS))
                 return dlhs, dweight
@@ -320,15 +319,11 @@ class FusedBlocks(BlockedMatmul):
             def step(carry, block, part_ins=part_ins, part_out=outs[part]):
                 out, residuals = carry
                 x = block.read(rows)
-                pre = [
-                    multiply(x, block.pick(w.bank, w.slots).astype(dtype), ROWS_BY_WEIGHT).astype(dtype)
-                    for w in part_ins
-                ]
+                pre = [block.multiply(x, operand, ROWS_BY_WEIGHT).astype(dtype) for operand in part_ins]
                 if residuals:
                     residuals = tuple(block.write(array, new) for array, new in zip(residuals, pre, strict=True))
                 hidden = activation(*(array.astype(acc_dtype) for array in pre)).astype(dtype)
-                y = multiply(hidden, block.pick(part_out.bank, part_out.slots).astype(dtype), ROWS_BY_WEIGHT)
-                return block.write(out, y), residuals
+                return block.write(out, block.multiply(hidden, part_out, ROWS_BY_WEIGHT)), residuals
 
             out, residuals = for_each_block(*loop, (out, residuals), step)
         return out, residuals
@@ -346,12 +341,9 @@ class FusedBlocks(BlockedMatmul):
                 drows, dw_ins, dw_out = carry
                 x, dy = block.read(rows), block.read(dout)
                 hidden, pull_back = jax.vjp(activation, *[block.read(array).astype(acc_dtype) for array in residuals])
-                dhidden = multiply(dy, block.pick(part_out.bank, part_out.slots).astype(dtype), ROWS_BY_TRANSPOSED)
+                dhidden = block.multiply(dy, part_out, ROWS_BY_TRANSPOSED)
                 dpre = [d.astype(dtype) for d in pull_back(dhidden.astype(dtype).astype(acc_dtype))]
-                dx = sum(
-                    multiply(d, block.pick(w.bank, w.slots).astype(dtype), ROWS_BY_TRANSPOSED)
-                    for d, w in zip(dpre, part_ins, strict=True)
-                )
+                dx = sum(block.multiply(d, w, ROWS_BY_TRANSPOSED) for d, w in zip(dpre, part_ins, strict=True))
                 if dw_out is not None:
                     dw_out = block.add_to_group(dw_out, multiply(hidden.astype(dtype), dy, ROWS_BY_ROWS))
                 dw_ins = [

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.blocked import clear_unowned_rows, gather_weights, split_gradient
+from moe_jax.kernels.blocked import clear_unowned_rows, fill_lines, gather_weights, split_gradient
 from moe_jax.kernels.grouped import Operands, register
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
@@ -36,8 +36,6 @@ class HopperMatmul:
         """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-        from moe_jax.kernels.mosaic_kernels import fill_lines
-
         _check("hopper", lhs, operands)
         weights, filled = gather_weights(operands, lhs.dtype), fill_lines(lhs)
         out = ragged_dot(
@@ -54,8 +52,6 @@ class HopperMatmul:
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as kernel
-
-        from moe_jax.kernels.mosaic_kernels import fill_lines
 
         # The weight gradient masks its first and last block by multiplication, which keeps a NaN.
         lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)

@@ -28,13 +28,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from moe_jax.kernels.blocked import LINES, fill_lines
 from moe_jax.kernels.float8 import BLOCK, quantise
 
 Array = jax.Array
 Ref = Any  # a reference to memory inside a kernel
 HALF = 64  # height of what one warpgroup multiplies; also the depth of one step of 16-bit numbers
 HEIGHT = 2 * HALF
-LINES = 8  # rows of a swizzled tile in shared memory: a copy into one starts at a multiple of them
 GROUP, START, FIRST, STOP = range(4)  # rows of the table of `row_tiles`
 LINE_BYTES = 128  # of a swizzled line in shared memory: 64 elements of 16 bits, 32 of 32
 STAGES, FLOAT8_STAGES = 3, 5  # buffers of the ring, up to 41 kB and 33 kB each
@@ -171,11 +171,6 @@ def rows_by_weights(
     )
     out = kernel(table, *(slots for _, slots in weights), *(bank for bank, _ in weights), values, *scales)
     return out[:rows_given]
-
-
-def fill_lines(rows: Array) -> Array:
-    """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
-    return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
 
 
 def widest_tile(size: int) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.kernels.grouped import FLOAT8, GroupedWeights
+from moe_jax.kernels import grouped  # by its package, which names all implementations: `source_digest` follows it
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
 
@@ -73,7 +73,7 @@ def compare_expert(
     Raises:
       whatever lowering, compiling or running the implementation raises.
     """
-    is_float8 = implementation.startswith(FLOAT8)
+    is_float8 = implementation.startswith(grouped.FLOAT8)
     limit = FLOAT8_LIMIT if is_float8 else rounding_limit(config, device.platform)
     furthest = (-1.0, "")
     for rows, sizes in CASES:
@@ -86,7 +86,7 @@ def compare_expert(
         with jax.default_device(device):
             arrays = draw_arrays(config, rows, sizes)
             got = compute(implementation, config.activation, jnp.array(sizes, jnp.int32), *arrays)
-            want = plain(FLOAT8 + "reference" if is_float8 else config, config.activation, sizes, *arrays)
+            want = plain(grouped.FLOAT8 + "reference" if is_float8 else config, config.activation, sizes, *arrays)
             off = jax.device_get(_compare(got, want))
         for name, per_index in off.items():
             index, size = int(np.argmax(per_index)), float(np.max(per_index))
@@ -128,9 +128,9 @@ def of_implementation(implementation: str, activation: str, group_sizes, x, dout
         served = {}
         for name, bank in homes.items():
             backwards = jnp.arange(bank.shape[0] - 1, -1, -1, dtype=jnp.int32)  # a bank's order is not the groups'
-            own = GroupedWeights(bank=bank[::-1], slots=backwards, grad_sink=grad_sinks[0][name])
+            own = grouped.GroupedWeights(bank=bank[::-1], slots=backwards, grad_sink=grad_sinks[0][name])
             slots = jnp.arange(REPLICAS, dtype=jnp.int32)
-            served[name] = own, GroupedWeights(bank=replicas[name], slots=slots, grad_sink=grad_sinks[1][name])
+            served[name] = own, grouped.GroupedWeights(bank=replicas[name], slots=slots, grad_sink=grad_sinks[1][name])
         sizes = jnp.asarray(group_sizes, jnp.int32)
         return expert_ffn(x, sizes, served, activation=activation, implementation=implementation)
 

@@ -39,10 +39,8 @@ def lower(config, devices):
     import jax
     import numpy as np
 
-    from moe_jax.inference.forward import Serving, attentions_of
-    from moe_jax.inference.generator import even_placement, reside
-    from moe_jax.inference.load import build_model, is_matrix
-    from moe_jax.inference.programs import State, make_step, state_specs
+    from moe_jax.inference.generator import build_model, even_placement, is_matrix, reside
+    from moe_jax.inference.programs import Serving, State, make_step, state_specs
 
     model = build_model(config, devices, None)
     mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
@@ -55,7 +53,7 @@ def lower(config, devices):
     def entry(segment):
         sizes = (segment.config.units, rows, segment.config.key_value_heads, _HELD.value, segment.config.head_size)
         array = jax.ShapeDtypeStruct(sizes, segment.config.dtype)
-        return {name: (array, array) for name in attentions_of(segment)}
+        return {name: (array, array) for name in state_specs(model).cache[segment.name]}
 
     ints = jax.ShapeDtypeStruct((rows,), np.int32)
     state = State(

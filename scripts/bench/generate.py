@@ -59,7 +59,7 @@ def fresh_generator(gin_files, bindings):
     from moe_jax.config import parse_run_config
     from moe_jax.data import build_tokenizer
     from moe_jax.inference import Generator
-    from moe_jax.inference.load import build_model
+    from moe_jax.inference.generator import build_model
     from moe_jax.models.counts import parameter_counts
 
     config = parse_run_config(gin_files, bindings)[0]
@@ -248,7 +248,7 @@ def print_losses():
 
     from moe_jax.data import build_cache, held_out_batches
     from moe_jax.inference import load
-    from moe_jax.inference.load import run_config
+    from moe_jax.inference.generator import run_config
     from moe_jax.parallel.mesh import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)

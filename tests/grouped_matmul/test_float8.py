@@ -1,5 +1,9 @@
-"""Experts in float8: the emulation and our kernel against loops; the kernel is interpreted, and compiled for Hopper."""
+"""Float8: the quantiser against a table of all e4m3 numbers, the emulation and our kernel against loops.
 
+The kernel is interpreted, and compiled for Hopper.
+"""
+
+import functools
 import types
 
 import jax
@@ -7,18 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from support.float8_oracle import MAGNITUDES, rounded
+from support.grouped_cases import as_operands, interpreted, loop_oracle, make_case
 
 from moe_jax.analysis.compile_ahead import described_devices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8 import quantise
-from moe_jax.kernels.grouped import (
-    GroupedWeights,
-    choose_implementation,
-    find_implementation,
-    grouped_matmul,
-    implementations,
-)
+from moe_jax.kernels.float8 import bytes_of_row, bytes_to_rows, check_blocks, dequantise, quantise, rows_to_bytes
+from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, find_implementation, grouped_matmul
 from moe_jax.models.config import ModelConfig
 from moe_jax.training.expert_check import compare_expert
 
@@ -26,50 +26,12 @@ from moe_jax.training.expert_check import compare_expert
 ROWS, SIZES, CONTRACTED, RESULTING = 221, (70, 0, 1, 58, 64), 256, 128
 
 
-def make_case(dtype):
-    """Return lhs, dout, operands of homes and one replica; their banks hold more than the groups."""
-    rng = np.random.default_rng(0)
-    lhs, dout = (rng.normal(size=(ROWS, size)) for size in (CONTRACTED, RESULTING))
-    lhs[sum(SIZES) :], dout[sum(SIZES) :] = np.nan, np.nan
-    operands = []
-    for count in (len(SIZES) - 1, 1):
-        bank = jnp.asarray(rng.normal(size=(count + 2, CONTRACTED, RESULTING)), dtype)
-        slots = jnp.asarray(rng.permutation(count + 2)[:count], jnp.int32)
-        operands.append(GroupedWeights(bank=bank, slots=slots, grad_sink=jnp.zeros((count, *bank.shape[1:]))))
-    return jnp.asarray(lhs, dtype), jnp.asarray(dout, dtype), tuple(operands)
-
-
-def by_loops(lhs, dout, operands):
-    """Return (out, dlhs, dweights) in float64: blocks of 128 multiplied as integers of e4m3 are, scaled, added up."""
-
-    def multiply(rows, weights, row_scales, weight_scales):  # weights [K, N], scales [R, K / 128], [K / 128, N / 128]
-        total = np.zeros((rows.shape[0], weights.shape[1]))
-        for k in range(row_scales.shape[1]):
-            cut = slice(128 * k, 128 * k + 128)
-            scales = row_scales[:, k, None] * np.repeat(weight_scales[k], 128)[None]
-            total += rows[:, cut] @ weights[cut] * scales
-        return total
-
-    as_float64 = lambda pair: [np.asarray(array, np.float64) for array in pair]  # noqa: E731
-    weights = jnp.concatenate([operand.bank[operand.slots] for operand in operands])
-    (rows, scales), (douts, dscales) = as_float64(quantise(lhs)), as_float64(quantise(dout))
-    values, weight_scales = as_float64(quantise(weights))
-    found = [np.zeros((ROWS, RESULTING)), np.zeros((ROWS, CONTRACTED)), np.zeros(values.shape)]
-    start = 0
-    for g, size in enumerate(SIZES):
-        own = slice(start, start + size)
-        found[0][own] = multiply(rows[own], values[g], scales[own], weight_scales[g])
-        found[1][own] = multiply(douts[own], values[g].T, dscales[own], weight_scales[g].T)
-        found[2][g] = np.asarray(lhs, np.float64)[own].T @ np.asarray(dout, np.float64)[own]
-        start += size
-    return found
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    interpreter = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    parameters = interpreter.InterpretGPUParams(out_of_bounds_reads="uninitialized_value")
-    monkeypatch.setattr(find_implementation("mosaic"), "interpret", parameters)
+def by_loops(lhs, group_sizes, dout, weights):
+    """Return (out, dlhs, dweights) in float64: rows and weights are quantised, but for the gradient of weights."""
+    as_read = lambda array: np.asarray(dequantise(*quantise(jnp.asarray(array)), jnp.float32), np.float64)  # noqa: E731
+    weights = [(as_read(bank), slots) for bank, slots in weights]
+    out, dlhs, _ = loop_oracle(as_read(lhs), group_sizes, as_read(dout), weights)
+    return out, dlhs, loop_oracle(lhs.astype(np.float64), group_sizes, dout.astype(np.float64), weights)[2]
 
 
 @pytest.mark.parametrize(
@@ -80,27 +42,31 @@ def interpreted(monkeypatch):
         pytest.param("mosaic", jnp.bfloat16, False, marks=pytest.mark.slow),  # the test below always runs this kernel
     ],
 )
-def test_equals_loops(below, dtype, x64, interpreted):
+def test_equals_loops(below, dtype, x64, monkeypatch):
     with jax.enable_x64(x64):
-        lhs, dout, operands = make_case(dtype)
-        sizes = jnp.asarray(SIZES, jnp.int32)
+        case = make_case(ROWS, SIZES, contracted=CONTRACTED, resulting=RESULTING, dtype=dtype, counts=(4, 1))
+        lhs, sizes, dout, weights = case
+        operands = as_operands(weights, [jnp.zeros((len(slots), CONTRACTED, RESULTING)) for _, slots in weights])
+        matmul = functools.partial(grouped_matmul, implementation=f"float8:{below}")
 
         def run(lhs, dout, operands):
-            out, pull = jax.vjp(lambda lhs, ops: grouped_matmul(lhs, sizes, ops, implementation=f"float8:{below}"),
-                                lhs, operands)  # fmt: skip
+            out, pull = jax.vjp(lambda lhs, operands: matmul(lhs, jnp.asarray(sizes), operands), lhs, operands)
             return out, *pull(dout)
 
+        if below == "mosaic":
+            interpreted(below, monkeypatch)
         run = run if below == "mosaic" else jax.jit(run)
-        out, dlhs, dops = run(lhs, dout, operands)
+        out, dlhs, dops = run(jnp.asarray(lhs), jnp.asarray(dout), operands)
         got = out, dlhs, jnp.concatenate([operand.grad_sink for operand in dops])
         assert out.dtype == dlhs.dtype == dtype
         error = {jnp.float64: 1e-12, jnp.float32: 1e-5, jnp.bfloat16: 0.004}[dtype]
-        for array, want in zip(got, by_loops(lhs, dout, operands), strict=True):
+        for array, want in zip(got, by_loops(*case), strict=True):
             np.testing.assert_allclose(np.asarray(array, np.float64), want, atol=error * np.abs(want).max())
 
 
-def test_kernel_adds_what_the_emulation_adds(interpreted):
+def test_kernel_adds_what_the_emulation_adds(monkeypatch):
     """Sums of few bits are exact in any order, so there the kernel and the emulation are bit-equal."""
+    interpreted("mosaic", monkeypatch)
     rng = np.random.default_rng(1)
     sizes = jnp.asarray((40, 90), jnp.int32)
     rows = jnp.asarray(rng.integers(-8, 9, size=(136, 256)) * np.exp2(rng.integers(-3, 4, size=(136, 1))), jnp.bfloat16)
@@ -112,7 +78,6 @@ def test_kernel_adds_what_the_emulation_adds(interpreted):
 
 
 def test_what_nobody_names_and_what_is_refused():
-    assert not any(":" in name for name in implementations())
     cpu = jax.devices()[0]
     assert choose_implementation("auto", cpu, jnp.dtype("bfloat16"), (128, 256), True) == "float8:fused"
     hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
@@ -156,3 +121,68 @@ def test_kernel_compiles_down_to_machine_code(tmp_path, monkeypatch):
     said = [path.read_text() for path in tmp_path.glob("*.ptxas")]
     assert said and all("0 bytes spill stores, 0 bytes spill loads" in t and "serialized" not in t for t in said)
     assert all("m64n128k32.f32.e4m3.e4m3" in path.read_text() for path in tmp_path.glob("*.ptx"))
+
+
+def draw(*shape):
+    """Return float32 of many sizes, ties, zeros, and blocks that are not finite."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape) * np.exp2(rng.integers(-20, 20, size=shape))
+    return x.astype(np.float32)
+
+
+def edge_rows():
+    x = draw(12, 256)
+    x[0], x[1, :128] = 0, 0
+    x[2] *= 2.0**-120  # scales meet their floor, and numbers are denormal
+    x[3] = x[3] * np.float32(2.0**107)
+    x[4, 7], x[5, 200], x[6, 0] = np.nan, np.inf, -np.inf
+    x[7] = np.resize(MAGNITUDES, 256)  # nothing is rounded
+    x[8, 1:] = np.resize((MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2, 255)  # every tie
+    x[8, :2], x[8, 128] = 448, 448
+    x[9, :128], x[9, 0] = 1.0, 448.00003  # just above the largest
+    return x
+
+
+def test_rows_equal_loops():
+    x = edge_rows()
+    values, scales = jax.jit(quantise)(x)
+    assert values.dtype == jnp.float8_e4m3fn and values.shape == x.shape and scales.shape == (12, 2)
+    x = np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)  # denormal numbers count as zero
+    want, want_scales = rounded(x, (1, 128))
+    np.testing.assert_array_equal(scales, want_scales)
+    got = np.asarray(jax.jit(dequantise, static_argnums=2)(values, scales, jnp.float32))
+    np.testing.assert_array_equal(np.where(np.abs(got) < 1e-37, 0, got), np.where(np.abs(want) < 1e-37, 0, want))
+    nan = np.isnan(got).reshape(12, 2, 128)
+    assert nan.any(axis=2).tolist() == nan.all(axis=2).tolist() and nan.all(axis=2).sum() == 3
+    assert np.nanmax(np.abs(np.asarray(values, np.float32))) == 448
+
+
+def test_weights_equal_loops():
+    w = draw(2, 256, 32)
+    w[1, 130, 3] = np.nan
+    values, scales = jax.jit(quantise)(w)
+    want, want_scales = rounded(w, (1, 128, 32))
+    assert scales.shape == (2, 2, 1)
+    np.testing.assert_array_equal(scales, want_scales)
+    np.testing.assert_array_equal(dequantise(values, scales, jnp.float32), want)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_bytes_hold_all_and_a_second_rounding_changes_nothing(dtype):
+    """What comes back is exact in the compute dtype, and quantised again it is the same."""
+    x = jnp.asarray(edge_rows(), dtype)
+    back = lambda x, to=dtype: dequantise(*quantise(x), to)  # noqa: E731
+    same = lambda a, b: np.testing.assert_array_equal(np.asarray(a, "f4"), np.asarray(b, "f4"))  # noqa: E731
+    sent = rows_to_bytes(x)
+    assert sent.dtype == jnp.uint8 and sent.shape == (12, bytes_of_row(256)) == (12, 272)
+    same(bytes_to_rows(sent, 256, dtype), back(x))
+    same(back(back(x)), back(x))
+    same(back(x), back(x, jnp.float32))
+    assert not bytes_to_rows(jnp.zeros((1, 272), jnp.uint8), 256, dtype).any()
+
+
+def test_sizes():
+    assert [bytes_of_row(dim) for dim in (4, 15, 64, 128, 768, 2048)] == [16, 16, 80, 144, 784, 2064]
+    check_blocks("MoEConfig.expert_dtype", "the model dim", 96)
+    with pytest.raises(UserError, match=r"MoEConfig.expert_dtype \('float8_e4m3'\) needs the model dim \(192\) of at"):
+        check_blocks("MoEConfig.expert_dtype", "the model dim", 192)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support.grouped_cases import as_operands, loop_oracle, make_case
 
 from moe_jax.kernels.blocked import choose_heights
 from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, grouped_matmul, implementations, register
 
-ON_CPU = ("blocked", "fused", "ragged", "reference")
+ON_CPU = ("fused", "ragged", "reference")  # 'fused' multiplies as 'blocked' does
 
 # rows, group sizes: balanced; empty ones, first, last and in between; one that owns all; a tail that nobody owns;
 # nothing at all; groups beyond the highest block, so that full blocks and a tail share one group
@@ -28,45 +29,8 @@ SIZES = {
 }
 
 
-def make_case(rows, sizes, *, contracted=8, resulting=6, dtype=np.float64, operands=1, seed=0):
-    """Return lhs, group_sizes, dout and per operand (bank, slots): slots permuted, banks larger than the groups."""
-    rng = np.random.default_rng(seed)
-    owned = sum(sizes)
-    lhs, dout = rng.normal(size=(rows, contracted)), rng.normal(size=(rows, resulting))
-    lhs[owned:], dout[owned:] = np.nan, np.nan
-    cuts = np.array_split(np.arange(len(sizes)), operands)
-    weights = []
-    for cut in cuts:
-        bank = rng.normal(size=(len(cut) + 3, contracted, resulting)).astype(dtype)
-        weights.append((bank, rng.permutation(len(bank))[: len(cut)].astype(np.int32)))
-    return lhs.astype(dtype), np.array(sizes, np.int32), dout.astype(dtype), weights
-
-
-def loop_oracle(lhs, group_sizes, dout, weights):
-    """Return out, dlhs and dW [G, K, N], group by group."""
-    per_group = np.concatenate([bank[slots] for bank, slots in weights])
-    out, dlhs = np.zeros(dout.shape, lhs.dtype), np.zeros_like(lhs)
-    dweights = np.zeros((len(group_sizes), *per_group.shape[1:]), lhs.dtype)
-    start = 0
-    for group, size in enumerate(group_sizes):
-        own = slice(start, start + size)
-        out[own] = lhs[own] @ per_group[group]
-        dlhs[own] = dout[own] @ per_group[group].T
-        dweights[group] = lhs[own].T @ dout[own]
-        start += size
-    return out, dlhs, dweights
-
-
-def as_operands(weights, grad_sinks):
-    return tuple(
-        GroupedWeights(bank=jnp.asarray(bank), slots=jnp.asarray(slots), grad_sink=grad_sink)
-        for (bank, slots), grad_sink in zip(weights, grad_sinks, strict=True)
-    )
-
-
-def run(implementation, lhs, group_sizes, dout, weights):
-    """Return out, dlhs, dW and the banks' gradients of `implementation`."""
-    grad_sinks = [jnp.zeros((len(slots), *bank.shape[1:]), bank.dtype) for bank, slots in weights]
+def run(implementation, lhs, group_sizes, dout, weights, sink_dtype):
+    """Return out, dlhs, dW of each operand (None without a grad_sink) and the banks' gradients of `implementation`."""
 
     @jax.jit
     def both(lhs, grad_sinks, banks, dout):
@@ -77,56 +41,40 @@ def run(implementation, lhs, group_sizes, dout, weights):
         out, pull_back = jax.vjp(out_of, lhs, grad_sinks, banks)
         return out, *pull_back(dout)
 
-    out, dlhs, d_grad_sinks, dbanks = both(lhs, grad_sinks, [jnp.asarray(bank) for bank, _ in weights], dout)
-    return out, dlhs, jnp.concatenate(d_grad_sinks), dbanks
+    sinks = [sink_dtype and jnp.zeros((len(slots), *bank.shape[1:]), sink_dtype) for bank, slots in weights]
+    return both(lhs, sinks, [jnp.asarray(bank) for bank, _ in weights], dout)
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_grouped_matmul_float64(implementation, name):
+    groups = len(SIZES[name][1])
     with jax.enable_x64(True):
-        case = make_case(*SIZES[name], operands=min(2, len(SIZES[name][1])))
-        got = run(implementation, *case)
-        for mine, wanted in zip(got[:3], loop_oracle(*case), strict=True):
+        case = make_case(*SIZES[name], counts=[groups - groups // 2, groups // 2] if groups > 1 else [1])
+        out, dlhs, dweights, dbanks = run(implementation, *case, jnp.float64)
+        for mine, wanted in zip((out, dlhs, jnp.concatenate(dweights)), loop_oracle(*case), strict=True):
             assert mine.dtype == jnp.float64
             np.testing.assert_allclose(mine, wanted, rtol=1e-12, atol=1e-12)  # sums of at most 1100 products
-        for dbank in got[3]:
-            np.testing.assert_array_equal(dbank, 0)
+        assert not any(dbank.any() for dbank in dbanks)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+F32, BF16 = "float32", "bfloat16"
+
+
+@pytest.mark.parametrize("rows, bank, sink", [(F32, F32, F32), (BF16, BF16, BF16), (BF16, F32, F32), (F32, F32, None)])
 @pytest.mark.parametrize("implementation", ON_CPU)
-def test_grouped_matmul_narrow_types(implementation, dtype, tolerance):
-    case = make_case(*SIZES["unowned_tail"], contracted=32, resulting=16, dtype=dtype)
-    wanted = loop_oracle(*jax.tree.map(lambda a: a if a.dtype == np.int32 else a.astype(np.float64), case))
-    for mine, exact in zip(run(implementation, *case)[:3], wanted, strict=True):
+def test_grouped_matmul_dtypes(implementation, rows, bank, sink):
+    """A bank is cast as it is read; the gradient of weights is as wide as the grad_sink, and not formed without one."""
+    lhs, group_sizes, dout, weights = make_case(*SIZES["unowned_tail"], contracted=32, resulting=16, dtype=bank)
+    lhs, dout = lhs.astype(rows), dout.astype(rows)
+    *got, (dweight,), _ = run(implementation, lhs, group_sizes, dout, weights, sink)
+    wide = [array.astype(rows).astype(np.float64) for array in (lhs, dout, weights[0][0])]
+    exact = loop_oracle(wide[0], group_sizes, wide[1], [(wide[2], weights[0][1])])
+    got = [(mine, rows) for mine in got] + ([] if sink is None else [(dweight, sink)])
+    for (mine, dtype), wanted in zip(got, exact[: len(got)], strict=True):
         assert mine.dtype == dtype
-        np.testing.assert_allclose(np.asarray(mine, np.float64), exact, atol=tolerance * np.abs(exact).max())
-
-
-@pytest.mark.parametrize("implementation", ON_CPU)
-def test_grouped_matmul_wide_bank_and_grad_sink(implementation):
-    """bfloat16 rows, float32 master weights: the bank is cast as it is read, the gradient is as wide as the
-    grad_sink."""
-    lhs, group_sizes, dout, weights = make_case(*SIZES["balanced"], dtype=np.float32)
-    rounded = [(bank.astype(jnp.bfloat16).astype(np.float32), slots) for bank, slots in weights]
-    narrow = [a.astype(jnp.bfloat16) for a in (lhs, dout)]
-    out, dlhs, dweight, _ = run(implementation, narrow[0], group_sizes, narrow[1], weights)
-    exact = loop_oracle(narrow[0].astype(np.float32), group_sizes, narrow[1].astype(np.float32), rounded)
-    assert (out.dtype, dlhs.dtype, dweight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-    np.testing.assert_allclose(dweight, exact[2], atol=1e-5)  # float32 sums of a few products of bfloat16
-    np.testing.assert_allclose(np.asarray(out, np.float32), exact[0], atol=2e-2 * np.abs(exact[0]).max())
-
-
-@pytest.mark.parametrize("implementation", ON_CPU)
-def test_grouped_matmul_without_grad_sink(implementation):
-    lhs, group_sizes, dout, weights = make_case(*SIZES["empty"], dtype=np.float32)
-
-    def loss(lhs):
-        operands = as_operands(weights, [None])
-        return jnp.sum(grouped_matmul(lhs, jnp.asarray(group_sizes), operands, implementation=implementation) * dout)
-
-    np.testing.assert_allclose(jax.grad(loss)(lhs), loop_oracle(lhs, group_sizes, dout, weights)[1], atol=1e-5)
+        tolerance = {F32: 1e-5, BF16: 2e-2}[dtype]
+        np.testing.assert_allclose(np.asarray(mine, np.float64), wanted, atol=tolerance * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
@@ -149,66 +97,38 @@ def test_grouped_matmul_in_shard_map(implementation):
             return jax.grad(loss, (0, 1))(lhs, grad_sink)
 
         everywhere, by_expert = P(("data", "expert")), P("expert")
-        step = jax.jit(
-            jax.shard_map(
-                body,
-                mesh=mesh,
-                in_specs=(everywhere,) * 3 + (by_expert,) * 3,
-                out_specs=(everywhere, by_expert),
-                check_vma=True,
-            )
-        )
-        dlhs, d_grad_sink = step(
-            *(jnp.asarray(a).reshape(-1, *a.shape[2:]) for a in (lhs, dout)),
-            sizes.reshape(-1),
-            banks.reshape(-1, 8, 6),
-            slots.reshape(-1),
-            jnp.zeros((4 * groups, 8, 6)),
-        )
+        in_specs = (everywhere,) * 3 + (by_expert,) * 3
+        step = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=(everywhere, by_expert), check_vma=True)
+        arrays = lhs, dout, sizes, banks, slots, np.zeros((4, groups, 8, 6))
+        dlhs, d_grad_sink = jax.jit(step)(*(jnp.asarray(array.reshape(-1, *array.shape[2:])) for array in arrays))
         wanted = [loop_oracle(lhs[d], sizes[d], dout[d], [(banks[d % 4], slots[d % 4])]) for d in range(8)]
         np.testing.assert_allclose(dlhs.reshape(8, rows, 8), np.stack([w[1] for w in wanted]), rtol=1e-12, atol=1e-12)
         dweight = np.stack([w[2] for w in wanted]).reshape(2, 4, groups, 8, 6).sum(0)
         np.testing.assert_allclose(d_grad_sink.reshape(4, groups, 8, 6), dweight, rtol=1e-12, atol=1e-12)
 
 
-def scan_loss(lhs, grad_sinks, bank, slots, group_sizes):
-    """Layers [L] of grouped matmuls that share one bank, as a model's loop over layers does."""
-
-    def layer(x, of_layer):
-        grad_sink, slots = of_layer
-        operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
-        return grouped_matmul(x, group_sizes, operands, implementation="blocked"), None
-
-    return jnp.sum(jax.lax.scan(layer, lhs, (grad_sinks, slots))[0])
-
-
-def scan_shapes(layers, groups, rows, dim):
-    f32, i32 = jnp.float32, jnp.int32
-    return {
-        "lhs": jax.ShapeDtypeStruct((rows, dim), f32),
-        "grad_sinks": jax.ShapeDtypeStruct((layers, groups, dim, dim), f32),
-        "bank": jax.ShapeDtypeStruct((layers * groups, dim, dim), f32),
-        "slots": jax.ShapeDtypeStruct((layers, groups), i32),
-        "group_sizes": jax.ShapeDtypeStruct((groups,), i32),
-    }
-
-
 def test_grouped_matmul_leaves_no_bank_gradient_in_a_loop():
     """A loop over layers carries no gradient of the bank, even where somebody asks for it, and keeps no grad_sink."""
-    arrays = {name: jnp.zeros(s.shape, s.dtype) for name, s in scan_shapes(8, 4, 64, 16).items()}
-    names = ("lhs", "grad_sinks", "bank")
+    layers, groups, rows, dim = 8, 4, 64, 16
+    slots, sizes = jnp.zeros((layers, groups), jnp.int32), jnp.zeros(groups, jnp.int32)
 
-    def loss(*differentiated):
-        return scan_loss(**{**arrays, **dict(zip(names, differentiated, strict=True))})
+    def loss(lhs, grad_sinks, bank):
+        def layer(x, of_layer):
+            grad_sink, slots = of_layer
+            operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
+            return grouped_matmul(x, sizes, operands, implementation="blocked"), None
 
-    values = [arrays[name] for name in names]
+        return jnp.sum(jax.lax.scan(layer, lhs, (grad_sinks, slots))[0])
+
+    shapes = (rows, dim), (layers, groups, dim, dim), (layers * groups, dim, dim)
+    values = [jnp.zeros(shape) for shape in shapes]
     equations = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*values).jaxpr.eqns
     scans = [equation for equation in equations if equation.primitive.name == "scan"]
     assert len(scans) == 2
     for scan in scans:
-        assert arrays["bank"].shape not in [variable.aval.shape for variable in scan.outvars]
+        assert shapes[2] not in [variable.aval.shape for variable in scan.outvars]
     kept = [leaf.shape for leaf in jax.tree.leaves(jax.vjp(loss, *values)[1])]
-    assert arrays["bank"].shape in kept and arrays["grad_sinks"].shape not in kept
+    assert shapes[2] in kept and shapes[1] not in kept
 
 
 def test_choose_heights_waste():
@@ -284,17 +204,10 @@ def test_kernels_lower_for_cuda(implementation, rows=1003):
         return jax.grad(loss, (0, 1))(lhs, grad_sink)
 
     everywhere, by_expert = P(("data", "expert")), P("expert")
-    step = jax.shard_map(
-        body, mesh=mesh, in_specs=(everywhere,) * 2 + (by_expert,) * 3, out_specs=(everywhere, by_expert)
-    )
-    shapes = types.SimpleNamespace(
-        lhs=jax.ShapeDtypeStruct((8 * rows, 128), jnp.bfloat16),
-        sizes=jax.ShapeDtypeStruct((8 * 2,), jnp.int32),
-        bank=jax.ShapeDtypeStruct((4 * 5, 128, 192), jnp.bfloat16),
-        slots=jax.ShapeDtypeStruct((4 * 2,), jnp.int32),
-        grad_sink=jax.ShapeDtypeStruct((4 * 2, 128, 192), jnp.float32),
-    )
-    traced = jax.jit(step).trace(shapes.lhs, shapes.sizes, shapes.bank, shapes.slots, shapes.grad_sink)
+    in_specs = (everywhere,) * 2 + (by_expert,) * 3
+    step = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=(everywhere, by_expert))
+    shapes = ((8 * rows, 128), BF16), ((16,), "int32"), ((20, 128, 192), BF16), ((8,), "int32"), ((8, 128, 192), F32)
+    traced = jax.jit(step).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2  # the loss needs no forward product: its two gradients
     assert text.count("stablehlo.all_reduce") == 1

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_matmul.test_grouped_matmul import loop_oracle
 from jax.sharding import SingleDeviceSharding
+from support.grouped_cases import as_operands, interpreted, loop_oracle, make_case
 
 from moe_jax.analysis.compile_ahead import described_devices
 from moe_jax.cluster.targets import parse_target
@@ -61,62 +61,33 @@ CASES = {
 }
 
 
-def make_operands(rng, sizes, contracted, resulting):
-    """Return homes and replicas, banks larger than the groups, in bfloat16; all grad_sinks but one in float32."""
-    operands = []
-    for count, dtype in ((len(sizes) - 1, jnp.float32), (1, jnp.bfloat16)):
-        bank = jnp.asarray(rng.normal(size=(count + 2, contracted, resulting)), jnp.bfloat16)
-        slots = jnp.asarray(rng.permutation(count + 2)[:count], jnp.int32)
-        grad_sink = jax.ShapeDtypeStruct((count, contracted, resulting), dtype)
-        operands.append(GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink))
-    return tuple(operands)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """A function that returns a registered implementation, run by the interpreter."""
-    interpreter = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    parameters = interpreter.InterpretGPUParams(out_of_bounds_reads="uninitialized_value")
-
-    def find(name):
-        implementation = find_implementation(name)
-        monkeypatch.setattr(implementation, "interpret", parameters)
-        return implementation
-
-    return find
-
-
 @pytest.mark.parametrize("name", ["uneven", pytest.param("nothing", marks=pytest.mark.slow)])
-def test_kernels_equal_loops(name, interpreted):
+def test_kernels_equal_loops(name, monkeypatch):
     rows, sizes, contracted, resulting, implementation = CASES[name]
-    rng = np.random.default_rng(0)
-    owned = sum(sizes)
-    lhs, dout = (rng.normal(size=(rows, size)) for size in (contracted, resulting))
-    lhs[owned:], dout[owned:] = np.nan, np.nan
-    lhs, dout = jnp.asarray(lhs, jnp.bfloat16), jnp.asarray(dout, jnp.bfloat16)
-    operands = make_operands(rng, sizes, contracted, resulting)
-    ours, group_sizes = interpreted(implementation), jnp.asarray(sizes, jnp.int32)
-    out = ours.multiply(lhs, group_sizes, operands)
-    dlhs, dweights = ours.gradients(lhs, dout, group_sizes, operands)
+    case = {"contracted": contracted, "resulting": resulting, "dtype": jnp.bfloat16, "counts": (len(sizes) - 1, 1)}
+    lhs, group_sizes, dout, weights = make_case(rows, sizes, **case)
+    operands, ours = as_operands(weights, (jnp.float32, jnp.bfloat16)), interpreted(implementation, monkeypatch)
+    arguments = jnp.asarray(lhs), jnp.asarray(dout), jnp.asarray(group_sizes)
+    out = ours.multiply(arguments[0], arguments[2], operands)
+    dlhs, dweights = ours.gradients(*arguments, operands)
     assert out.dtype == dlhs.dtype == jnp.bfloat16 and [d.dtype for d in dweights] == [jnp.float32, jnp.bfloat16]
 
-    exact = [np.asarray(array, np.float64) for array in (lhs, dout)]
-    weights = [(np.asarray(o.bank, np.float64), np.asarray(o.slots)) for o in operands]
-    parts = loop_oracle(exact[0], np.array(sizes), exact[1], weights)
+    wide = [(bank.astype(np.float64), slots) for bank, slots in weights]
+    parts = loop_oracle(lhs.astype(np.float64), group_sizes, dout.astype(np.float64), wide)
     np.testing.assert_allclose(np.asarray(out, np.float64), parts[0], atol=0.004 * max(1, np.abs(parts[0]).max()))
     np.testing.assert_allclose(np.asarray(dlhs, np.float64), parts[1], atol=0.004 * max(1, np.abs(parts[1]).max()))
     np.testing.assert_allclose(dweights[0], parts[2][:-1], atol=1e-4)  # float32 sums of 70 products, never rounded
     np.testing.assert_allclose(np.asarray(dweights[1], np.float64), parts[2][-1:], rtol=0.004, atol=1e-4)
 
 
-def test_parts_of_a_group_add_up(interpreted):
+def test_parts_of_a_group_add_up(monkeypatch):
     """A group's rows, cut into three; a range of groups whose gradient nobody wants is left out."""
     rng = np.random.default_rng(1)
     sizes = (9, 200, 5)
     lhs, dout = (jnp.asarray(rng.normal(size=(216, 64)), jnp.bfloat16) for _ in range(2))
     (sums,) = rows_by_rows(
         lhs, dout, jnp.asarray(sizes, jnp.int32), [(1, 3, jnp.float32)], parts=3, cores=2,
-        interpret=interpreted("mosaic").interpret,
+        interpret=interpreted("mosaic", monkeypatch).interpret,
     )  # fmt: skip
     assert sums.shape == (2, 64, 64)
     lhs, dout = np.asarray(lhs, np.float32), np.asarray(dout, np.float32)
@@ -162,11 +133,12 @@ def compile_for(device, rows, contracted, resulting, counts):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     def step(lhs, dout, group_sizes, banks, slots):
-        operands = tuple(
-            GroupedWeights(
-                bank=bank, slots=slot, grad_sink=jax.ShapeDtypeStruct((len(slot), *bank.shape[1:]), jnp.float32)
-            )
+        sinks = [
+            jax.ShapeDtypeStruct((len(slot), *bank.shape[1:]), jnp.float32)
             for bank, slot in zip(banks, slots, strict=True)
+        ]
+        operands = tuple(
+            GroupedWeights(bank=b, slots=s, grad_sink=k) for b, s, k in zip(banks, slots, sinks, strict=True)
         )
         ours = find_implementation("mosaic")
         return ours.multiply(lhs, group_sizes, operands), ours.gradients(lhs, dout, group_sizes, operands)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_jax.inference.config_keys import read_config
-from moe_jax.inference.tensors import tensor_places
+from moe_jax.inference.families import read_config, tensor_places
 
 HERE = Path(__file__).parent
 SIZES = {

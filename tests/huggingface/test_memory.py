@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("safetensors")
 
-from moe_jax.inference.config_keys import read_config  # noqa: E402
-from moe_jax.inference.tensors import TensorFolder, tensor_places, write_tensors  # noqa: E402
+from moe_jax.inference.conversion import TensorFolder, write_tensors  # noqa: E402
+from moe_jax.inference.families import read_config, tensor_places  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 KEYS = {

@@ -16,8 +16,11 @@ from support.tiny_run import finish, start  # noqa: E402
 from moe_jax.config import config_text, parse_run_config  # noqa: E402
 from moe_jax.data import build_cache  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
-from moe_jax.inference.conversion import export_folder, import_folder  # noqa: E402
-from moe_jax.inference.tensors import TensorFolder  # noqa: E402
+from moe_jax.inference.conversion import (  # noqa: E402
+    TensorFolder,  # noqa: E402
+    export_folder,
+    import_folder,
+)
 from moe_jax.training.run import evaluate_run, run  # noqa: E402
 from moe_jax.training.watchdog import Hosts  # noqa: E402
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support.commands import run_command_here
+from support.generation_cases import recorded_logits
 from support.ports import free_port
 from support.tiny_run import finish, run_here, start
 
@@ -14,14 +15,11 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.inference import Sampling, few_tokens, load
-from moe_jax.inference.load import find_tokenizer
+from moe_jax.inference.generator import find_tokenizer
 from moe_jax.models import ModelConfig
 
 GREEDY = Sampling(temperature=0)
-BFLOAT16 = [
-    "ModelConfig.dtype = 'bfloat16'",
-    "MoEConfig.top_k = 8",
-]  # all experts, so that no rounding changes a choice
+BFLOAT16 = ["ModelConfig.dtype = 'bfloat16'", "MoEConfig.top_k = 8"]  # all experts, so no rounding changes a choice
 
 
 def on_mesh(**sizes):
@@ -69,22 +67,16 @@ def test_bfloat16_decodes_what_it_would_compute_anew(workdir, as_gpu, monkeypatc
     units = "['dense']['units']['segment_0']"
     assert {dtypes["['bank']['segment_0']['w_in']"], dtypes[f"{units}['attention']['out']"]} == {"bfloat16"}
     assert {dtypes[f"{units}['gate']['w_gate']"], dtypes["['dense']['norm']['scale']"]} == {"float32"}
-    logits, program = [], one.program
-    one.program = lambda *key: lambda *inputs: kept(logits, program(*key)(*inputs))
+    logits = recorded_logits(one)
     made = one.generate(["12 apples"], 3, GREEDY)
     (prompt,), (new,) = made.prompt_ids, made.token_ids
-    decoded, size = logits[2], np.max(np.abs(logits[2]))
     one.generate([[*prompt, *new[:2]]], 1, GREEDY)
-    assert np.max(np.abs(logits[-1] - decoded)) < 0.05 * size
+    decoded, anew = (np.asarray(logits[step], np.float32)[0, :258] for step in (2, -1))
+    assert np.max(np.abs(anew - decoded)) < 0.05 * np.max(np.abs(decoded))
 
 
-def kept(logits, result):
-    logits.append(np.asarray(result[1][1], np.float32)[0, :258])
-    return result
-
-
-def test_find_tokenizer_looks_beside_the_run(tmp_path):
-    """A path that is gone is looked for in the run folder; a conversion without a tokenizer has none."""
+def test_files_beside_the_run(workdir, tmp_path):
+    """A tokenizer that is gone is looked for in the run folder; a conversion may have none; files name the ends."""
 
     def found(tokenizer, vocab_size=0):
         model = ModelConfig(vocab_size=vocab_size)
@@ -93,35 +85,28 @@ def test_find_tokenizer_looks_beside_the_run(tmp_path):
     assert found("byte").name == "byte" and found(str(tmp_path / "gone.json")) is None
     (tmp_path / "config.json").write_text("{}")
     assert found("byte", 512) is None and found("byte").name == "byte"
-
-
-def test_end_ids_come_from_the_converted_files(workdir):
-    (workdir / "config.json").write_text('{"eos_token_id": 7}')
-    assert load(workdir, **ONE).end_ids == (7,)
-    (workdir / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert load(workdir, **ONE).end_ids == (5, 6)
-    (workdir / "generation_config.json").unlink()
-    (workdir / "config.json").unlink()
+    for name, text, ends in (("config", "7", (7,)), ("generation_config", "[5, 6]", (5, 6))):
+        (workdir / f"{name}.json").write_text(f'{{"eos_token_id": {text}}}')
+        assert load(workdir, **ONE).end_ids == ends
+    for name in ("config", "generation_config"):
+        (workdir / f"{name}.json").unlink()
 
 
 def test_prompts_are_checked_before_anything_runs(many, monkeypatch):
     """Longer than the model's 16 positions, empty, and ids that its bytes lack."""
     monkeypatch.setattr(type(many), "program", lambda *_: pytest.fail("compiled"))
-    for prompt, words in (
-        ([1] * 17, "has 17 tokens, and the model has ModelConfig.max_length (16)"),
-        ("apples " * 3, "has 21 tokens"),
-        ([], "prompt 0 is empty"),
-        ("", "prompt 0 is empty"),
-        ([258], "holds the id 258; this model has 0 to 257"),
-        ([-1], "holds the id -1"),
+    for prompts, new, words in (
+        ([[1] * 17], 4, r"^prompt 0 has 17 tokens, and the model has ModelConfig.max_length \(16\).*[^\n]$"),
+        ("apples " * 3, 4, "has 21 tokens"),
+        ([[]], 4, "prompt 0 is empty"),
+        ("", 4, "prompt 0 is empty"),
+        ([[258]], 4, "holds the id 258; this model has 0 to 257"),
+        ([[-1]], 4, "holds the id -1"),
+        ([], 4, "no prompt"),
+        ("a", 0, "must be at least 1"),
     ):
-        with pytest.raises(UserError) as error:
-            many.generate([prompt], 4, GREEDY)
-        assert words in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(UserError, match="no prompt"):
-        many.generate([], 4)
-    with pytest.raises(UserError, match="must be at least 1"):
-        many.generate("a", 0)
+        with pytest.raises(UserError, match=words):
+            many.generate(prompts, new, GREEDY)
 
 
 def test_mistakes_are_one_line(workdir, tmp_path):
@@ -143,18 +128,21 @@ def test_mistakes_are_one_line(workdir, tmp_path):
         assert "\n" not in str(error.value)
 
 
+def started(workdir, folder, *flags):
+    """Start the command on two prompts, which writes `out.json` of a folder."""
+    (folder / "ids.json").write_text("[[49, 50], [55]]")
+    given = [f"--workdir={workdir}", f"--prompt_ids={folder / 'ids.json'}", f"--out={folder / 'out.json'}", *flags]
+    fixed = ["--host_devices=2", "--max_new_tokens=5", "--temperature=0"]
+    return start([sys.executable, "-m", "moe_jax.generate", *given, *fixed])
+
+
 def test_command_writes_json_and_refuses(workdir, many, tmp_path):
-    ids, out = tmp_path / "ids.json", tmp_path / "out.json"
-    ids.write_text("[[49, 50], [55]]")
-    base = [sys.executable, "-m", "moe_jax.generate", f"--workdir={workdir}", "--host_devices=2"]
-    asked = start([*base, f"--prompt_ids={ids}", "--max_new_tokens=5", "--temperature=0", f"--out={out}"])
-    empty = start([*base, "--prompt="])
+    asked = started(workdir, tmp_path)
+    empty = start([sys.executable, "-m", "moe_jax.generate", f"--workdir={workdir}", "--host_devices=2", "--prompt="])
     code, text, errors = finish(asked)
     assert code == 0, errors
-    found = json.loads(out.read_text())
-    assert set(found) == {"prompt_ids", "token_ids", "text", "stopped"} and found["prompt_ids"] == [[49, 50], [55]]
-    want = many.generate([[49, 50], [55]], 5, GREEDY)
-    assert (found["token_ids"], found["text"]) == (want.token_ids, want.text)
+    found, want = json.loads((tmp_path / "out.json").read_text()), many.generate([[49, 50], [55]], 5, GREEDY)
+    assert found == {name: getattr(want, name) for name in ("prompt_ids", "token_ids", "text", "stopped")}
     assert text == f"{want.text[0]}\n---\n{want.text[1]}\n"
     code, _, errors = finish(empty)
     assert code == 2 and errors.strip().splitlines()[-1].startswith("error: prompt 0 is empty")
@@ -162,24 +150,25 @@ def test_command_writes_json_and_refuses(workdir, many, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_does(workdir, many, tmp_path):
-    ids, out, port = tmp_path / "ids.json", tmp_path / "out.json", free_port()
-    ids.write_text("[[49, 50], [55]]")
-    job = [
-        start(
-            [sys.executable, "-m", "moe_jax.generate", f"--workdir={workdir}", "--host_devices=2", "--num_processes=2",
-             f"--process_id={index}", f"--coordinator=127.0.0.1:{port}", f"--prompt_ids={ids}", "--max_new_tokens=5",
-             "--temperature=0", f"--out={out}"]
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    (code, text, errors), (other, quiet, more) = map(finish, job)
+    job = ["--num_processes=2", f"--coordinator=127.0.0.1:{free_port()}"]
+    both = [started(workdir, tmp_path, *job, f"--process_id={index}") for index in range(2)]
+    (code, text, errors), (other, quiet, more) = map(finish, both)
     quiet = "".join(line for line in quiet.splitlines(True) if not line.startswith("[Gloo]"))  # it says who is there
     assert (code, other) == (0, 0), errors + more
     assert text and not quiet
-    assert json.loads(out.read_text())["token_ids"] == many.generate([[49, 50], [55]], 5, GREEDY).token_ids
+    want = many.generate([[49, 50], [55]], 5, GREEDY)
+    assert json.loads((tmp_path / "out.json").read_text())["token_ids"] == want.token_ids
 
 
-def test_command_needs_a_folder_and_one_kind_of_prompt():
-    for flags, words in ((["--prompt=a"], "--workdir is needed"), (["--workdir=x"], "give either --prompt")):
+def test_bad_flags_are_refused(tmp_path):
+    cases = [(["--prompt=a"], "--workdir is needed"), (["--workdir=x"], "give either --prompt")]
+    for name, value in {"temperature": -1.0, "top_k": -1, "top_p": 0.0, "seed": -1}.items():
+        cases.append((["--workdir=x", "--prompt=a", f"--{name}={value}"], rf"^{name} \({value}"))
+    for flags, words in cases:
         with pytest.raises(UserError, match=words):
             run_command_here("generate", *flags)
+    file = tmp_path / "ids.json"
+    for text in ("[[1, 2", "[1, 2]", '{"a": 1}', "[[1, 2.5]]", "[[true]]"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="--prompt_ids"):
+            run_command_here("generate", "--workdir=none", f"--prompt_ids={file}")

@@ -5,7 +5,7 @@ import pytest
 
 from moe_jax.cluster import Cluster, write_cluster
 from moe_jax.errors import UserError
-from moe_jax.inference.forward import settle_transport
+from moe_jax.inference.programs import settle_transport
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 

@@ -7,7 +7,7 @@ from support.equality_cases import EXPERTS, VOCAB, model_config, moe_config, ref
 from support.placements import to_bank
 
 from moe_jax.inference import Generator
-from moe_jax.inference.load import inference_configs
+from moe_jax.inference.generator import inference_configs
 from moe_jax.models import LanguageModel
 from moe_jax.models.reference import reference_logits
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -36,6 +36,22 @@ def build(config, moe, mesh, **options):
         model.layout().params,
     )
     return Generator(model, placed, **options), params
+
+
+def recorded_logits(generator):
+    """Return a list to which each later step of a generator appends its logits, [B, V] in at least float32."""
+    logits, program = [], generator.program
+
+    def recorded(*key):
+        def call(*inputs):
+            state, chosen = program(*key)(*inputs)
+            logits.append(np.asarray(chosen[1]))
+            return state, chosen
+
+        return call
+
+    generator.program = recorded
+    return logits
 
 
 def reference_of(params, config, moe, prompt, new):

@@ -1,17 +1,23 @@
-"""config.json of a checkpoint as our configs, and back: tables of what each kind of checkpoint has, and how it is read.
+"""What each kind of checkpoint of transformers has: config.json as our configs, and back; which tensor is which leaf.
 
 A family is a `model_type` of transformers. A key of config.json is one of four things: it *means* a field of our
 configs, it is read together with others, it is harmless, or it must have one of a few neutral values, at which it
-changes nothing; any other key is refused by its name. n shared experts, i a layer, j an expert.
+changes nothing; any other key is refused by its name. A matrix in the files is [out, in], as PyTorch multiplies; ours
+are [in, out]. A leaf of the units is stacked over units, one of the bank over MoE layers and experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from moe_jax.errors import UserError
-from moe_jax.models.config import ModelConfig, segments_of, with_experts
+from moe_jax.models.config import ModelConfig, Segment, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
 
 MODEL_KEYS = {
@@ -151,8 +157,6 @@ REFUSED = {
     name: "its attention is multi-head latent attention (MLA), which moe_jax does not have"
     for name in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 }
-
-
 DTYPES = ("float32", "bfloat16")
 FIXED = {
     "kind": "gpt", "norm": "rms", "activation": "swiglu", "positions": "rotary", "ffn_bias": False, "qk_norm": "none",
@@ -354,10 +358,7 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     names = (*FIXED, *MODEL_KEYS.values(), "rotary_base", "rotary_factor")
     found = {f"ModelConfig.{name}": getattr(model, name) for name in names}
     found |= {"ModelConfig.kv_heads": model.key_value_heads, "ModelConfig.head_dim": model.head_size}
-    if not any(flag is False for flag in flags_of(model, moe)):
-        dense = set()
-    else:
-        dense = {segment.config.ffn_dim for segment in segments if segment.config.moe_every != 1}
+    dense = {segment.config.ffn_dim for segment in segments if segment.config.moe_every != 1}
     experts = set()
     for segment in with_experts(segments):
         # a model is served by 'topk' where it was trained with 'group_limited', which insists on groups
@@ -375,3 +376,120 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         "MoEConfig.expert_groups": (moe.expert_groups, moe.kept_groups if moe.expert_groups else 1),
         "MoEConfig.capacity_factor": moe.capacity_factor,
     }
+
+
+Index = tuple[int | slice, ...]
+# an FFN's matrices: SwiGLU's gate half, its other half, the matrix back
+OURS, FFN, BACK = ("w_gate", "w_in", "w_out"), ("gate_proj", "up_proj", "down_proj"), 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPlace:
+    """One tensor.
+
+    Attributes:
+      name, shape: in the files.
+      leaf: name of our leaf, such as 'params/dense/units/attention/q'.
+      index: which part of the leaf it is, numbers for the dims that it has one row of.
+      part: shape of that part, whose numbers are those of the tensor, transposed if it is a matrix.
+      transposed: whether it is.
+      float32: whether it is written in float32 whatever the dtype of the others.
+      fused: (name, expert, half or None) of the same numbers in files that hold all experts of a layer in one tensor:
+        [E, 2 F, M] with the gate half first, or [E, M, F].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    leaf: str
+    index: Index
+    part: tuple[int, ...]
+    transposed: bool = False
+    float32: bool = False
+    fused: tuple[str, int, int | None] | None = None
+
+    def to_tensor(self, part: np.ndarray) -> np.ndarray:
+        """Return the tensor from the part of the leaf."""
+        return part.reshape(self.shape[::-1]).T if self.transposed else part.reshape(self.shape)
+
+
+def tensor_places(family: Family, model: ModelConfig, moe: MoEConfig) -> list[TensorPlace]:
+    """Return every tensor of a checkpoint, in the order of our leaves' layers."""
+    vocab, dim, dense = model.vocab_size, model.model_dim, "params/dense"
+    places = [
+        TensorPlace("model.embed_tokens.weight", (vocab, dim), f"{dense}/embedding/tokens", (), (vocab, dim)),
+        _vector("model.norm.weight", f"{dense}/norm/scale", (), (dim,)),
+    ]
+    if not model.tied_head:
+        places.append(TensorPlace("lm_head.weight", (vocab, dim), f"{dense}/embedding/head", (), (vocab, dim)))
+    blocks = 0
+    for segment in segments_of(model, moe):
+        config, units = segment.config, f"{dense}/units/{segment.name}"
+        kinds = (["dense"] if config.moe_every != 1 else []) + (["gate"] if segment.has_experts else [])
+        for unit, kind in itertools.product(range(config.units), kinds):
+            at, attention = f"model.layers.{blocks}", "dense_attention" if kind == "dense" else "attention"
+            places += _attention(config, at, f"{units}/{attention}", unit)
+            norm = f"{units}/{kind}/norm/scale"
+            places.append(_vector(f"{at}.post_attention_layernorm.weight", norm, (unit,), (dim,)))
+            if kind == "gate":
+                places += _experts(family, segment, at, units, unit)
+            else:
+                names = [f"{at}.mlp.{name}.weight" for name in FFN]
+                places += _ffn(names, f"{units}/dense", (unit,), dim, config.ffn_dim)
+            blocks += 1
+    return places
+
+
+def _attention(config: ModelConfig, at: str, module: str, unit: int) -> list[TensorPlace]:
+    """Return the tensors of the attention `module` of a unit, in the block `at` of the files."""
+    dim, size, queries, keys = config.model_dim, config.head_size, config.heads, config.key_value_heads
+    if "qkv" in config.qkv_matrices:
+        leaves = ("q", queries, "qkv", (0,)), ("k", keys, "qkv", (1,)), ("v", keys, "qkv", (2,))
+    else:
+        leaves = ("q", queries, "q", ()), ("k", keys, "kv", (0,)), ("v", keys, "kv", (1,))
+    places = [_vector(f"{at}.input_layernorm.weight", f"{module}/norm/scale", (unit,), (dim,))]
+    for name, heads, leaf, inner in leaves:
+        tensor, leaf = f"{at}.self_attn.{name}_proj", f"{module}/{leaf}"
+        sizes, part = (dim, heads * size), (dim, heads, size)
+        places.append(_matrix(f"{tensor}.weight", leaf, (unit, slice(None), *inner), sizes, part))
+        if config.attention_bias:
+            places.append(_vector(f"{tensor}.bias", f"{leaf}_bias", (unit, *inner), (heads, size)))
+        if config.qk_norm != "none" and name != "v":
+            part = (heads, size) if config.qk_norm == "width" else (size,)
+            places.append(_vector(f"{at}.self_attn.{name}_norm.weight", f"{module}/{name}_norm/scale", (unit,), part))
+    name, sizes, part = f"{at}.self_attn.o_proj", (queries * size, dim), (queries, size, dim)
+    places.append(_matrix(f"{name}.weight", f"{module}/out", (unit,), sizes, part))
+    if config.attention_bias:
+        places.append(_vector(f"{name}.bias", f"{module}/out_bias", (unit,), (dim,)))
+    return places
+
+
+def _experts(family: Family, segment: Segment, at: str, units: str, unit: int) -> list[TensorPlace]:
+    """Return the tensors of the gate and the experts of a unit, in the block `at` of the files."""
+    moe, dim, hidden = segment.moe, segment.config.model_dim, segment.config.hidden_dim
+    places = [_matrix(f"{at}.{family.gate}", f"{units}/gate/w_gate", (unit,), (dim, moe.num_experts))]
+    if moe.router == "sigmoid_bias":
+        name, leaf = f"{at}.mlp.gate.e_score_correction_bias", f"{units}/gate/choice_bias"
+        places.append(dataclasses.replace(_vector(name, leaf, (unit,), (moe.num_experts,)), float32=True))
+    if shared := moe.shared_ffn_dim(hidden):
+        names = [f"{at}.{family.shared}.{name}.weight" for name in FFN]
+        places += _ffn(names, f"{units}/shared", (unit,), dim, shared)
+    for j in range(moe.num_experts):
+        names = [f"{at}.{family.experts.format(j=j)}.{name}.weight" for name in family.matrices]
+        for matrix, place in enumerate(_ffn(names, f"params/bank/{segment.name}", (unit, j), dim, hidden)):
+            half, tensor = (None, FFN[BACK]) if matrix == BACK else (matrix, "gate_up_proj")
+            places.append(dataclasses.replace(place, fused=(f"{at}.mlp.experts.{tensor}", j, half)))
+    return places
+
+
+def _ffn(names: Sequence[str], leaf: str, index: Index, dim: int, hidden: int) -> list[TensorPlace]:
+    sizes = (dim, hidden), (dim, hidden), (hidden, dim)
+    return [_matrix(name, f"{leaf}/{own}", index, size) for name, own, size in zip(names, OURS, sizes, strict=True)]
+
+
+def _matrix(name: str, leaf: str, index: Index, sizes: tuple[int, int], part: tuple[int, ...] = ()) -> TensorPlace:
+    """Return the place of a matrix; sizes: of ours, before and after it; part: its shape where it has more dims."""
+    return TensorPlace(name, sizes[::-1], leaf, index, part or sizes, transposed=True)
+
+
+def _vector(name: str, leaf: str, index: Index, part: tuple[int, ...]) -> TensorPlace:
+    return TensorPlace(name, (math.prod(part),), leaf, index, part)
