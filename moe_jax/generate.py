@@ -99,22 +99,19 @@ def generate(prompts, sampling, hosts) -> None:
         decode=_DECODE.value,
     )  # fmt: skip
     ends = () if _IGNORE_EOS.value else generator.end_ids
-    said: list[list[int]] = [[] for _ in prompts]
-    printed = ""  # of the first prompt, whose text appears while it comes
+    said: list[int] = []  # of the first prompt, whose text appears while it comes
+    printed = ""
 
-    def show(index: int, last: bool) -> None:
+    def on_token(index: int, token_id: int) -> None:
         nonlocal printed
-        ids = said[index]
-        text = " ".join(map(str, ids)) if generator.tokenizer is None else generator.text_of(ids, ends)
-        stable = text if last else text.rstrip("\ufffd")  # bytes of a character that is not whole yet
+        if index:
+            return
+        said.append(token_id)
+        text = " ".join(map(str, said)) if generator.tokenizer is None else generator.text_of(said, ends)
+        stable = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
         if stable.startswith(printed):
             print(stable[len(printed) :], end="", flush=True)
             printed = stable
-
-    def on_token(index: int, token_id: int) -> None:
-        said[index].append(token_id)
-        if index == 0:
-            show(0, last=False)
 
     found = generator.generate(
         prompts,
@@ -125,12 +122,9 @@ def generate(prompts, sampling, hosts) -> None:
     )
     if not hosts.is_main:
         return
-    for index in range(len(prompts)):
-        if index:
-            print("\n---", flush=True)
-            printed = ""
-        show(index, last=True)
-    print(flush=True)
+    first, *others = found.text or [" ".join(map(str, ids)) for ids in found.token_ids]
+    rest = first[len(printed) :] if first.startswith(printed) else ""
+    print("\n---\n".join([rest, *others]), flush=True)
     if _OUT.value:
         record = {name: getattr(found, name) for name in ("prompt_ids", "token_ids", "text", "stopped")}
         try:

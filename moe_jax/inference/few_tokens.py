@@ -3,12 +3,8 @@
 For one token of every sequence, sorting rows into buckets takes longer than reading the weights, and a grouped matmul
 may read all weights of a layer, where a token needs K experts. Here the tokens of all devices that share the experts
 are gathered (an MP group holds them already), each device computes the choices that are its own, and parts are summed,
-in at least float32, over the devices of the experts and of their shards. Rows travel directly, each device to each: one
-message long, where an all-reduce takes several turns, and for few rows turns are what counts.
+in at least float32, over the devices of the experts and of their shards. The experts may be kept as int8.
 T tokens of all devices that share the experts; G slots of a device in a layer.
-
-Experts may be kept as int8 with a scale for each output channel, the largest magnitude over 127, so each weight is off
-by at most half a scale. A block of weights is cast as its matmul reads it, so no float copy of a bank is ever made.
 """
 
 from __future__ import annotations
@@ -33,6 +29,8 @@ from moe_jax.moe.routing import Tables, destinations
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import cast_varying, varying_axes, varying_to_replicated
 
+# Experts as int8 have a scale for each output channel, the largest magnitude over 127, so each weight is off by at most
+# half a scale. A block of weights is cast as its matmul reads it, so no float copy of a bank is ever made.
 SCALE = "_scale"
 
 
@@ -211,6 +209,8 @@ def own_experts(activation: str, way: str, rows, place, weights, bank: dict, hom
     return jnp.sum(jnp.where(weights != 0, weights * results, 0), axis=axis)
 
 
+# Rows travel directly, each device to each: one message long, where an all-reduce takes several turns, and for few rows
+# turns are what counts.
 def sum_of_blocks(blocks, axes: tuple[str, ...]):
     """Return the sum [...] over a group's devices of the blocks meant for this one; blocks [n, ...], one for each."""
     if blocks.shape[0] == 1:

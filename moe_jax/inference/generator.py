@@ -1,10 +1,4 @@
-"""A run folder as a loaded model: prompts in, continuations out, and replicas of hot experts.
-
-The host only counts and hands out tokens; a token's id goes into the next call without leaving the devices, and is read
-while that call runs. Replicas are planned from observed loads and stay: parameters do not change here, so a replica is
-one more row of its device's bank, all slots are home slots to a program, and nothing is fetched. A bank's row of slot g
-in layer l is l G + g.
-"""
+"""A run folder as a loaded model: prompts in, continuations out, and replicas of hot experts."""
 
 from __future__ import annotations
 
@@ -218,6 +212,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabul
             )
 
 
+# Replicas are planned from observed loads and stay: parameters do not change here, so a replica is one more row of its
+# device's bank, all slots are home slots to a program, and nothing is fetched. A bank's row of slot g in layer l is
+# l G + g.
 def reside(placement: Placement) -> tuple[PlanShape, Tables, np.ndarray]:
     """Return how a placement is kept for good: what programs are built for, NumPy tables, and int32 [D, L, G].
 
@@ -416,6 +413,8 @@ class Generator:
         started, seconds = time.perf_counter(), []
         said: list[list[int]] = [[] for _ in prompts]
         taken: list[list[np.ndarray]] = [[] for _ in prompts]  # of each prompt [tokens, L, K]
+        # The host only counts and hands out tokens: an id goes into the next call without leaving the devices, and is
+        # read while that call runs.
         state, chosen = prefill(self.params, self.tables, state, knobs)
         for step in range(max(left)):
             if step + 1 < max(left):

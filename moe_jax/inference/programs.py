@@ -1,13 +1,9 @@
 """The compiled programs of generation: prompts in one pass, then one token of every sequence at a time; and scores.
 
-One `shard_map` encloses a program, collectives and choice of the token included. A program is compiled for sizes that
-are rounded up, so that few of them serve all requests. The modules, the MoE layer with its schedules and the loop over
-units are those of training; only attention looks at a cache, and padding goes to no expert. A cache is {segment:
-{attention of its unit: (keys, values)}}, [U, b, Hkv, T, Dh] each; a token's keys stand in the row of its position, so
-prompts of different lengths need no shift: padding behind a prompt is overwritten before anything may look at it.
-Sequences are split over the data-parallel devices and heads over the model-parallel ones. B sequences of all
-data-parallel devices, rows that only fill a batch included; b of one device; Hkv heads of keys and values divide H; T
-rows of a sequence in the cache; U units of a segment.
+One `shard_map` encloses a program, collectives and choice of the token included. The modules, the MoE layer with its
+schedules and the loop over units are those of training; only attention looks at a cache, and padding goes to no expert.
+B sequences of all data-parallel devices, rows that only fill a batch included; b of one device; Hkv heads of keys and
+values divide H; T rows of a sequence in the cache; U units of a segment.
 """
 
 from __future__ import annotations
@@ -124,6 +120,9 @@ def attend_cached(held: tuple, q, k, v, positions, in_place: bool = False):
     return mixed.astype(q.dtype).reshape(rows, 1, heads, dim)
 
 
+# A cache is {segment: {attention of its unit: (keys, values)}}, [U, b, Hkv, T, Dh] each, sequences split over the
+# data-parallel devices and heads over the model-parallel ones. A token's keys stand in the row of its position, so
+# prompts of different lengths need no shift: padding behind a prompt is overwritten before anything may look at it.
 UNROLL = 16  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
 
 
@@ -364,7 +363,8 @@ def choose_tokens(logits, keys, positions, compiled: tuple[bool, int, bool], tem
     return jnp.take_along_axis(token_ids, picked, axis=-1)[:, 0].astype(jnp.int32)
 
 
-LEAST_LENGTH = 16  # of a prompt or cache: shorter ones share a program
+# A program is compiled for sizes that are rounded up, so that few of them serve all requests.
+LEAST_LENGTH = 16  # of a prompt or cache
 
 
 @record

@@ -3,10 +3,7 @@
     rows     float [R, K]      ->  e4m3 [R, K], scales float32 [R, K / 128]              blocks of 1 x 128
     weights  float [G, K, N]   ->  e4m3 [G, K, N], scales float32 [G, K / 128, N / 128]  blocks of 128 x 128
 
-A dim below 128 is one block; a longer one must be a multiple of 128. value x scale is the number; the scale is the
-least power of two that brings the largest magnitude of its block to 448, the largest e4m3, or below. Rounding is to
-nearest, ties to even. A block of zeros is zeros, with the least scale, 2^-126. NaN or infinity anywhere in a block
-makes all of it NaN, and its scale. Blocks do not see each other: rows that nobody owns may hold anything.
+A dim below 128 is one block; a longer one must be a multiple of 128. value x scale is the number.
 
 Source: DeepSeek-V3 Technical Report (2024), section 3.3.2: e4m3 for all operands, tiles of 1 x 128 for activations and
 blocks of 128 x 128 for weights, scaled online by their largest magnitude; and section 3.3.3: powers of two for the
@@ -50,9 +47,12 @@ def check_blocks(field: str, name: str, dim: int) -> None:
 def quantise(array: Array) -> tuple[Array, Array]:
     """Return (e4m3, scales float32) of rows [R, K], scales [R, K / 128], or weights [G, K, N], [G, K / 128, N / 128].
 
-    Powers of two make scaling exact, in bfloat16 too. So a row that was quantised, sent and brought back is quantised
-    to the same values again, and products of blocks may be scaled before or after they are summed.
+    The scale is the least power of two that brings the largest magnitude of its block to 448, the largest e4m3, or
+    below. Rounding is to nearest, ties to even. A block of zeros is zeros, with the least scale, 2^-126. NaN or
+    infinity anywhere in a block makes all of it NaN, and its scale; blocks do not see each other.
     """
+    # Powers of two make scaling exact, in bfloat16 too. So a row that was quantised, sent and brought back is quantised
+    # to the same values again, and products of blocks may be scaled before or after they are summed.
     shape = [array.shape[0]]
     for dim in array.shape[1:]:
         shape += [dim // min(dim, BLOCK), min(dim, BLOCK)]
@@ -123,12 +123,12 @@ class Float8Matmul:
 
     The gradient is straight through: rounding counts as the identity. NaN in a row that counts makes its results NaN.
     Source: DeepSeek-V3 Technical Report (2024), section 3.3.1, which has d-weights in float8 too, and 3.3.2.
-
-    Over `mosaic` and `mosaic_sparing` tensor cores multiply the 8-bit numbers. Over any other implementation this is an
-    emulation: quantised operands are brought back to the compute dtype, which holds them exactly because scales are
-    powers of two, and multiplied there. Both add the same numbers, so they differ in the order of float32 additions
-    alone; but tensor cores keep fewer bits of the sum over one block of 128, which is not emulated.
     """
+
+    # Over `mosaic` and `mosaic_sparing` tensor cores multiply the 8-bit numbers. Over any other implementation this is
+    # an emulation: quantised operands are brought back to the compute dtype, which holds them exactly because scales
+    # are powers of two, and multiplied there. Both add the same numbers, so they differ in the order of float32
+    # additions alone; but tensor cores keep fewer bits of the sum over one block of 128, which is not emulated.
 
     def __init__(self, below: str):
         self._below = find_implementation(below)

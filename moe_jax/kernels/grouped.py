@@ -95,22 +95,19 @@ def find_implementation(name: str) -> Any:
 def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_float8: bool = False) -> str:
     """Return the configured name, or what 'auto' is: never one that multiplies every row by every group's weights.
 
-    Hopper GPUs take `hopper`, where its kernels take the dtype and the sizes; this project's own, `mosaic`, wait for a
-    GPU that has run them. All other GPUs, and CPUs, take `fused`: loops over row blocks, plain XLA matmuls of the rows
-    in use. TPUs take `ragged`, `lax.ragged_dot`, for which they have a kernel; XLA for GPUs expands it to G matmuls of
-    all rows, in FLOPs and memory (docs/results.md), or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which
-    was never run here.
-
     Args:
       device: `jax.Device`, real or described.
       dtype: of the rows.
       dims: model and hidden dim of the weights on this device.
-      in_float8: take that of `float8.py` over the chosen one; 'auto' is `mosaic` where its kernel takes the sizes.
+      in_float8: take that of `float8.py` over the chosen one.
     """
     if wanted == "auto":
+        # TPUs have a kernel for `lax.ragged_dot`. XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory
+        # (docs/results.md), or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
         wanted = "ragged" if device.platform == "tpu" else "fused"
         of_hopper = str(getattr(device, "compute_capability", "")) == HOPPER and dtype in (jnp.bfloat16, jnp.float16)
         if of_hopper and not any(dim % 64 for dim in dims):
+            # this project's own, `mosaic`, wait for a GPU that has run them, but where only they multiply in float8
             wanted = "mosaic" if in_float8 and not any(dim % 128 for dim in dims) else "hopper"
     return FLOAT8 + wanted if in_float8 else wanted
 

@@ -1,13 +1,8 @@
 """Grouped matmul for Hopper GPUs: `hopper`, Pallas kernels that ship with JAX; `mosaic`, this project's own.
 
-See `grouped.py` for inputs and outputs, `mosaic_kernels.py` for the own kernels: they read weights by slot where they
-lie, so no copy of the local bank is made; a tile of rows that nobody owns costs its zeros alone; gradients of weights
-leave in the dtype of their grad_sink, unrounded. `mosaic` works on every core; `mosaic_sparing` leaves `SPARED` of them
-free for transfers, which a kernel that holds all cores keeps waiting.
-
-Limits: 16-bit floats, K and N multiples of 64. Tests interpret the own kernels on a CPU and compile them for Hopper, no
-GPU has run them: 'auto' never takes them, and training compares either with plain matmuls before it starts. Only a
-program that uses these loads Pallas.
+See `grouped.py` for inputs and outputs; 16-bit floats, K and N multiples of 64. Tests interpret the own kernels on a
+CPU and compile them for Hopper, no GPU has run them: 'auto' never takes them, and training compares either with plain
+matmuls before it starts. Only a program that uses these loads Pallas.
 """
 
 from __future__ import annotations
@@ -95,7 +90,11 @@ def _check(name: str, rows: Array, operands: Operands) -> None:
 
 
 class MosaicKernels:
-    """This project's kernels, on all cores but `spared`, which are left to transfers."""
+    """This project's kernels, on all cores but `spared`, for transfers, which a kernel on all cores keeps waiting.
+
+    They read weights by slot where they lie, so no copy of the local bank is made; a tile of rows that nobody owns
+    costs its zeros alone; gradients of weights leave in the dtype of their grad_sink, unrounded.
+    """
 
     interpret = None  # tests set the parameters of Pallas' interpreter
 
@@ -153,12 +152,11 @@ class MosaicKernels:
             sums = rows_by_rows(lhs, dout, group_sizes, wanted, parts, self.cores(), self.interpret)
         left, dweights = iter(sums), []
         for operand in operands:
-            sink = operand.grad_sink
-            if sink is None:
-                dweights.append(None)
-                continue
-            dweight = next(left) if operand.slots.shape[0] else jnp.zeros(sink.shape, sink.dtype)
-            dweights.append(cast_varying(dweight, varying_axes(lhs)))
+            dweight, sink = None, operand.grad_sink
+            if sink is not None:
+                dweight = next(left) if operand.slots.shape[0] else jnp.zeros(sink.shape, sink.dtype)
+                dweight = cast_varying(dweight, varying_axes(lhs))
+            dweights.append(dweight)
         return dlhs, tuple(dweights)
 
 

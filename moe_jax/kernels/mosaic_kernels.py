@@ -4,12 +4,6 @@
                       rows [R, N], the same banks read transposed     ->  [R, K]
     rows_by_rows      lhs [R, K], dout [R, N]                         ->  [G, K, N]
 
-Both are persistent kernels: `cores` blocks of three warpgroups walk over the tiles, so that a caller can leave cores to
-transfers. One warpgroup copies operands into a ring of buffers in shared memory and runs ahead of the others, beyond
-the end of a tile; two multiply, each one half of the tile's height, sum in float32 and store. Both read the same copy
-of the other operand. A half without rows of its own multiplies nothing and only hands the buffers back; a tile of rows
-that nobody owns copies nothing, and its output is zero. Which tile covers which rows: `row_tiles`.
-
 16-bit floats, K and N multiples of 64, or e4m3 and multiples of 128. Importing this module loads Pallas. Letters:
 docs/notation.md; here K and N are the contracted and the resulting dim.
 """
@@ -417,6 +411,11 @@ def _launch(cores: int, interpret) -> dict:
     )
 
 
+# Both are persistent kernels: `cores` blocks of three warpgroups walk over the tiles, so that a caller can leave cores
+# to transfers. One warpgroup copies operands into a ring of buffers in shared memory and runs ahead of the others,
+# beyond the end of a tile; two multiply, each one half of the tile's height, sum in float32 and store. Both read the
+# same copy of the other operand. A half without rows of its own multiplies nothing and only hands the buffers back; a
+# tile of rows that nobody owns copies nothing, and its output is zero. Which tile covers which rows: `row_tiles`.
 def _walk(ring: _Ring, copy: Callable, multiply: Callable, tiles: int) -> None:
     """Give this block every `cores`-th tile.
 

@@ -4,7 +4,6 @@ The kernel is interpreted, and compiled for Hopper.
 """
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from support.grouped_cases import as_operands, interpreted, loop_oracle, make_ca
 from moe_jax.analysis.compile_ahead import described_devices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8 import bytes_of_row, bytes_to_rows, check_blocks, dequantise, quantise, rows_to_bytes
-from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, find_implementation, grouped_matmul
+from moe_jax.kernels.float8 import bytes_of_row, bytes_to_rows, dequantise, quantise, rows_to_bytes
+from moe_jax.kernels.grouped import GroupedWeights, find_implementation, grouped_matmul
 from moe_jax.models.config import ModelConfig
 from moe_jax.training.expert_check import compare_expert
 
@@ -77,19 +76,16 @@ def test_kernel_adds_what_the_emulation_adds(monkeypatch):
     np.testing.assert_array_equal(ours, emulated)
 
 
-def test_what_nobody_names_and_what_is_refused():
-    cpu = jax.devices()[0]
-    assert choose_implementation("auto", cpu, jnp.dtype("bfloat16"), (128, 256), True) == "float8:fused"
-    hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
-    for dims, name in (((768, 1536), "mosaic"), ((768, 64), "hopper")):
-        assert choose_implementation("auto", hopper, jnp.dtype("bfloat16"), dims, True) == f"float8:{name}"
-    assert choose_implementation("hopper", None, jnp.dtype("bfloat16"), (128, 128), True) == "float8:hopper"
-    operands = (GroupedWeights(bank=jnp.zeros((1, 192, 64)), slots=jnp.zeros(1, jnp.int32)),)
-    with pytest.raises(UserError, match=r"the contracted dim \(192\) of at most 128 or a multiple"):
-        grouped_matmul(jnp.zeros((8, 192)), jnp.ones(1, jnp.int32), operands, implementation="float8:fused")
-    operands = (GroupedWeights(bank=jnp.zeros((1, 64, 64)), slots=jnp.zeros(1, jnp.int32)),)
-    with pytest.raises(UserError, match="the mosaic grouped matmul of float8 needs weights whose dims .* multiples of"):
-        grouped_matmul(jnp.zeros((8, 64)), jnp.ones(1, jnp.int32), operands, implementation="float8:mosaic")
+def test_sizes_that_are_refused():
+    field = r"MoEConfig.expert_dtype \('float8_e4m3'\)"
+    for (contracted, resulting), below, words in (
+        ((192, 64), "fused", rf"{field} needs the contracted dim \(192\) of at most 128 or a multiple"),
+        ((64, 64), "mosaic", "the mosaic grouped matmul of float8 needs weights whose dims .* multiples of"),
+    ):
+        operands = (GroupedWeights(bank=jnp.zeros((1, contracted, resulting)), slots=jnp.zeros(1, jnp.int32)),)
+        matmul = find_implementation(f"float8:{below}")
+        with pytest.raises(UserError, match=words):
+            matmul.multiply(jnp.zeros((8, contracted)), jnp.ones(1, jnp.int32), operands)
 
 
 @pytest.mark.slow
@@ -179,10 +175,4 @@ def test_bytes_hold_all_and_a_second_rounding_changes_nothing(dtype):
     same(back(back(x)), back(x))
     same(back(x), back(x, jnp.float32))
     assert not bytes_to_rows(jnp.zeros((1, 272), jnp.uint8), 256, dtype).any()
-
-
-def test_sizes():
     assert [bytes_of_row(dim) for dim in (4, 15, 64, 128, 768, 2048)] == [16, 16, 80, 144, 784, 2064]
-    check_blocks("MoEConfig.expert_dtype", "the model dim", 96)
-    with pytest.raises(UserError, match=r"MoEConfig.expert_dtype \('float8_e4m3'\) needs the model dim \(192\) of at"):
-        check_blocks("MoEConfig.expert_dtype", "the model dim", 192)

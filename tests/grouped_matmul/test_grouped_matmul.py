@@ -171,6 +171,13 @@ def test_registry():
         cases.append((types.SimpleNamespace(platform="gpu", compute_capability=capability), *fits, "fused"))
     for *device, wanted in cases:
         assert choose_implementation("auto", *device) == wanted
+    for wanted, device, dims, name in (
+        ("auto", cpu, (128, 256), "fused"),
+        ("auto", hopper, (768, 1536), "mosaic"),
+        ("auto", hopper, (768, 64), "hopper"),
+        ("blocked", None, (128, 128), "blocked"),
+    ):
+        assert choose_implementation(wanted, device, jnp.bfloat16, dims, in_float8=True) == f"float8:{name}"
     assert choose_implementation("blocked", hopper, *fits) == "blocked"
     with pytest.raises(ValueError, match="named 'ragged' is registered already"):
         register("ragged", object())

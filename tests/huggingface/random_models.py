@@ -139,16 +139,14 @@ def save(keys, model, folder, dtype, shard):
         folder.mkdir(parents=True, exist_ok=True)
         keys = {**keys, "dtype": dtype}
         (folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
-        tensors = {name: leaf.contiguous().clone() for name, leaf in by_place(places_of(keys), state(model)).items()}
+        tensors = {
+            name: leaf.contiguous().clone() for name, leaf in by_place(places_of(keys), model.state_dict()).items()
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.float()
     for name, leaf in model.named_buffers():  # transformers never rounds these
         if name in frequencies:
             leaf.copy_(frequencies[name])
-
-
-def state(model):
-    return {name: leaf.detach() for name, leaf in model.state_dict().items()}
 
 
 def numbers(model, keys, tokens=TOKENS):
@@ -162,7 +160,7 @@ def numbers(model, keys, tokens=TOKENS):
     loss.backward()
     grads = {name: leaf.grad for name, leaf in model.named_parameters() if leaf.grad is not None}
     # a buffer has no gradient, and an expert that no token takes has none either
-    for name, leaf in state(model).items():
+    for name, leaf in model.state_dict().items():
         grads.setdefault(name, torch.zeros_like(leaf))
     found = {f"gradient {name}": leaf.numpy() for name, leaf in by_place(places_of(keys), grads).items()}
     return {"logits": logits.detach().numpy(), "loss": loss.detach().numpy(), **found}

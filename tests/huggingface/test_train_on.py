@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +10,10 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 
-from support.tiny_run import finish, start  # noqa: E402
-
 from moe_jax.config import config_text, parse_run_config  # noqa: E402
 from moe_jax.data import build_cache  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
-from moe_jax.inference.conversion import (  # noqa: E402
-    TensorFolder,  # noqa: E402
-    export_folder,
-    import_folder,
-)
+from moe_jax.inference.conversion import TensorFolder, export_folder, import_folder  # noqa: E402
 from moe_jax.training.run import evaluate_run, run  # noqa: E402
 from moe_jax.training.watchdog import Hosts  # noqa: E402
 
@@ -75,34 +68,24 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     assert "step 0: held-out loss" in capsys.readouterr().out
 
 
-def test_what_cannot_be_gone_on_from_is_one_line_and_exit_code_2(made, where, tmp_path):
+def test_what_cannot_be_gone_on_from_is_one_line(made, where, tmp_path):
     """No folder is left behind, and none is changed."""
     alone = "holds parameters alone, as moe_jax.convert makes it; start a run of its own from them, with --init_from="
     mine, fresh = {"workdir": str(made)}, {"workdir": str(tmp_path / "run"), "init_from": str(made)}
-    cases = [
+    other = "holds a run with another config: ModelConfig.norm_epsilon was 1e-05 and is 0.1 now"
+    files = sorted(path.name for path in made.iterdir())
+    for options, changes, words in (
         (mine, (), f"{made} {alone}{made} and another --workdir"),
         (fresh, ("ModelConfig.hidden_dim = 12",), "is not of this model: "),
         ({**mine, "init_from": str(made)}, (), alone),
         ({**fresh, "init_from_ema": True}, (), "holds no moving average of its parameters"),
-        (
-            {**mine, "eval_only": True},
-            ("ModelConfig.norm_epsilon = 0.1",),
-            "holds a run with another config: ModelConfig.norm_epsilon was 1e-05 and is 0.1 now",
-        ),
-    ]
-    files, commands = sorted(path.name for path in made.iterdir()), []
-    for options, changes, words in cases:
+        (None, ("ModelConfig.norm_epsilon = 0.1",), other),
+    ):
         config, text, operative = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where, *changes])
         with pytest.raises(UserError) as error:
-            if "eval_only" in options:
+            if options is None:
                 evaluate_run(config, text, Hosts(), str(made))
             else:
                 run(config, text, operative, Hosts(), **options)
         assert words in str(error.value) and "\n" not in str(error.value)
-        flags = [f"--gin_file={made}/config.gin", "--host_devices=8", *(f"--{k}={v}" for k, v in options.items())]
-        flags += [f"--gin_bindings={binding}" for binding in (*BINDINGS, *where, *changes)]
-        commands.append(([sys.executable, "-m", "moe_jax.train", *flags], words))
-    for (_, words), process in [(command, start(command[0])) for command in commands[:2]]:
-        code, _, err = finish(process)
-        assert code == 2 and words in err and len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     assert files == sorted(path.name for path in made.iterdir()) and not (tmp_path / "run").exists()
