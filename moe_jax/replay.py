@@ -53,13 +53,15 @@ flags.DEFINE_string(
     None,
     "tau: experts whose transfer hides behind attention; by Hecate's formula when not given, or 'executor'",
 )
-flags.DEFINE_integer("model_dim", None, f"M; the trace's when not given, else {inputs.MODEL_DIM}")
-flags.DEFINE_integer("hidden_dim", None, f"F of an expert; the trace's when not given, else {inputs.HIDDEN_DIM}")
+flags.DEFINE_integer("model_dim", None, f"M; the trace's when not given, else {inputs.LAYER['model_dim']}")
+flags.DEFINE_integer(
+    "hidden_dim", None, f"F of an expert; the trace's when not given, else {inputs.LAYER['hidden_dim']}"
+)
 flags.DEFINE_integer(
     "dtype_bytes",
     None,
     f"bytes of one number of the compute dtype, in which rows are priced even where a run sent them in float8; the "
-    f"trace's when not given, else {inputs.DTYPE_BYTES}, float32",
+    f"trace's when not given, else {inputs.LAYER['dtype_bytes']}, float32",
 )
 flags.DEFINE_float("attention_seconds", None, "forward time of what precedes an MoE layer; modelled when not given")
 flags.DEFINE_enum("activation", None, ["gelu", "swiglu"], "of an expert: two matrices or three; the trace's, else gelu")

@@ -1,12 +1,13 @@
 """The CUDA wheels that compile for GPUs on a machine without one, in an environment of their own.
 
-They are large, and a machine without a GPU needs them for nothing else: they never enter the environment that trains.
-The folder and its `installed.txt` are those of `bash scripts/test.sh --gpu-compile`: the first of the two to run makes
-it, under another name, and renames it when everything is in it.
+They are large and needed for nothing else, so they never enter the environment that trains. `bash scripts/test.sh
+--gpu-compile` uses the same folder and `installed.txt`; whichever runs first makes it, under another name until it is
+whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -16,21 +17,21 @@ from pathlib import Path
 
 from moe_jax.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = {13: "jax-cuda13-plugin", 12: "jax-cuda12-plugin"}
 SIZE = "about 2 GB to download, 4.8 GB on disk"  # measured with jax 0.10.2, the other requirements included
 MARK = "installed.txt"
 RECORDED = "0.10.2"  # the jax whose wheels scripts/test.sh --gpu-compile takes without --jax
+WHEELS = f"jax[cuda13]=={metadata.version('jax')}"  # the requirement that installs them
 STARTED = "MOE_JAX_CUDA_ENVIRONMENT"  # set in the process that was started with the other Python
 
 
 def installed_cuda() -> int | None:
     """Return the CUDA version whose wheels this Python has, None without any."""
     for version, name in PLUGINS.items():
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return version
+            return version
     return None
 
 
@@ -40,22 +41,16 @@ def folder(version: str | None = None) -> Path:
     Another jax than the one that the tests compile with by default has a folder of its own, with its version behind;
     None is the one that runs here.
     """
-    root = Path(__file__).resolve().parents[2]
-    beside = root if (root / "requirements.txt").exists() else Path.cwd()
+    beside = ROOT if (ROOT / "requirements.txt").exists() else Path.cwd()
     version = version or metadata.version("jax")
     suffix = "-cuda" if version == RECORDED else f"-cuda-{version}"
     return beside / (os.environ.get("MOE_JAX_VENV", ".venv") + suffix)
 
 
-def wheels() -> str:
-    """Return the requirement that installs them: of the jax version that runs here."""
-    return f"jax[cuda13]=={metadata.version('jax')}"
-
-
 def ready(place: Path) -> bool:
     """Say whether the environment holds the wheels of this jax version, whatever else changed since."""
     mark = place / MARK
-    return mark.exists() and wheels() in mark.read_text(encoding="utf-8").splitlines()
+    return mark.exists() and WHEELS in mark.read_text(encoding="utf-8").splitlines()
 
 
 def install(place: Path) -> None:
@@ -65,8 +60,8 @@ def install(place: Path) -> None:
       UserError: pip cannot get the wheels, or the disk is full; the message has pip's last line.
     """
     making = place.with_name(f"{place.name}.making-{os.getpid()}")
-    print(f"installing {wheels()} into {place} ({SIZE}); minutes", file=sys.stderr)
-    listed = Path(__file__).resolve().parents[2] / "requirements.txt"  # of a checkout; else what this Python has
+    print(f"installing {WHEELS} into {place} ({SIZE}); minutes", file=sys.stderr)
+    listed = ROOT / "requirements.txt"  # of a checkout; else what this Python has
     names = ("flax", "optax", "orbax-checkpoint", "numpy", "absl-py", "gin-config", "matplotlib")
     rest = ["-r", str(listed)] if listed.exists() else [f"{name}=={metadata.version(name)}" for name in names]
     mark = listed.read_text(encoding="utf-8").rstrip("\n") if listed.exists() else "\n".join(rest)
@@ -74,7 +69,7 @@ def install(place: Path) -> None:
     try:
         for command, what in (
             ([sys.executable, "-m", "venv", str(making)], "a virtual environment cannot be made"),
-            ([*pip, *rest, wheels()], f"the CUDA wheels ({wheels()}, {SIZE}) cannot be had"),
+            ([*pip, *rest, WHEELS], f"the CUDA wheels ({WHEELS}, {SIZE}) cannot be had"),
         ):
             done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             if done.returncode:
@@ -82,7 +77,7 @@ def install(place: Path) -> None:
                 errors = [line for line in said if line.startswith("ERROR")] or said
                 raise UserError(f"{what}: {errors[-1]}; nothing was left behind; fix that and give --install again")
         # scripts/environment.sh writes the same
-        (making / MARK).write_text(f"{mark}\n{wheels()}\n", encoding="utf-8")
+        (making / MARK).write_text(f"{mark}\n{WHEELS}\n", encoding="utf-8")
         if place.exists():
             shutil.rmtree(place)
         making.rename(place)
@@ -104,11 +99,9 @@ def run_with_wheels(arguments: list[str], install_them: bool) -> int | None:
     """
     if installed_cuda() is not None:
         return None
-    if os.environ.get(STARTED):
-        raise UserError(
-            f"{folder()} lacks the CUDA wheels although its {MARK} names them; remove it and --install again"
-        )
     place = folder()
+    if os.environ.get(STARTED):
+        raise UserError(f"{place} lacks the CUDA wheels although its {MARK} names them; remove it and --install again")
     if not ready(place):
         if not install_them:
             raise UserError(
@@ -116,8 +109,7 @@ def run_with_wheels(arguments: list[str], install_them: bool) -> int | None:
                 f"this Python nor {place.name} has them; add --install to put them there, apart from everything else"
             )
         install(place)
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, STARTED: "1"}
     command = [str(place / "bin" / "python"), "-m", "moe_jax.inspect", *arguments]
     return subprocess.run(command, env=environment).returncode

@@ -22,7 +22,7 @@ from moe_jax.analysis.compile_ahead import Compiled
 from moe_jax.cluster.costs import FREE, cost_of
 from moe_jax.cluster.hlo import Module, scope_of
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Model, collective_of, instruction_seconds, launched_computations, play
+from moe_jax.cluster.timeline import Model, collective_of, instruction_seconds, launched_instructions, play
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 
@@ -126,11 +126,10 @@ def merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def modelled_instructions(module: Module, target: Target, model: Model) -> dict[str, dict]:
-    """Return {name: record} of every instruction that runs; loops and branches themselves have no seconds.
+    """Return {name: record} of every instruction that runs.
 
-    A record has group ('matmul', 'fusion', 'kernel' for custom calls and everything else, 'copy', 'collective', 'loop
-    overhead'), scope, executions in one step, and of one execution seconds, matmul_seconds (its FLOPs at the device's
-    peak) and memory_seconds (its bytes at full bandwidth).
+    A record has group ('kernel' for custom calls and everything else), scope, executions in one step, and of one
+    execution seconds, matmul_seconds (its FLOPs at the device's peak) and memory_seconds (its bytes at full bandwidth).
     """
     timeline = play(module, target, model)
     executions = Counter(event.name for event in timeline.events if event.row == "compute")
@@ -138,62 +137,44 @@ def modelled_instructions(module: Module, target: Target, model: Model) -> dict[
     executions.update({name: record["executions"] for name, record in timeline.skipped.items()})
     seconds = instruction_seconds(module, target, model)
     found = {}
-    for computation in launched_computations(module, module.entry):
-        for instruction in computation.instructions:
-            name, opcode = instruction.name, instruction.opcode
-            cost = cost_of(instruction, computation, module)
-            if opcode in ("while", "conditional"):
-                group = LOOP
-            elif collective_of(instruction, module):
-                group = COLLECTIVE
-            elif opcode in FREE or opcode in ("call", "async-start") or opcode.endswith("-done"):
-                continue
-            elif cost.flops and "fmha" not in instruction.attributes:
-                group = KERNEL if "mosaic_gpu" in instruction.attributes else MATMUL
-            elif opcode in COPIES:
-                group = COPY
-            else:
-                group = FUSION if opcode.startswith("fusion") else KERNEL
-            if group != LOOP and not executions[name]:
-                continue
-            own = seconds.get(instruction, (0.0, None))[0]
-            if group == LOOP:
-                own = model.conditional if opcode == "conditional" else 0.0
-            found[name] = {
-                "group": group,
-                "scope": scope_of(instruction.op_name),
-                "executions": executions[name],
-                "seconds": own,
-                "matmul_seconds": sum(count / target.peak(kind) for kind, count in cost.flops),
-                "memory_seconds": cost.bytes / target.memory_bandwidth,
-            }
+    for instruction, computation in launched_instructions(module, module.entry):
+        name, opcode = instruction.name, instruction.opcode
+        cost = cost_of(instruction, computation, module)
+        if opcode in ("while", "conditional"):
+            group = LOOP
+        elif collective_of(instruction, module):
+            group = COLLECTIVE
+        elif opcode in FREE or opcode in ("call", "async-start") or opcode.endswith("-done"):
+            continue
+        elif cost.flops and "fmha" not in instruction.attributes:
+            group = KERNEL if "mosaic_gpu" in instruction.attributes else MATMUL
+        elif opcode in COPIES:
+            group = COPY
+        else:
+            group = FUSION if opcode.startswith("fusion") else KERNEL
+        if group != LOOP and not executions[name]:
+            continue
+        alone = {"while": 0.0, "conditional": model.conditional}  # without what they run
+        found[name] = {
+            "group": group,
+            "scope": scope_of(instruction.op_name),
+            "executions": executions[name],
+            "seconds": alone.get(opcode, seconds.get(instruction, (0.0, None))[0]),
+            "matmul_seconds": sum(count / getattr(target, f"flops_{kind}") for kind, count in cost.flops),
+            "memory_seconds": cost.bytes / target.memory_bandwidth,
+        }
     return found
 
 
 def compare_instructions(
     module: Module, target: Target, model: Model, spans: Sequence[Span], steps: int, step_seconds: float | None = None
 ) -> dict:
-    """Return measured beside modelled seconds.
-
-    Args:
-      spans: of `steps` profiled steps (at least 1), on any number of devices.
-      step_seconds: of a step that was not profiled, None where that was not measured.
-
-    Returns:
-      A record for JSON; seconds are those of one step on the mean device: step_seconds as given;
-      profiled_step_seconds; busy_seconds (at least one kernel runs); launches of a step; groups: per group
-      instructions, executions, modelled and measured seconds and their ratio, of the instructions that the trace
-      holds; worst: the `WORST` instructions by difference; not_in_trace and not_in_program: instructions of one side
-      only; constants and fit: what `fit_constants` found, and all that it returns.
-    """
+    """Return a record of measured beside modelled seconds, of one step on the mean device; see `add_measured`."""
     modelled = modelled_instructions(module, target, model)
-    computations = launched_computations(module, module.entry)
-    launched = [instruction for computation in computations for instruction in computation.instructions]
+    launched = [instruction for instruction, _ in launched_instructions(module, module.entry)]
     conditionals = {own.name for own in launched if own.opcode == "conditional"}
-    conditions: set[str] = set()  # instructions of the conditions of loops
-    for own in launched:
-        if own.opcode == "while":
-            conditions |= set(module.computations[own.attribute("condition")].by_name)
+    loops = (module.computations[own.attribute("condition")] for own in launched if own.opcode == "while")
+    conditions = {own.name for computation in loops for own in computation.instructions}
     stems = {stem(n): n for n, record in modelled.items() if record["group"] == COLLECTIVE or "-start" in n}
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
@@ -243,9 +224,10 @@ def compare_instructions(
         "devices": len(devices),
         "step_seconds": step_seconds,
         "profiled_step_seconds": length / steps,
-        "busy_seconds": busy,
+        "busy_seconds": busy,  # at least one kernel runs
         "launches": launches,
         "idle_seconds_per_launch": idle,
+        # instructions, executions, modelled and measured seconds and their ratio, of what the trace holds
         "groups": sorted(groups.values(), key=lambda total: -total["measured_seconds"]),
         "worst": sorted(rows, key=lambda r: -abs(r["measured_seconds"] - r["modelled_seconds"]))[:WORST],
         "not_in_trace": {
@@ -268,11 +250,6 @@ def fit_constants(
     """Fit each constant of the model to the samples, by weighted medians: a few kernels, slow for another reason, move
     them little.
 
-    matmul_efficiency: over kernels that the model counts as bound by their FLOPs, weighted by measured seconds.
-    memory_efficiency: over kernels without matmuls that move bytes for at least four launches.
-    launch: over kernels with less than a quarter of a launch of work, weighted by executions.
-    conditional: the median of `pauses`, less one launch, which the model charges the next kernel anyway.
-
     Args:
       samples: (matmul_seconds, memory_seconds, seconds, executions) of the kernels of one program: of its FLOPs at the
         device's peak, of its bytes at the full bandwidth, measured of one execution, and executions of a step.
@@ -289,11 +266,12 @@ def fit_constants(
         weight = took * executions
         if max(matmul, memory) < model.launch / 4:
             points["launch"].append((took, executions))
-        elif matmul / model.matmul_efficiency >= memory / model.memory_efficiency:
+        elif matmul / model.matmul_efficiency >= memory / model.memory_efficiency:  # bound by its FLOPs
             if matmul >= model.launch:
                 points["matmul_efficiency"].append((min(matmul / took, 1.0), weight))
         elif not matmul and memory >= 4 * model.launch:
             points["memory_efficiency"].append((min(memory / took, 1.0), weight))
+    # the model charges the next kernel a launch anyway
     points["conditional"] = [(max(pause - model.launch, 0.0), 1.0) for pause in pauses]
     fit = {}
     for name, known in points.items():

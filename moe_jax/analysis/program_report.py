@@ -77,7 +77,7 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
         "in_loops": {"by_role": _totals((flight for flight in flights if flight.loops), "role")},
         "compute_by_scope": [
             {"part": part, "scope": scope, "seconds": seconds}
-            for (part, scope), seconds in sorted(timeline.by_scope.items(), key=lambda item: -item[1])
+            for (part, scope), seconds in timeline.by_scope.most_common()
         ],
         "collectives": collectives,
         "branches": [{"name": name, **record} for name, record in timeline.skipped.items()],
@@ -106,15 +106,11 @@ def _totals(flights: Iterable[Flight], name: str) -> list[dict]:
 
 
 def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buckets] = ()) -> dict:
-    """Return the program under other assumptions, for JSON.
-
-    Args:
-      buckets: of the program, () where they are not known.
+    """Return the program under other assumptions, for JSON; buckets are those of the program, () where not known.
 
     Returns:
-      cores: the step with `TAKEN_CORES` less for compute beside transfers ([] for a target of unknown cores): taken,
-      cores (of the device), step_seconds, exposed_seconds, and with buckets expected_rows_step_seconds, both
-      assumptions together.
+      cores: the step with `TAKEN_CORES` less for compute beside transfers ([] for a target of unknown cores), and with
+      buckets expected_rows_step_seconds, both assumptions together.
       rows, with buckets: buckets, each with its share of rows used; step_seconds, exposed_seconds and flops as if the
       experts' matmuls and the exchanges had the expected rows alone (padding skipped, not sent); instructions: of each
       part and scope executions, rows, expected_rows, bytes of exchanges, and seconds and flops both ways.
@@ -123,8 +119,8 @@ def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buck
     for taken in TAKEN_CORES if target.cores else ():
         share = taken / target.cores
         line = play(module, target, model, taken=share)
-        exposed = sum(flight.exposed_seconds for flight in line.flights.values())
-        cores.append({"taken": taken, "cores": target.cores, "step_seconds": line.seconds, "exposed_seconds": exposed})
+        record = {"taken": taken, "cores": target.cores, "step_seconds": line.seconds}
+        cores.append({**record, "exposed_seconds": sum(own.exposed_seconds for own in line.flights.values())})
         if buckets:
             both = play(module, target, model, buckets, expected_rows=True, taken=share)
             cores[-1]["expected_rows_step_seconds"] = both.seconds
@@ -162,15 +158,15 @@ def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buck
 
 
 def overflow_record(timeline: Timeline, buckets: Sequence[Buckets], complete: Timeline | None) -> dict:
-    """Return what overflows cost an optimistic step on average.
+    """Return what overflows cost an optimistic step on average; None for what is not known.
 
     Args:
       timeline: of the common program; complete: of the complete one, None where that was not compiled.
 
     Returns:
-      chance: the most that P(overflow) of a step is under the stated loads, None where no chance is stated;
-      common_seconds; complete_seconds (no later pass taken) and complete_with_passes_seconds (all of them taken in
-      every layer); step_seconds: t_common + P (t_common + t_complete with all passes); None for what is not known.
+      chance: the most that P(overflow) of a step is under the stated loads; common_seconds; complete_seconds (no later
+      pass taken) and complete_with_passes_seconds (all of them taken in every layer); step_seconds: t_common +
+      P (t_common + t_complete with all passes).
     """
     chance = alone = with_passes = step = None
     if buckets and all(own.overflow is not None for own in buckets):
@@ -226,12 +222,8 @@ def count_thunks(dump: pathlib.Path, module: Module) -> dict | None:
     if not files:
         return None
     metadata = files[-1].with_name(files[-1].name.removesuffix(_SEQUENCE) + _METADATA)
-    turns = {
-        instruction.name: instruction.trip_count or 1
-        for computation in module.computations.values()
-        for instruction in computation.instructions
-        if instruction.opcode == "while"
-    }
+    instructions = (own for computation in module.computations.values() for own in computation.instructions)
+    turns = {own.name: own.trip_count or 1 for own in instructions if own.opcode == "while"}
     loops = {}  # number of a loop's thunk -> turns
     for record in _RECORD.findall(metadata.read_text(encoding="utf-8") if metadata.exists() else ""):
         name, number = re.search(r'profile_annotation: "([^"]*)"', record), re.search(r"thunk_id: (\d+)", record)
@@ -307,8 +299,8 @@ def report_text(report: dict) -> str:
         ("role, inside loops", "role", report["in_loops"]["by_role"]),
         ("scope", "scope", report["totals"]["by_scope"]),
     ):
-        head = f"{title:44} {'runs':>7} {'MB':>12} {'beside mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}"
-        lines += ["", head]
+        lines.append("")
+        lines.append(f"{title:44} {'runs':>7} {'MB':>12} {'beside mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}")
         for total in totals:
             hidden = total["bytes_beside_matmuls"] / max(total["bytes"], 1)
             share = total["exposed_seconds"] / max(total["seconds"], 1e-30)
@@ -379,11 +371,8 @@ def _step_lines(report: dict) -> list[str]:
         f"{step['kernels']:,} kernels, {step['shortest_kernels']:,} of them at the floor of "
         f"{model['launch'] * 1e6:g} us; {step['conditionals']:,} conditionals"
     )
-    named = []
-    for own in report["compute_by_scope"]:
-        name = f"{own['part']} {own['scope']}".strip() or "(unnamed)"
-        named.append(f"{name} {_ms(own['seconds'])}")
-    lines.append("compute: " + ", ".join(named))
+    named = [(f"{own['part']} {own['scope']}".strip() or "(unnamed)", own) for own in report["compute_by_scope"]]
+    lines.append("compute: " + ", ".join(f"{name} {_ms(own['seconds'])}" for name, own in named))
     if pipeline["exchange_seconds"] > 0:
         lines.append(
             f"exchange of tokens {_ms(pipeline['exchange_seconds'])}, experts {_ms(pipeline['experts_seconds'])}: one "
@@ -467,8 +456,6 @@ def _measured_lines(report: dict) -> list[str]:
             lines.append(f"{name:<44}  not in the trace")
         else:
             lines.append(f"{name[:44]:44} {modelled * 1e3:>14.3f} {measured * 1e3:>14.3f}")
-    if "instructions" not in report:
-        return lines
     found = report["instructions"]
     plain = "" if found["step_seconds"] is None else f"{_ms(found['step_seconds'])} without the profiler, "
     lines.append("")

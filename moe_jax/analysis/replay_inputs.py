@@ -18,10 +18,10 @@ from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsOrigin, LoadsTrace, read_loads
 from moe_jax.observe.run_folder import RunFolder
 
-MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file without its run's sizes
+# of a layer, and of what precedes it, where neither a flag nor the trace says; a dense FFN then has 4 M
+LAYER = {"model_dim": 1024, "hidden_dim": 2048, "dtype_bytes": 4, "activation": "gelu", "expert_shards": 1}
+LAYER |= {"moe_every": 1, "dense_hidden_dim": None, "sequence_length": 1024}
 TOP_K = 2  # of a trace that does not say
-# where neither a flag nor the trace says; a dense FFN has 4 M
-LAYER = {"activation": "gelu", "expert_shards": 1, "moe_every": 1, "sequence_length": 1024}
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # Where no cluster is named; the figures of configs/cluster/flat_3gbs_30tflops.gin, which need not be installed.
 DEFAULT_CLUSTER = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
@@ -87,33 +87,29 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
     trace, messages = one_mesh(recorded, given)
     origin = trace.origins[-1] if trace.origins else None
     trace, origin = one_segment(trace, origin, given.segment, path)
+    ran = {}  # sizes of the layer that ran, and of what precedes it
     if origin is None:
         if given.cluster is None:
             raise UserError(f"--cluster is missing; give a path, for {path.name} does not say which run it is of")
-        model_dim, hidden_dim, dtype_bytes = MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES
     else:
         if origin.dtype not in BYTES and given.dtype_bytes is None:
             raise UserError(f"{path}: dtype {origin.dtype!r} is unknown; give --dtype_bytes, the bytes of one number")
-        model_dim, hidden_dim, dtype_bytes = origin.model_dim, origin.hidden_dim, BYTES.get(origin.dtype, 0)
+        ran = {**vars(origin), "dtype_bytes": BYTES.get(origin.dtype), "expert_shards": origin.expert_shards}
         messages.append(
-            f"trace: M {model_dim}, F {hidden_dim}, K {origin.top_k}, {origin.dtype}, mesh {origin.describe_mesh()}, "
-            f"{origin.devices_per_node} devices of an expert-parallel group on a node"
+            f"trace: M {origin.model_dim}, F {origin.hidden_dim}, K {origin.top_k}, {origin.dtype}, mesh "
+            f"{origin.describe_mesh()}, {origin.devices_per_node} devices of an expert-parallel group on a node"
         )
     cluster = find_cluster(given, origin, trace.loads.shape[2], path, messages)
-    model_dim = model_dim if given.model_dim is None else given.model_dim
-    layer = {}  # sizes of the layer that ran, and of what precedes it
-    for name, default in {**LAYER, "dense_hidden_dim": 4 * model_dim}.items():
-        flag, ran = getattr(given, name), getattr(origin, name, None)
-        layer[name] = flag if flag is not None else ran or default
+    layer = {}
+    for name, default in LAYER.items():
+        flag = getattr(given, name)
+        layer[name] = flag if flag is not None else ran.get(name) or default or 4 * layer["model_dim"]
         if name != "activation" and layer[name] < 1:
             raise UserError(f"--{name} ({layer[name]}) must be at least 1")
     return ReplayInputs(
         path=path,
         trace=trace,
         cluster=cluster.part_of(layer["expert_shards"]),
-        model_dim=model_dim,
-        hidden_dim=hidden_dim if given.hidden_dim is None else given.hidden_dim,
-        dtype_bytes=dtype_bytes if given.dtype_bytes is None else given.dtype_bytes,
         **layer,
         top_k=None if origin is None else origin.top_k,
         messages=tuple(messages),
@@ -148,9 +144,8 @@ def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
         dense_hidden_dim=given.dense_hidden_dim,
     )
     seconds = float(tokens * work / given.cluster.need("flops", "replay"))
-    blocks = (
-        "" if given.moe_every == 1 else f" of {given.moe_every} blocks and the dense FFN of F {given.dense_hidden_dim}"
-    )
+    more = given.moe_every > 1
+    blocks = f" of {given.moe_every} blocks and the dense FFN of F {given.dense_hidden_dim}" if more else ""
     return seconds, (
         f"attention: {seconds:.4g} s forward{blocks}, modelled from {tokens:.0f} tokens a device (top-{top_k}), M "
         f"{given.model_dim} and --sequence_length {given.sequence_length}; --attention_seconds gives a measured one"

@@ -6,12 +6,14 @@ drawn, never before. Letters: docs/notation.md; n samples.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 
 import numpy as np
 
 from moe_jax.analysis.simulate import Records, split_name
+from moe_jax.cluster import AbsentFigureError
 from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
@@ -109,7 +111,7 @@ def _original(records: Records, cost: Cost) -> dict:
         memory = 0.0
         total = 2.0 * replicas.sum(axis=2) * cost.expert_bytes + records.moved * float(cost.state_bytes)
     seconds = None
-    if _linked(cost):
+    with contextlib.suppress(AbsentFigureError):
         seconds = total.mean() / (records.computed.shape[2] * cost.bandwidth("replay"))
     return {
         "original": planner.original,
@@ -161,13 +163,11 @@ def _sent(records: Records) -> dict:
     return found
 
 
-def _linked(cost: Cost) -> bool:
-    cluster = cost.cluster
-    return (cluster.intra_bandwidth if cluster.flat or cluster.nodes == 1 else cluster.inter_bandwidth) is not None
-
-
 def _timed(cost: Cost) -> bool:
-    return _linked(cost) and cost.cluster.flops is not None
+    """Say whether the cluster has the figures that a layer's seconds need."""
+    cluster = cost.cluster
+    link = cluster.intra_bandwidth if cluster.flat or cluster.nodes == 1 else cluster.inter_bandwidth
+    return link is not None and cluster.flops is not None
 
 
 def table(summaries: dict[str, dict]) -> str:
@@ -229,15 +229,15 @@ def plot_layer(records: Records, layer: int, folder: pathlib.Path) -> None:
         figure.savefig(folder / f"{name}_{records.name}.png", dpi=90)
 
 
-def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -> bool:
-    """Draw every planner under the ideal and the synchronous roof; say whether the cluster's figures allow it.
+def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -> None:
+    """Draw every planner under the ideal and the synchronous roof; nothing where the cluster lacks figures.
 
     Roofs: P min(1, x) and P x / (1 + x). Source: FasterMoE, section 3.3.
     """
     points = {name: roofline(record, cost) for name, record in records.items()}
     known = {name: point for name, point in points.items() if point is not None}
     if not known:
-        return False
+        return
     from matplotlib.figure import Figure
 
     peak = cost.cluster.need("flops", "the roofline")
@@ -251,4 +251,3 @@ def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -
     axes.set(xscale="log", yscale="log", xlabel="computation / communication", ylabel="TFLOP/s per device")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=90)
-    return True

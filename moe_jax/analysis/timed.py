@@ -221,18 +221,15 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
     bytes of rows moved. regroup: received rows into group order and back, with gradients; x is rows, y bytes of rows
     moved. expert_forward, expert_step: see `expert_timings`.
     """
-
-    def scaled(count):
-        return max(16, round(count * scale))
-
     cases: dict[str, list[Case]] = {name: [] for name in ("dense", "gate", "regroup", "expert_forward", "expert_step")}
     for dim, count in ((128, 256), (256, 256), (256, 1024)):
-        rows = scaled(count)
+        rows = max(16, round(count * scale))
         call = _on_every_device(devices, jnp.matmul, [(rows, dim), (dim, dim)])
         cases["dense"].append(Case(call, 1, 2.0 * rows * dim * dim))
     experts = sources = 8
     for count, dim, top_k in ((64, 64, 2), (128, 256, 1), (256, 128, 2), (512, 256, 2), (1024, 64, 1), (1024, 256, 2)):
-        tokens, config = scaled(count), MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=1.0, min_capacity=1)
+        tokens = max(16, round(count * scale))
+        config = MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=1.0, min_capacity=1)
         capacity = config.capacity(tokens)
 
         def gate(x, w_gate, config=config, capacity=capacity):
@@ -246,7 +243,7 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
         cases["gate"].append(Case(call, 1, tokens, 2 * moved))
     shapes = ((128, 64, 1), (512, 64, 4), (512, 256, 1), (2048, 64, 2), (2048, 256, 1), (4096, 128, 4))
     for count, dim, groups in shapes:
-        rows = scaled(count)
+        rows = max(16, round(count * scale))
         each = rows // sources
         counts = np.full((sources, groups), each // groups // 2, np.int32)
 
@@ -260,7 +257,7 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
         (128, 1, 64, 64), (512, 4, 64, 256), (512, 1, 256, 64), (1024, 2, 128, 128),
         (2048, 4, 64, 64), (2048, 2, 256, 128), (4096, 1, 256, 256), (4096, 4, 128, 64),
     ):  # fmt: skip
-        forward, step = expert_timings(devices, scaled(count), groups, dim, hidden)
+        forward, step = expert_timings(devices, max(16, round(count * scale)), groups, dim, hidden)
         cases["expert_forward"].append(forward)
         cases["expert_step"].append(step)
     return cases

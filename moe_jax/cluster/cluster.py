@@ -182,12 +182,10 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
                 f"{path.name} is not a calibration file (JSON with an object 'cluster'): {error}"
             ) from error
         if not isinstance(fields, dict):
-            raise UserError(
-                f"{path.name}: 'cluster' must be an object of Cluster's fields, not {type(fields).__name__}"
-            )
+            what = type(fields).__name__
+            raise UserError(f"{path.name}: 'cluster' must be an object of Cluster's fields, not {what}")
     else:
-        for number, line in enumerate(text.splitlines(), 1):
-            line = line.strip()
+        for number, line in enumerate(map(str.strip, text.splitlines()), 1):
             if not line or line.startswith("#"):
                 continue
             match = re.match(r"Cluster\.(\w+)\s*=\s*(.+)$", line)

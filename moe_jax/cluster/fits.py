@@ -27,7 +27,7 @@ def fit_name(collective: str, size: int, *others: int, stride: int = 1) -> str:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Fit:
-    """Hold seconds = alpha + beta x + gamma y; gamma is 0 for a collective with one size."""
+    """The line seconds = alpha + beta x + gamma y; gamma is 0 for a collective with one size."""
 
     alpha: float
     beta: float
@@ -40,16 +40,14 @@ class Fit:
 
 
 class ParmChoice(typing.NamedTuple):
-    """The faster of Parm's two schedules, the predicted seconds of both, and the baseline's where it was asked for.
-
-    `rule` says what was compared: 'equations' (Parm's 13 and 14 on fits), 'links' (on bandwidths and start-ups),
-    'bytes' (without a cluster), 'parts' or 'layers' (`layer_seconds`, the latter with fits of whole layers).
-    """
+    """The faster of Parm's two schedules, and the predicted seconds of both."""
 
     schedule: str
     s1_seconds: float
     s2_seconds: float
-    deepspeed_seconds: float | None = None
+    deepspeed_seconds: float | None = None  # of the baseline, where it was asked for
+    # what was compared: 'equations' (Parm's 13 and 14 on fits), 'links' (on bandwidths and start-ups), 'bytes' (without
+    # a cluster), 'parts' or 'layers' (`layer_seconds`, the latter with fits of whole layers)
     rule: str = "equations"
 
 
@@ -59,9 +57,6 @@ def fit_alpha_beta(sizes, seconds, second_sizes=None) -> Fit:
     Args:
       sizes: [n], at least two different ones; seconds: [n], measured times.
       second_sizes: [n], of a simultaneous all-to-all (sizes) and all-gather; both must vary apart.
-
-    Returns:
-      the fit, with R^2 = 1 - residual / total variance (1 where all times are equal).
 
     Source: Parm, equation 12 and section V. That no coefficient is below 0 is our addition: otherwise noise could give
     small sizes a negative time.
@@ -144,5 +139,6 @@ def _least_squares(matrix: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def _r2(times: np.ndarray, predicted: np.ndarray) -> float:
+    """Return 1 - residual / total variance, 1 where all times are equal."""
     total = float(((times - times.mean()) ** 2).sum())
     return 1.0 if total == 0 else 1.0 - float(((predicted - times) ** 2).sum()) / total

@@ -3,12 +3,6 @@
 %all-to-all-start.1 = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-to-all-start(%x), replica_groups={{0,1}}, ...
  name                  shape                             opcode           operands  attributes
 
-replica_groups={{0,1},{2,3}}                            the lists themselves
-replica_groups=[2,4]<=[8]  or  [4,2]<=[2,4]T(1,0)       iota, reshaped and transposed, rows are groups
-replica_groups=mesh['a'=2,'b'=4] {'b'}                  a mesh and the axes that a group spans
-replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}    likewise, of ids in another order
-source_target_pairs={{0,1},{1,2}}                       of a permute
-
 op_name="jit(train_step)/transpose(jvp(moe))/while/body/closed_call/dispatch/all_to_all"   path of jax names
 """
 
@@ -243,6 +237,11 @@ def split_outside(text: str, separator: str) -> list[str]:
 Groups = tuple[tuple[int, ...], ...]
 
 
+# replica_groups={{0,1},{2,3}}                            the lists themselves
+# replica_groups=[2,4]<=[8]  or  [4,2]<=[2,4]T(1,0)       iota, reshaped and transposed, rows are groups
+# replica_groups=mesh['a'=2,'b'=4] {'b'}                  a mesh and the axes that a group spans
+# replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}    likewise, of ids in another order
+# source_target_pairs={{0,1},{1,2}}                       of a permute
 def replica_groups(attributes: str, devices: int) -> Groups:
     """Return the groups of a collective, one of all devices where none are written; of a permute its pairs.
 

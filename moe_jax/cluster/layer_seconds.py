@@ -59,29 +59,22 @@ class Transfer(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Hold the sizes that decide what is communicated; see the letters above.
+    """The sizes that decide what is communicated; see the letters above."""
 
-    With `split_tokens` each device of an MP group has a part of its tokens, before the layer and after it. `groups` is
-    Ng of `pairwise`. `rows` are C, or `far` where buckets differ: then `more_in_node` is node - far, `more_own` own -
-    node, and `members_in_node` the EP members of a node. `sent_bytes` are those of a row on its way to experts where it
-    travels as bytes (`MoEConfig.dispatch_dtype`), else 0. `model_dim` is M, or the bytes of a row where seconds are
-    wanted.
-    """
-
-    tokens: int
-    model_dim: int
-    rows: int
-    ep_size: int
-    esp_size: int = 1
-    mp_size: int = 1
-    top_k: int = 1
-    experts: int = 1
-    split_tokens: bool = False
-    groups: int = 1
-    more_in_node: int = 0
-    more_own: int = 0
-    members_in_node: int = 1
-    sent_bytes: int = 0
+    tokens: int  # N of an MP group
+    model_dim: int  # M, or the bytes of a row where seconds are wanted
+    rows: int  # C, of a bucket; `far` where buckets differ
+    ep_size: int  # D
+    esp_size: int = 1  # N_ESP
+    mp_size: int = 1  # N_MP
+    top_k: int = 1  # K
+    experts: int = 1  # E
+    split_tokens: bool = False  # each device of an MP group has a part of its tokens, before the layer and after it
+    groups: int = 1  # Ng of `pairwise`
+    more_in_node: int = 0  # rows of a bucket for the own node beyond `rows`
+    more_own: int = 0  # and of the own bucket beyond those
+    members_in_node: int = 1  # EP members of a node
+    sent_bytes: int = 0  # of a row on its way to experts where it travels as bytes (`MoEConfig.dispatch_dtype`), else 0
 
     @property
     def sent_rows(self) -> int:

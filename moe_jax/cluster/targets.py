@@ -44,10 +44,6 @@ class Target:
     def devices(self) -> int:
         return self.nodes * self.per_node
 
-    def peak(self, arithmetic: str) -> float:
-        """Return the peak FLOP/s of one kind of arithmetic."""
-        return getattr(self, f"flops_{arithmetic}")
-
     platform = "cuda"  # like the next two what a `jax.Device` says of itself
 
     @property

@@ -118,10 +118,8 @@ def play(
 
     Args:
       buckets: of the program, for counting rows; () where they are not known.
-      expected_rows: the experts' matmuls and the exchanges of rows work on the rows that are expected, not on those of
-        their shapes.
-      taken: share of the device's cores that a transfer under way takes from the kernels beside it, all of which then
-        run at the rate of the rest.
+      expected_rows: experts' matmuls and exchanges work on the rows that are expected, not on those of their shapes.
+      taken: share of the device's cores that a transfer under way takes from the kernels beside it.
     """
     player = _Player(module, target, model or Model(), buckets, expected_rows, taken)
     player.run(module.entry, ())
@@ -138,20 +136,19 @@ def instruction_seconds(
     have the sum of what they run, without overlap.
     """
     player, found = _Player(module, target, model), {}
-    for computation in launched_computations(module, module.entry):
-        for instruction in computation.instructions:
-            opcode = instruction.opcode
-            if opcode.endswith("-done"):
-                start = next(iter(computation.operands(instruction)), None)
-                if start in found:
-                    found[instruction] = found[start][0], start
-            elif collective_of(instruction, module) or opcode not in (*FREE, "async-start", "async-update"):
-                found[instruction] = player.seconds_alone(instruction, computation), None
+    for instruction, computation in launched_instructions(module, module.entry):
+        opcode = instruction.opcode
+        if opcode.endswith("-done"):
+            start = next(iter(computation.operands(instruction)), None)
+            if start in found:
+                found[instruction] = found[start][0], start
+        elif collective_of(instruction, module) or opcode not in (*FREE, "async-start", "async-update"):
+            found[instruction] = player.seconds_alone(instruction, computation), None
     return found
 
 
-def launched_computations(module: Module, start: Computation) -> list[Computation]:
-    """Return the computations whose instructions `start` launches: its own, loops' bodies, branches and calls."""
+def launched_instructions(module: Module, start: Computation) -> list[tuple[Instruction, Computation]]:
+    """Return what `start` launches, and where it stands: its own instructions, those of loops, branches and calls."""
     found, left = {}, [start]
     while left:
         computation = left.pop()
@@ -159,7 +156,7 @@ def launched_computations(module: Module, start: Computation) -> list[Computatio
         for instruction in computation.instructions:
             if instruction.opcode in ("while", "conditional", "call"):
                 left += [module.computations[name] for name in instruction.called() if name not in found]
-    return list(found.values())
+    return [(instruction, computation) for computation in found.values() for instruction in computation.instructions]
 
 
 def collective_of(instruction: Instruction, module: Module) -> Instruction | None:
@@ -216,8 +213,7 @@ class _Player:
                     "collectives_not_taken": sum(
                         collective_of(inner, self.module) is not None
                         for place in others
-                        for launched in launched_computations(self.module, branches[place])
-                        for inner in launched.instructions
+                        for inner, _ in launched_instructions(self.module, branches[place])
                     ),
                 }
                 line.skipped.setdefault(name, first)["executions"] += 1
@@ -283,9 +279,13 @@ class _Player:
                 used = used_share(self.buckets, rows)
                 flops = tuple((kind, used * count) for kind, count in cost.flops)
                 cost = dataclasses.replace(cost, flops=flops, bytes=cost.bytes - (1 - used) * min(moved, cost.bytes))
-        matmul = sum(count / self.target.peak(kind) for kind, count in cost.flops) / self.model.matmul_efficiency
+        matmul = sum(count / getattr(self.target, f"flops_{kind}") for kind, count in cost.flops)
         memory = cost.bytes / (self.target.memory_bandwidth * self.model.memory_efficiency)
-        self.kernels[instruction.name] = cost, max(matmul, memory, self.model.launch), scope
+        self.kernels[instruction.name] = (
+            cost,
+            max(matmul / self.model.matmul_efficiency, memory, self.model.launch),
+            scope,
+        )
         return self.kernels[instruction.name]
 
     def kernel(self, instruction: Instruction, computation: Computation):
@@ -428,10 +428,11 @@ def read_constants(path: str) -> Model:
         if name not in names:
             raise UserError(f"--constants ({path!r}) names {name!r}; the model has {', '.join(names)}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        efficiency = name.endswith("efficiency")
-        most = 1 if efficiency else sys.float_info.max  # integers of JSON have no bound
-        if not is_number or not 0 <= value <= most or (efficiency and value == 0):
-            rule = "a share above 0 and at most 1" if efficiency else "seconds, at least 0"
+        # integers of JSON have no bound
+        least, most, rule = sys.float_info.min, 1, "a share above 0 and at most 1"
+        if not name.endswith("efficiency"):
+            least, most, rule = 0, sys.float_info.max, "seconds, at least 0"
+        if not is_number or not least <= value <= most:
             raise UserError(f"--constants ({path!r}): {name} ({value!r}) must be {rule}")
     return Model(**{name: float(value) for name, value in record.items()})
 
@@ -455,11 +456,8 @@ def unguided_share(module: Module, target: Target, profile: str, model: Model | 
     """Return the share of a program's modelled seconds whose instructions a profile does not name.
 
     XLA matches a profile to a program by names alone and uses its own estimates where none fits: for a profile that was
-    made for another program, or by a version that names instructions otherwise, this is close to 1.
-
-    Args:
-      module: the program as it was compiled with the profile.
-      profile: what `scheduler_profile` returned.
+    made for another program, or by a version that names instructions otherwise, this is close to 1. `module` is the
+    program as it was compiled with the profile.
     """
     named = set(re.findall(r'(?:name|target): "([^"]*)"', profile))
     total = missed = 0.0

@@ -55,7 +55,7 @@ def test_the_environment_is_the_one_that_the_scripts_make(tmp_path, monkeypatch)
     place = tmp_path / "x-cuda"
     place.mkdir()
     assert not cuda_wheels.ready(place)
-    for wheels, ready in (("jax[cuda13]==0.0.1", False), (cuda_wheels.wheels(), True)):
+    for wheels, ready in (("jax[cuda13]==0.0.1", False), (cuda_wheels.WHEELS, True)):
         (place / cuda_wheels.MARK).write_text(f"-e .\n{wheels}\n")
         assert cuda_wheels.ready(place) == ready
     monkeypatch.setenv("MOE_JAX_VENV", str(tmp_path / "x"))
