@@ -32,33 +32,29 @@ class Planner:
     `config` is a `PlannerConfig` with every default filled in (`settled`).
 
     What the body of a subclass annotates with `knob(...)` becomes fields of `PlannerConfig` (`register`).
-
-    Attributes:
-      name: as in `PlannerConfig.name`; defaults: its own values for fields of `PlannerConfig` that were left at None;
-        after_gate: whether `when = 'after_gate'` works.
-      knobs: {field: (type, dataclass field)} of the fields of `PlannerConfig` that this planner brings (`knob`).
-      reference: whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16).
-      any_holder: whether a token may go to any holder after the gate, so that a step's lists have room for all devices.
-      schedule: the block-wise schedule that the system runs with (block_schedule.py), by which replay hides transfers.
-      decides_again: the knob that decides again after the gate what was planned ahead; None for no such knob.
-      reshard_every: steps between calls of `reshard`; 0 for never.
-      original: what the system that this planner comes from pays, in words.
-      standing: whether its replicas stand, with optimizer state of their own, rather than last one step.
-      late_replicas: whether all its replicas come after the gate where it decides after it.
     """
 
-    name: typing.ClassVar[str]
+    name: typing.ClassVar[str]  # as in `PlannerConfig.name`
+    # {field: (type, dataclass field)} of the fields of `PlannerConfig` that this planner brings (`knob`)
     knobs: typing.ClassVar[Mapping[str, tuple[typing.Any, dataclasses.Field]]]
+    # its own values for fields of `PlannerConfig` that were left at None
     defaults: typing.ClassVar[Mapping[str, typing.Any]]
-    after_gate: typing.ClassVar[bool]
+    after_gate: typing.ClassVar[bool]  # whether `when = 'after_gate'` works
+    # whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16)
     reference: typing.ClassVar[bool] = False
+    # whether a token may go to any holder after the gate, so that a step's lists have room for all devices
     any_holder: typing.ClassVar[bool] = True
+    # the block-wise schedule that the system runs with (block_schedule.py), by which replay hides transfers
     schedule: typing.ClassVar[str] = "none"
+    # the knob that decides again after the gate what was planned ahead; None for no such knob
     decides_again: typing.ClassVar[str | None] = None
+    # what the system that this planner comes from pays
     original: typing.ClassVar[str] = "Trans and Agg to the chosen devices, every step"
+    # whether its replicas stand, with optimizer state of their own, rather than last one step
     standing: typing.ClassVar[bool] = False
+    # whether all its replicas come after the gate where it decides after it
     late_replicas: typing.ClassVar[bool] = False
-    reshard_every: int = 0
+    reshard_every: int = 0  # steps between calls of `reshard`; 0 for never
 
     def __init__(self, config: typing.Any):
         self.config = config

@@ -27,35 +27,24 @@ STAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A part of one layer's transfer.
+    """A part of one layer's transfer."""
 
-    Attributes:
-      kind: 'trans' or 'agg'.
-      layer: absolute, or relative to the turn inside a loop's body.
-      start, stop: which part, as shares of the whole between 0 and 1.
-    """
-
-    kind: str
-    layer: int
-    start: float = 0.0
+    kind: str  # 'trans' or 'agg'
+    layer: int  # absolute, or relative to the turn inside a loop's body
+    start: float = 0.0  # which part, as shares of the whole between 0 and 1
     stop: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One stage of one layer, and what is in flight while it computes.
-
-    Attributes:
-      beside: the moves.
-      half: 0 (a) or 1 (b) of a device's sequences, None for all of them.
-      others: of an exchange, the windows of the other half that run at the same time, one after the other; both sides
-        start when what both read is there.
-    """
+    """One stage of one layer, and what is in flight while it computes."""
 
     stage: str
     layer: int
     beside: tuple[Move, ...] = ()
-    half: int | None = None
+    half: int | None = None  # 0 (a) or 1 (b) of a device's sequences, None for all of them
+    # of an exchange, the windows of the other half that run at the same time, one after the other; both sides start
+    # when what both read is there
     others: tuple[Window, ...] = ()
 
     @property
@@ -68,17 +57,14 @@ class Window:
 class Loop:
     """One direction of a step.
 
-    Attributes:
-      before, after: windows with absolute layers.
-      body: windows with layers relative to the turn; turn i runs layer i + window.layer.
-      turns: values of i, in order. A move of a layer outside 0 .. L-1 has no effect: a loop whose turns must all be
-        equal sends it for nothing, `windows` leaves it out.
+    A move of a layer outside 0 .. L-1 has no effect: a loop whose turns must all be equal sends it for nothing,
+    `windows` leaves it out.
     """
 
-    before: tuple[Window, ...]
-    body: tuple[Window, ...]
-    turns: range
-    after: tuple[Window, ...]
+    before: tuple[Window, ...]  # with absolute layers
+    body: tuple[Window, ...]  # turn i runs layer i + window.layer
+    turns: range  # values of i, in order
+    after: tuple[Window, ...]  # with absolute layers
 
     def windows(self, layers: int) -> tuple[Window, ...]:
         """Return all windows with absolute layers, in the order of the program."""
@@ -127,19 +113,13 @@ class BlockSchedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """Choose a block-wise schedule.
+    """Choose a block-wise schedule."""
 
-    Attributes:
-      schedule: 'none', 'hecate' or 'pro_prophet'.
-      case: of `pro_prophet`, where Trans and Agg go: 'attention', 'expert', or 'split' over both (its figure 9).
-      refetch_replicas: drop replicas after the forward, fetch them again in the backward (Hecate-RM).
-      halves: two halves of a device's sequences, one computing while the other's rows travel; replicas that no schedule
-        places travel as under 'hecate'.
-    """
-
-    schedule: str = "none"
-    case: str = "split"
-    refetch_replicas: bool = False
+    schedule: str = "none"  # of SCHEDULES
+    case: str = "split"  # of `pro_prophet`, where Trans and Agg go: beside 'attention', 'expert', or both (figure 9)
+    refetch_replicas: bool = False  # drop replicas after the forward, fetch them again in the backward (Hecate-RM)
+    # two halves of a device's sequences, one computing while the other's rows travel; replicas that no schedule places
+    # travel as under 'hecate'
     halves: bool = False
 
     def __post_init__(self):
@@ -212,18 +192,12 @@ class Prefetch:
             forward = f"D0 E0|T1[0:{cut}] C0 A1|T1[{cut}:1]"
             backward = f"A1|M1[0:{agg}]|F0[{cut}:1] R0 C0 E0|M1[{agg}:1]|F-1[0:{cut}] D0"
             after = (f"D{last} E{last} C{last}", "A0|M0")
-        loops = []
-        for start, body, turn, end in zip(before, (forward, backward), turns, after, strict=True):
-            windows = [self._parsed(text, recompute) for text in (start, body, end)]
-            loops.append(Loop(windows[0], windows[1], turn, windows[2]))
-        return BlockSchedule(
-            name=self.schedule,
-            layers=layers,
-            refetch_replicas=self.refetch_replicas,
-            forward=loops[0],
-            backward=loops[1],
-            halves=self.halves,
-        )
+        loops = {}
+        for at, (name, body) in enumerate((("forward", forward), ("backward", backward))):
+            start, body, end = (self._parsed(text, recompute) for text in (before[at], body, after[at]))
+            loops[name] = Loop(start, body, turns[at], end)
+        own = {"name": self.schedule, "refetch_replicas": self.refetch_replicas, "halves": self.halves}
+        return BlockSchedule(layers=layers, **own, **loops)
 
     def _parsed(self, text: str, recompute: bool) -> tuple[Window, ...]:
         """Return the windows of a text such as 'Sa1+Ub0,Ab1|T1[0.5:1]', in order.
@@ -256,19 +230,12 @@ EXCHANGES = ("dispatch", "combine", "send", "send_back")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of one layer's parts, [...] each.
+    """Seconds of one layer's parts, [...] each; the backward of attention and experts takes twice their forward."""
 
-    Attributes:
-      attention: forward of what precedes the MoE layer (T_FNEC); its backward takes twice that.
-      experts: forward of the experts (T_FEC); their backward takes twice that.
-      exchange: one all-to-all: dispatch and combine are one each, forward and backward.
-      trans, agg: one layer's Trans and Agg.
-    """
-
-    attention: float | np.ndarray
-    experts: float | np.ndarray
-    exchange: float | np.ndarray = 0.0
-    trans: float | np.ndarray = 0.0
+    attention: float | np.ndarray  # forward of what precedes the MoE layer (T_FNEC)
+    experts: float | np.ndarray  # forward (T_FEC)
+    exchange: float | np.ndarray = 0.0  # one all-to-all: dispatch and combine are one each, forward and backward
+    trans: float | np.ndarray = 0.0  # one layer's
     agg: float | np.ndarray = 0.0
 
     def window(self, window: Window, backward: bool):
@@ -321,7 +288,9 @@ def stage_seconds(prefetch: Prefetch, times: Times, recompute: bool = False) -> 
 def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Return the seconds of Trans and of Agg that one layer in the middle of the model waits for.
 
-    'none' hides nothing. Without halves Pro-Prophet's split follows the times, element by element, which gives
+    A window lasts as long as its stage or its moves, which run one after the other; an exchange with computation of the
+    other half beside it as long as the longer, and its moves follow the exchange on the links. 'none' hides nothing.
+    Without halves Pro-Prophet's split follows the times, element by element, which gives its equation 8:
     max(0, T_Trans - T_FEC - T_FNEC) and max(0, T_Agg - T_BEC - T_BNEC).
     """
     if not prefetch.is_block_wise:

@@ -9,16 +9,16 @@ import dataclasses
 
 from moe_jax.errors import UserError
 from moe_jax.planning.balancer import BALANCERS, names
+from moe_jax.planning.cost import FORMS, PRICES
 
-TRANSFERS = ("auto", "flat", "by_node")
 PREDICTORS = ("last", "window", "exponential", "trend")
 # of fields that are None where neither the user nor the planner says otherwise
 DEFAULTS = {"interval": 1, "predictor": "last"}
 VALUES = {
     "when": ("ahead", "after_gate"),
     "predictor": (None, *PREDICTORS),
-    "transfer": TRANSFERS,
-    "price": ("executor", "paper"),
+    "transfer": FORMS,
+    "price": PRICES,
     "split": ("auto", "plan", "even"),
 }
 # the smallest value, of whole numbers where it is one

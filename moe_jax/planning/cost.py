@@ -35,62 +35,42 @@ MOST_OFFERED = 8  # experts of a layer that a device may offer, where tau is der
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Hold all inputs of a planner but loads and placement.
+    """Hold all inputs of a planner but loads and placement."""
 
-    Attributes:
-      cluster: the links, as devices of one expert-parallel group meet them.
-      model_dim, hidden_dim: M and F of one expert.
-      matrices: of M x F in one expert, two, or three with SwiGLU.
-      shards: N_ESP, devices that share the F of an expert.
-      dtype_bytes: bytes of one number as it is computed with and sent: activations, replicas and their gradients.
-      sent_bytes: bytes of one token on its way to an expert in a forward; None: as in the three other exchanges.
-      param_bytes: bytes of one number of the parameters at home; None: as dtype_bytes.
-      optimizer_bytes: bytes of optimizer state per parameter (two float32 moments by default).
-      replica_slots: mu; overlap_degree: tau, None for the paper's rule, or 'executor' (`overlap`).
-      attention_seconds: forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that.
-      late_room: replica slots after the gate that fit in memory beside the model and `replica_slots`; None: those that
-        fit in an empty device beside `replica_slots`.
-      layers_alive: layers whose replicas are in memory at the same time.
-      microbatches: how often a step runs a layer; loads and seconds here are of one time.
-      load_error: relative error of the loads that are planned with, by layer; () where they are known.
-      prefetch: the block-wise schedule that hides transfers.
-      price: 'executor', what the program will do; or 'paper': Pro-Prophet's equations 1, 4, 5 and 8 and FasterMoE's
-        2 S / W, on one bandwidth.
-      transfer: form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one.
-      late: the largest transfer after the gate that the step is compiled for; None where it has none.
-      late_seconds: of one such transfer and its way back in each of its sizes (`halves`), 0 for none first; ()
-        where experts have a price each.
-    """
-
-    cluster: Cluster
-    model_dim: int
-    hidden_dim: int
-    matrices: int = 2
-    shards: int = 1
-    dtype_bytes: int = 4
+    cluster: Cluster  # the links, as devices of one expert-parallel group meet them
+    model_dim: int  # M
+    hidden_dim: int  # F of one expert
+    matrices: int = 2  # of M x F in one expert, two, or three with SwiGLU
+    shards: int = 1  # N_ESP, devices that share the F of an expert
+    dtype_bytes: int = 4  # of one number as it is computed with and sent: activations, replicas and their gradients
+    # of one token on its way to an expert in a forward; None: as in the three other exchanges
     sent_bytes: int | None = None
-    param_bytes: int | None = None
-    optimizer_bytes: int = 8
-    replica_slots: int = 4
-    overlap_degree: int | str | None = None
+    param_bytes: int | None = None  # of one number of the parameters at home; None: as dtype_bytes
+    optimizer_bytes: int = 8  # of optimizer state per parameter, by default two float32 moments
+    replica_slots: int = 4  # mu
+    overlap_degree: int | str | None = None  # tau, None for the paper's rule, or 'executor' (`overlap`)
+    # forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that
     attention_seconds: float | None = None
+    # replica slots after the gate that fit in memory beside the model and `replica_slots`; None: those that fit in an
+    # empty device beside `replica_slots`
     late_room: int | None = None
-    layers_alive: int = 1
-    microbatches: int = 1
-    load_error: tuple[float, ...] = ()
-    prefetch: Prefetch = Prefetch()
+    layers_alive: int = 1  # layers whose replicas are in memory at the same time
+    microbatches: int = 1  # how often a step runs a layer; loads and seconds here are of one time
+    load_error: tuple[float, ...] = ()  # relative, of the loads that are planned with, by layer; () where known
+    prefetch: Prefetch = Prefetch()  # the block-wise schedule that hides transfers
+    # 'executor', what the program will do; or 'paper': Pro-Prophet's equations 1, 4, 5 and 8 and FasterMoE's 2 S / W,
+    # on one bandwidth
     price: str = "executor"
-    transfer: str = "auto"
-    late: TransferShape | None = None
+    transfer: str = "auto"  # form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one
+    late: TransferShape | None = None  # the largest transfer after the gate that the step is compiled for; None: none
+    # of one such transfer and its way back in each of its sizes (`halves`), 0 for none first; () where experts have a
+    # price each
     late_seconds: tuple[float, ...] = ()
 
     def __post_init__(self):
         for field in ("model_dim", "hidden_dim", "matrices", "shards", "dtype_bytes", "layers_alive", "microbatches"):
             if getattr(self, field) < 1:
                 raise UserError(f"{field} ({getattr(self, field)}) must be at least 1")
-        for field, known in (("price", PRICES), ("transfer", FORMS)):
-            if getattr(self, field) not in known:
-                raise UserError(f"Cost.{field} ({getattr(self, field)!r}) must be one of {', '.join(known)}")
         if self.replica_slots < 0 or (isinstance(self.overlap_degree, int) and self.overlap_degree < 0):
             raise UserError(
                 f"replica_slots ({self.replica_slots}) and overlap_degree ({self.overlap_degree}) must be at least 0"
@@ -226,16 +206,11 @@ class Cost:
 
         Where the links are not known, that is the one that sends less between nodes.
         """
-        flat = sizes.shape(devices, devices_per_node, False)
-        if self.transfer == "flat" or (self.transfer == "auto" and not 1 < devices_per_node < devices):
-            return flat
-        by_node = sizes.shape(devices, devices_per_node, True)
-        if self.transfer == "by_node":
-            return by_node
-        form = self.cheapest_form(by_node)
-        if form is None:
-            form = "by_node" if by_node.sent()[1] < flat.sent()[1] else "flat"
-        return by_node if form == "by_node" else flat
+        forms = forms_of(self.transfer, devices, devices_per_node)
+        shapes = {form: sizes.shape(devices, devices_per_node, form == "by_node") for form in forms}
+        if len(forms) == 1:
+            return shapes[forms[0]]
+        return shapes[self.cheapest_form(shapes["by_node"]) or min(forms, key=lambda form: shapes[form].sent()[1])]
 
     def shape_seconds(self, shape: TransferShape, requested_by: str) -> float:
         """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""

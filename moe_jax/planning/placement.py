@@ -1,8 +1,6 @@
 """Which device holds which expert, for all layers at once, and where each expert lies in the bank of parameters.
 
-A frozen, checked `Placement`: homes, the replicas held for one step, and the rule that sends a token to a holder. How
-many tokens go where is counted in `routing.py`.
-
+How many tokens go where is counted in `routing.py`.
 Letters: docs/notation.md; n replica rows, m share rows, h holder rows.
 """
 
@@ -23,51 +21,36 @@ _NOT_GIVEN: Any = None  # fields typed as what they are once checked
 
 
 class Candidates(NamedTuple):
-    """The holders that a token may choose between, as slices of two sorted row tables; those of a node are one too.
+    """The holders that a token may choose between, as slices of two sorted row tables; those of a node are one too."""
 
-    Attributes:
-      holder: int32 [h], devices by rising (layer, expert, device).
-      start, count: int32 [L, E], the slice of all holders.
-      node_start, node_count: int32 [L, E, Nn], the slice on one node.
-      share_device: int32 [m], share_num: int64 [m], running sums of shares within a slice.
-      share_start, share_count: int32 [L, E, Nn]; count 0 where no shares apply.
-    """
-
-    holder: np.ndarray
-    start: np.ndarray
+    holder: np.ndarray  # int32 [h], devices by rising (layer, expert, device)
+    start: np.ndarray  # int32 [L, E], of the slice of all holders
     count: np.ndarray
-    node_start: np.ndarray
+    node_start: np.ndarray  # int32 [L, E, Nn], of the slice on one node
     node_count: np.ndarray
-    share_device: np.ndarray
-    share_num: np.ndarray
-    share_start: np.ndarray
-    share_count: np.ndarray
+    share_device: np.ndarray  # int32 [m]
+    share_num: np.ndarray  # int64 [m], running sums of shares within a slice
+    share_start: np.ndarray  # int32 [L, E, Nn]
+    share_count: np.ndarray  # 0 where no shares apply
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
     """Hold homes, replicas and the token rule of every layer.
 
-    Args:
-      home: int [L, E], the device that owns parameters and optimizer state of an expert: exactly one.
-      replicas: int [n, 3], rows (layer, expert, device): who else holds the parameters during a step.
-      shares: int [m, 4] or [m, 5], rows (layer, expert, device, share[, source node]). Shares are in units of 2^-16 and
-        sum to 2^16 for each (layer, expert, source node). Without a source node (or with -1) a row counts for every
-        node that has no rows of its own for that expert.
-      rule: one of `nearest`, `home`, `shares`, for all layers or one per layer.
-      devices: D; taken from the largest device id when not given.
-      devices_per_node: devices that share a node, by rising id; all of them when not given.
-
     Raises:
       UserError: an id that does not exist, a replica listed twice or on its home, or wrong shares.
     """
 
-    home: np.ndarray
-    replicas: np.ndarray = _NOT_GIVEN
+    home: np.ndarray  # int [L, E], the device that owns parameters and optimizer state of an expert: exactly one
+    replicas: np.ndarray = _NOT_GIVEN  # int [n, 3], rows (layer, expert, device): who else holds it during a step
+    # int [m, 4] or [m, 5], rows (layer, expert, device, share[, source node]). Shares are in units of 2^-16 and sum to
+    # 2^16 for each (layer, expert, source node). Without a source node (or with -1) a row counts for every node that
+    # has no rows of its own for that expert.
     shares: np.ndarray = _NOT_GIVEN
-    rule: str | tuple[str, ...] = "nearest"
-    devices: int = _NOT_GIVEN
-    devices_per_node: int = _NOT_GIVEN
+    rule: str | tuple[str, ...] = "nearest"  # of RULES, for all layers or one per layer
+    devices: int = _NOT_GIVEN  # D; taken from the largest device id when not given
+    devices_per_node: int = _NOT_GIVEN  # devices that share a node, by rising id; all of them when not given
 
     def __post_init__(self):
         home = np.array(self.home, np.int32)

@@ -1,9 +1,6 @@
 """What a compiled step depends on of a plan (`PlanShape`), and the arrays that it reads (`Tables`).
 
-Equal shapes share an executable, and a plan that fits the shape of a running step changes only its tables. `fits` says
-whether it does, `build_shape` gives the smallest shape that it fits, `grow` one that holds it beside all plans before
-it, `fill_tables` the arrays. README.md draws them.
-
+Equal shapes share an executable, and a plan that fits the shape of a running step changes only its tables.
 Letters: docs/notation.md.
 """
 
@@ -27,30 +24,21 @@ from moe_jax.planning.sizes import SIZES, TransferSizes, placement_sizes
 class PlanShape:
     """Hold all that decides the shape of a compiled step.
 
-    Attributes:
-      layers, experts, devices, devices_per_node: L, E, D, Dn.
-      home_slots, bank_rows, candidates: Hs, Rb, Q.
-      ahead: the transfer of replicas that are planned ahead; None without any.
-      late: the largest transfer after the gate, into slots of its own; None without any.
-      after_gate: the rule that decides from the counts of the step (`moe/after_gate.py`); None without one.
-      bucket_rows: rows of the buckets as the plan predicts them; None takes them from `MoEConfig.bucket_slack`.
-      trans_share, agg_share: how much of Trans and of Agg runs beside attention, in eighths, where a block-wise
-        schedule splits them.
-
     Slots of a device in one layer are in the order: homes, replicas planned ahead, replicas that come late.
     """
 
-    layers: int
-    experts: int
-    devices: int
-    devices_per_node: int
-    home_slots: int
-    bank_rows: int
-    candidates: int
-    ahead: TransferShape | None = None
-    late: TransferShape | None = None
-    after_gate: Hashable = None
-    bucket_rows: BucketRows | None = None
+    layers: int  # L
+    experts: int  # E
+    devices: int  # D
+    devices_per_node: int  # Dn
+    home_slots: int  # Hs
+    bank_rows: int  # Rb
+    candidates: int  # Q
+    ahead: TransferShape | None = None  # the transfer of replicas that are planned ahead; None without any
+    late: TransferShape | None = None  # the largest transfer after the gate, into slots of its own; None without any
+    after_gate: Hashable = None  # the rule that decides from the counts of the step (`moe/after_gate.py`); None: none
+    bucket_rows: BucketRows | None = None  # as the plan predicts them; None: by `MoEConfig.bucket_slack`
+    # how much of Trans and of Agg runs beside attention, in eighths, where a block-wise schedule splits them
     trans_share: float = 0.5
     agg_share: float = 0.5
 
@@ -163,24 +151,16 @@ def grow(
 class Tables:
     """Where experts compute. Stacked over layers they are a scan's input; without the L they serve one layer.
 
-    Every array has a leading D, split over the expert axis; inside `shard_map` that is this device's 1, and
-    `dispatch.local` takes it off.
-
-    Attributes:
-      dest_slot: int32 [D, L, E, Q], candidates of source d's tokens for each expert, as device * G + group.
-      dest_num: uint32 [D, L, E, Q], dest_den: uint32 [D, L, E]: the i-th of n choices of an expert goes to the first
-        candidate q with dest_num * n // dest_den > i; dest_num <= dest_den <= 2^16.
-      home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
-      slot_expert: int32 [D, L, G], the expert in each slot, -1 for none; None where nothing is decided after the gate.
-      transfer: `TransferTables` of every layer, arrays [D, L, ...]; None where nothing is fetched ahead.
+    Every array has a leading D, split over the expert axis; inside `shard_map` that is this device's 1.
+    The i-th of n choices of an expert goes to the first candidate q with dest_num * n // dest_den > i.
     """
 
-    dest_slot: typing.Any
-    dest_num: typing.Any
-    dest_den: typing.Any
-    home_row: typing.Any
-    slot_expert: typing.Any = None
-    transfer: TransferTables | None = None
+    dest_slot: typing.Any  # int32 [D, L, E, Q], candidates of source d's tokens for each expert, as device * G + group
+    dest_num: typing.Any  # uint32 [D, L, E, Q], <= dest_den
+    dest_den: typing.Any  # uint32 [D, L, E], <= 2^16
+    home_row: typing.Any  # int32 [D, L, Hs], the bank row behind each home slot; one outside the bank: an empty slot
+    slot_expert: typing.Any = None  # int32 [D, L, G], -1 for none; None where nothing is decided after the gate
+    transfer: TransferTables | None = None  # of every layer, arrays [D, L, ...]; None where nothing is fetched ahead
 
 
 def fill_tables(shape: PlanShape, placement: Placement) -> Tables:

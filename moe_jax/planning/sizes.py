@@ -20,19 +20,13 @@ SIZES = ("offers", "slots", "crossing")
 
 
 class TransferSizes(typing.NamedTuple):
-    """Sizes that single layers need, int [...] each.
+    """Sizes that single layers need, int [...] each."""
 
-    Attributes:
-      offers: X, the most experts of one device that travel.
-      slots: m, the most replicas that one device gets.
-      crossing: Cp, the most experts that one node sends one other.
-      holders: devices that hold a travelling expert, home included, summed over those experts (s (D - n) in
-        Pro-Prophet's equation 4); only the papers' price reads it.
-    """
-
-    offers: int | np.ndarray
-    slots: int | np.ndarray
-    crossing: int | np.ndarray
+    offers: int | np.ndarray  # X, the most experts of one device that travel
+    slots: int | np.ndarray  # m, the most replicas that one device gets
+    crossing: int | np.ndarray  # Cp, the most experts that one node sends one other
+    # devices that hold a travelling expert, home included, summed over those experts (s (D - n) in Pro-Prophet's
+    # equation 4); only the papers' price reads it
     holders: int | np.ndarray = 0
 
     def shape(self, devices: int, devices_per_node: int, by_node: bool) -> TransferShape:
