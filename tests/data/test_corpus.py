@@ -1,4 +1,4 @@
-"""Which files are found, in which order, and the error of a bad one."""
+"""Which files are found, in which order, and the error of a bad one, or of a bad binding."""
 
 import gzip
 import json
@@ -56,18 +56,13 @@ def test_find_documents_globs_and_lists_keep_the_users_order_and_count_once(fold
     # The glob matches a/z.txt, b.txt and empty.txt; b.txt was named before it.
     assert names(path, folder) == ["b.txt", "a/z.txt", "empty.txt"]
     assert names(f"{folder}/*a", folder) == ["a/data.jsonl", "a/z.txt"]  # a glob may match a folder
-
-
-def test_find_documents_a_name_with_comma_or_star_is_itself(tmp_path):
-    (tmp_path / "x,y*.txt").write_text("odd")
-    assert names(tmp_path / "x,y*.txt", tmp_path) == ["x,y*.txt"]
+    (folder / "x,y*.txt").write_text("odd")  # a name with comma or star is itself
+    assert names(folder / "x,y*.txt", folder) == ["x,y*.txt"]
 
 
 def test_pieces_are_of_text_jsonl_and_gzip(folder):
-    assert texts(folder) == [
-        *("one", "two"),  # the blank line and the empty text are no documents
-        *("Z text", "B text", "three"),
-    ]
+    # the blank line and the empty text are no documents
+    assert texts(folder) == ["one", "two", "Z text", "B text", "three"]
 
 
 def test_pieces_cut_a_long_text_after_line_ends_and_lose_nothing(tmp_path, monkeypatch):
@@ -115,22 +110,35 @@ def test_pieces_line_number_counts_over_blocks(tmp_path, monkeypatch):
         texts(tmp_path)
 
 
-def test_find_documents_names_what_is_missing(tmp_path):
-    with pytest.raises(UserError, match=r"no_such' is no file, no folder and matches nothing here; correct it"):
-        find_documents(DataConfig(path=f"{tmp_path}/no_such"))
-    with pytest.raises(UserError, match=r"holds no files; put text files or .jsonl there"):
-        find_documents(DataConfig(path=str(tmp_path)))
-    with pytest.raises(UserError, match=r"DataConfig.path \(','\) names nothing; give a file"):
-        find_documents(DataConfig(path=","))
-
-
-def test_find_documents_says_when_python_has_no_sources(tmp_path, monkeypatch):
+def test_find_documents_names_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match="this Python came without them; name a text file"):
-        find_documents(DataConfig())
+    for path, words in (
+        (f"{tmp_path}/no_such", r"no_such' is no file, no folder and matches nothing here; correct it"),
+        (str(tmp_path), r"holds no files; put text files or .jsonl there"),
+        (",", r"DataConfig.path \(','\) names nothing; give a file"),
+        ("", "this Python came without them; name a text file"),
+    ):
+        with pytest.raises(UserError, match=words):
+            find_documents(DataConfig(path=path))
 
 
 def test_pieces_are_of_the_field_that_is_named_in_any_json_spelling(tmp_path):
     # the second spelled as a surrogate pair
     (tmp_path / "d.jsonl").write_text('{"body": "héé"}\n' + json.dumps({"body": "a \U0001f600"}) + "\n")
     assert texts(tmp_path, field="body") == ["héé", "a \U0001f600"]
+
+
+@pytest.mark.parametrize(
+    ("binding", "text"),
+    [
+        ({"sequence_length": 0}, r"DataConfig.sequence_length \(0\) must be a whole number of at least 1"),
+        ({"sequence_length": True}, r"DataConfig.sequence_length \(True\) must be a whole number"),
+        ({"held_out_fraction": 0.5}, r"DataConfig.held_out_fraction \(0.5\) must be above 0 and below 0.5"),
+        ({"held_out_fraction": float("nan")}, r"DataConfig.held_out_fraction \(nan\) must be above 0"),
+        ({"path": None}, r"DataConfig.path \(None\) must be text; write it in quotes"),
+        ({"field": ""}, r"DataConfig.field \(''\) must not be empty"),
+    ],
+)
+def test_data_config_refuses(binding, text):
+    with pytest.raises(UserError, match=text):
+        DataConfig(**binding)

@@ -1,6 +1,9 @@
-"""Windows by hand; an order that only the seed decides; held-out windows that count each target once."""
+"""Windows by hand, in an order that only the seed decides; held-out windows; documents; masks; reading ahead."""
 
 import math
+import threading
+import time
+import types
 
 import numpy as np
 import pytest
@@ -12,7 +15,10 @@ from moe_jax.data import (
     build_cache,
     held_out_batches,
     held_out_entropy,
+    mask_tokens,
 )
+from moe_jax.data.cache import hash64, uniform
+from moe_jax.data.stream import document_numbers, inside_documents, prefetch
 from moe_jax.errors import UserError
 
 END = ByteTokenizer.end_id
@@ -20,9 +26,8 @@ END = ByteTokenizer.end_id
 
 def corpus(tmp_path, text, fraction):
     (tmp_path / "t.txt").write_text(text)
-    return build_cache(
-        DataConfig(path=str(tmp_path / "t.txt"), cache_dir=str(tmp_path / "cache"), held_out_fraction=fraction)
-    )
+    paths = {"path": str(tmp_path / "t.txt"), "cache_dir": str(tmp_path / "cache")}
+    return build_cache(DataConfig(held_out_fraction=fraction, **paths))
 
 
 @pytest.fixture
@@ -37,6 +42,12 @@ def long(tmp_path):
     return corpus(tmp_path, " ".join(map(str, range(500, 1000))) + " " + "x" * 390, 0.1)
 
 
+@pytest.fixture
+def eight_held_out(tmp_path):
+    """Hold 20 tokens, the last 8 held out: m n o p q r s $."""
+    return corpus(tmp_path, "abcdefghijklmnopqrs", 0.4)
+
+
 def text_rows(batch):
     return [bytes(row.tolist()).decode() for row in batch]
 
@@ -48,70 +59,56 @@ def test_batch_windows_share_one_token_and_cover_an_epoch(small):
     for epoch in range(5):
         batch = stream.batch(epoch)
         assert batch.dtype == np.int32 and batch.shape == (3, 4)
-        assert sorted(text_rows(batch)) == ["abcd", "defg", "ghij"]
-        # Each token but the first is a target exactly once.
-        assert sorted(bytes(batch[:, 1:].ravel().tolist())) == list(b"bcdefghij")
+        assert sorted(text_rows(batch)) == ["abcd", "defg", "ghij"]  # each token but the first is a target once
 
 
 def test_batch_order_is_pinned(small):
-    # Part of every checkpoint: a change here breaks old runs. Each is the oracle's shuffle of test_keyed_random.py, of
-    # 9 items with the key (1, 17, epoch).
+    # Part of every checkpoint: a change here breaks old runs. Each is the oracle's shuffle of test_cache.py, of 9 items
+    # with the key (1, 17, epoch).
     stream = TokenStream(small, sequence_length=1, batch_size=9, seed=17)
-    assert ["".join(row[0] for row in text_rows(stream.batch(step))) for step in range(3)] == [
-        "hcbgfaedi",
-        "aihbgcefd",
-        "chiegbdaf",
-    ]
+    found = ["".join(row[0] for row in text_rows(stream.batch(step))) for step in range(3)]
+    assert found == ["hcbgfaedi", "aihbgcefd", "chiegbdaf"]
 
 
-def test_batch_order_is_independent_of_the_number_of_readers(long, hosts=8):
-    whole = TokenStream(long, sequence_length=16, batch_size=8, seed=3)
-    readers = [TokenStream(long, sequence_length=16, batch_size=8, seed=3) for _ in range(hosts)]
-    share = 8 // hosts
+def test_batch_order_differs_by_seed_and_epoch_and_not_by_readers_or_batch_size(long):
+    def stream(seed=3, batch_size=8):
+        return TokenStream(long, sequence_length=16, batch_size=batch_size, seed=seed)
+
+    def rows(seed, batch_size):
+        count = 2 * stream().windows
+        return np.concatenate([stream(seed, batch_size).batch(s) for s in range(count // batch_size)]).tolist()
+
     for step in range(40):  # 320 rows of 134 windows: the second and the third epoch begin inside a batch
-        parts = [reader.batch(step, slice(i * share, (i + 1) * share)) for i, reader in enumerate(readers)]
-        np.testing.assert_array_equal(np.concatenate(parts), whole.batch(step))
-
-
-def test_batch_order_differs_by_seed_and_epoch_and_not_by_batch_size(long):
-    def rows(seed, batch_size, count):
-        stream = TokenStream(long, sequence_length=16, batch_size=batch_size, seed=seed)
-        return np.concatenate([stream.batch(step) for step in range(count // batch_size)]).tolist()
-
-    windows = TokenStream(long, sequence_length=16, batch_size=1, seed=3).windows
-    one = rows(3, 1, 2 * windows)
-    assert one == rows(3, 2, 2 * windows)
+        parts = [stream().batch(step, slice(i, i + 1)) for i in range(8)]
+        np.testing.assert_array_equal(np.concatenate(parts), stream().batch(step))
+    windows, one = stream().windows, rows(3, 1)
+    assert one == rows(3, 2) != rows(4, 1)
     assert one[:windows] != one[windows:] and sorted(one[:windows]) == sorted(one[windows:])
-    assert one != rows(4, 1, 2 * windows)
 
 
 def test_token_stream_refuses_a_corpus_shorter_than_a_window(small):
     TokenStream(small, sequence_length=9, batch_size=1, seed=0)
-    with pytest.raises(
-        UserError,
-        match=r"the train part of the corpus has 10 tokens, fewer than one window of DataConfig.sequence_length \(10\) "
-        r"\+ 1; set DataConfig.sequence_length to at most 9 or name more text",
-    ):
+    words = (
+        r"has 10 tokens, fewer than one window of DataConfig.sequence_length \(10\) \+ 1; .* to at most 9 or name more"
+    )
+    with pytest.raises(UserError, match=words):
         TokenStream(small, sequence_length=10, batch_size=1, seed=0)
 
 
 def test_position_is_checked_on_resume(small, tmp_path):
-    saved = TokenStream(small, sequence_length=3, batch_size=2, seed=0).position(5)
+    def stream(cache=small, batch_size=2, seed=0):
+        return TokenStream(cache, sequence_length=3, batch_size=batch_size, seed=seed)
+
+    saved = stream().position(5)
     assert (saved["step"], saved["epoch"]) == (5, 3)  # 10 rows, 3 windows an epoch
-    TokenStream(small, sequence_length=3, batch_size=2, seed=0).check_position(saved)
-    with pytest.raises(UserError, match=r"train.seed was 0 in the checkpoint and is 1 now"):
-        TokenStream(small, sequence_length=3, batch_size=2, seed=1).check_position(saved)
-    with pytest.raises(UserError, match=r"train.batch_size was 2 in the checkpoint and is 4 now"):
-        TokenStream(small, sequence_length=3, batch_size=4, seed=0).check_position(saved)
-    other = corpus(tmp_path, "abcdefghijkl", 0.2)
-    with pytest.raises(UserError, match=r"DataConfig.path or DataConfig.tokenizer \(hash of the tokens\) was \w+ in"):
-        TokenStream(other, sequence_length=3, batch_size=2, seed=0).check_position(saved)
-
-
-@pytest.fixture
-def eight_held_out(tmp_path):
-    """Hold 20 tokens, the last 8 held out: m n o p q r s $."""
-    return corpus(tmp_path, "abcdefghijklmnopqrs", 0.4)
+    stream().check_position(saved)
+    for other, words in (
+        (stream(seed=1), r"train.seed was 0 in the checkpoint and is 1 now"),
+        (stream(batch_size=4), r"train.batch_size was 2 in the checkpoint and is 4 now"),
+        (stream(corpus(tmp_path, "abcdefghijkl", 0.2)), r"DataConfig.path or DataConfig.tokenizer \(hash of the tok"),
+    ):
+        with pytest.raises(UserError, match=words):
+            other.check_position(saved)
 
 
 def test_held_out_batches_count_each_target_once(eight_held_out):
@@ -123,16 +120,12 @@ def test_held_out_batches_count_each_target_once(eight_held_out):
     ]
     assert [weights.tolist() for _, weights in batches] == [[[1, 1, 1], [1, 1, 1]], [[1, 0, 0], [0, 0, 0]]]
     assert all(tokens.dtype == np.int32 and weights.dtype == np.float32 for tokens, weights in batches)
-
-
-def test_held_out_batches_mean_is_exact_for_any_shape(eight_held_out):
     # A "loss" of each target, its square: the mean over m..s$ without the first, whatever the windows.
     expected = np.mean(np.array([*b"nopqrs", END], np.float64) ** 2)
-    for length in range(1, 12):
-        for size in range(1, 6):
-            batches = list(held_out_batches(eight_held_out, sequence_length=length, batch_size=size))
-            total = sum((tokens[:, 1:].astype(np.float64) ** 2 * weights).sum() for tokens, weights in batches)
-            assert total / sum(weights.sum() for _, weights in batches) == pytest.approx(expected, rel=1e-12)
+    for length, size in np.ndindex(11, 5):
+        batches = list(held_out_batches(eight_held_out, sequence_length=length + 1, batch_size=size + 1))
+        total = sum((tokens[:, 1:].astype(np.float64) ** 2 * weights).sum() for tokens, weights in batches)
+        assert total / sum(weights.sum() for _, weights in batches) == pytest.approx(expected, rel=1e-12)
 
 
 def test_held_out_batches_limit_spreads_over_the_text(eight_held_out):
@@ -150,9 +143,75 @@ def test_held_out_entropy_is_that_of_the_targets_that_count(long, tmp_path):
     half = corpus(tmp_path / "half", "xxxxxxxxbabac", 0.4)  # b a b a c $, of which the first is no target
     found = held_out_entropy(half, sequence_length=9, vocab_size=258)
     assert found == pytest.approx(0.4 * math.log(5 / 2) + 0.6 * math.log(5), rel=1e-12)  # a twice, b, c, $
-    for length, limit, end in ((16, 0, None), (7, 5, None), (500, 0, None), (7, 0, ord("7"))):  # a 7 as an end
+    for length, limit, end in ((7, 5, None), (500, 0, None), (7, 0, ord("7"))):  # a 7 as an end
         batches = held_out_batches(long, sequence_length=length, batch_size=4, limit=limit)
         counted = [t[:, 1:][(w > 0) & (t[:, :-1] != (-1 if end is None else end))] for t, w in batches]
         shares = np.unique(np.concatenate(counted), return_counts=True)[1] / sum(map(len, counted))
         found = held_out_entropy(long, sequence_length=length, vocab_size=258, limit=limit, boundary_id=end)
         assert found == pytest.approx(-(shares * np.log(shares)).sum(), rel=1e-12)
+
+
+def test_document_numbers_and_targets_by_hand():
+    # 9 ends a document: one that the window cuts at its start, one of an end alone, one whole, one cut at the end
+    tokens = np.array([[1, 2, 9, 9, 3, 9, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8], [9, 1, 2, 3, 4, 5, 6, 9]])
+    numbers, inside = document_numbers(tokens, 9), inside_documents(tokens, 9)
+    assert numbers.dtype == np.int32
+    assert numbers.tolist() == [[0, 0, 0, 1, 2, 2, 3, 3], [0] * 8, [0, 1, 1, 1, 1, 1, 1, 1]]
+    assert inside.tolist() == [[1, 1, 0, 0, 1, 0, 1], [1] * 7, [0, 1, 1, 1, 1, 1, 1]]
+
+
+def masked_one_by_one(tokens, step, rows, seed, tokenizer, rate):
+    inputs, weights = tokens.copy(), np.zeros(tokens.shape, np.float32)
+    ordinary = [i for i in range(tokenizer.vocab_size) if i not in {tokenizer.mask_id, tokenizer.end_id}]
+    for b, s in np.ndindex(tokens.shape):
+        address = (int(rows[b]), s)
+        if tokens[b, s] not in ordinary or uniform(2, seed, step, 0, *address)[0] >= rate:
+            continue
+        weights[b, s] = 1
+        fate = uniform(2, seed, step, 1, *address)[0]
+        if fate < 0.8:
+            inputs[b, s] = tokenizer.mask_id
+        elif fate < 0.9:
+            inputs[b, s] = ordinary[int(hash64(2, seed, step, 2, *address)[0]) % len(ordinary)]
+    return inputs, tokens, weights
+
+
+def test_mask_tokens_equals_a_loop_and_depends_on_the_row_alone():
+    tokens = (np.arange(6 * 40).reshape(6, 40) * 7 % 12).astype(np.int32)
+    tokenizer = types.SimpleNamespace(vocab_size=12, mask_id=11, end_id=7)
+    settings = {"step": 3, "seed": 5, "tokenizer": tokenizer, "rate": 0.5}
+    rows = np.arange(10, 16)
+    found = mask_tokens(tokens, rows=rows, **settings)
+    odd = mask_tokens(tokens[1::2], rows=rows[1::2], **settings)  # a host's rows need not follow one another
+    for one, other, part in zip(found, masked_one_by_one(tokens, rows=rows, **settings), odd, strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(part, one[1::2])
+        assert one.dtype == other.dtype
+    assert (found[0] != tokens).sum() > 20
+    same = np.full((6, 200), 5, np.int32)  # other rows, steps and seeds choose others
+    keys = ((4, 1), (5, 1), (4, 0))
+    chosen = [mask_tokens(same, step, np.arange(6), seed, ByteTokenizer(), 0.15)[2] for step, seed in keys]
+    assert len({row.tobytes() for weights in chosen for row in weights}) == 18
+
+
+def test_prefetch_keeps_the_order_and_reads_no_further_ahead_than_depth():
+    def read(step):
+        time.sleep(0.01 if step % 3 == 0 else 0)
+        return step * 10
+
+    assert list(prefetch(read, 4, 20)) == [(step, step * 10) for step in range(4, 20)]
+    assert list(prefetch(read, 4, 4)) == []
+    started = []
+    batches = prefetch(lambda step: started.append(step) or step, 0, depth=2)
+    for step in range(5):
+        assert next(batches) == (step, step)
+        assert max(started) <= step + 2
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_prefetch_raises_where_the_batch_would_have_come():
+    batches = prefetch(lambda step: {0: "a", 1: "b"}[step], 0)
+    assert [next(batches), next(batches)] == [(0, "a"), (1, "b")]
+    with pytest.raises(KeyError, match="2"):
+        next(batches)

@@ -1,11 +1,14 @@
-"""One test class for every tokenizer, then what is special to each."""
+"""What every tokenizer does, what is special to each, and the command that makes one."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moe_jax.data import ByteTokenizer, DataConfig, build_tokenizer
+from moe_jax.data import ByteTokenizer, DataConfig, build_cache, build_tokenizer
 from moe_jax.data.train_tokenizer import train_tokenizer
 from moe_jax.errors import UserError
 
@@ -51,23 +54,16 @@ def test_byte_tokenizer_is_utf8_and_shows_what_is_no_text():
 def word_file(tmp_path):
     """Write a tokenizer.json of whole words with a hole in the ids, truncation at 2 and no end or mask."""
     pytest.importorskip("tokenizers")
-    path = tmp_path / "words.json"
-    path.write_text(
-        json.dumps(
-            {
-                "version": "1.0",
-                "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-                "padding": None,
-                "added_tokens": [],
-                "normalizer": None,
-                "pre_tokenizer": {"type": "WhitespaceSplit"},
-                "post_processor": None,
-                "decoder": None,
-                "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 7}, "unk_token": "a"},
-            }
-        )
-    )
-    return str(path)
+    absent = ("padding", "normalizer", "post_processor", "decoder")
+    content = {
+        "version": "1.0",
+        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 7}, "unk_token": "a"},
+    }
+    (tmp_path / "words.json").write_text(json.dumps({**content, **dict.fromkeys(absent)}))
+    return str(tmp_path / "words.json")
 
 
 def test_hugging_face_tokenizer_appends_missing_marks_after_the_largest_id_and_never_truncates(word_file):
@@ -94,15 +90,66 @@ def test_the_end_is_that_of_the_files_beside_the_tokenizer(word_file, tmp_path):
             built()
 
 
-def test_build_tokenizer_refuses(tmp_path):
-    with pytest.raises(UserError, match=r"\('bytes'\) must be 'byte' or the path of a tokenizer.json \(No such file"):
-        build_tokenizer(DataConfig(tokenizer="bytes"))
+def test_build_tokenizer_refuses(tmp_path, monkeypatch):
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(UserError, match=r"x.json'\) is not a tokenizer.json \(.*\); name one"):
-        build_tokenizer(DataConfig(tokenizer=str(tmp_path / "x.json")))
+    for path, words in (
+        ("bytes", r"\('bytes'\) must be 'byte' or the path of a tokenizer.json \(No such file"),
+        (str(tmp_path / "x.json"), r"x.json'\) is not a tokenizer.json \(.*\); name one"),
+        (None, "needs the package 'tokenizers', which is not installed; pip install"),
+    ):
+        if path is None:
+            monkeypatch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(UserError, match=words):
+            build_tokenizer(DataConfig(tokenizer=path or "t.json"))
 
 
-def test_build_tokenizer_says_which_package_is_missing(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(UserError, match="needs the package 'tokenizers', which is not installed; pip install"):
-        build_tokenizer(DataConfig(tokenizer="t.json"))
+ROOT = Path(__file__).parents[2]
+SAME = "the same words again and again, the same words\n" * 20
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "moe_jax.data.train_tokenizer", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_command_writes_a_tokenizer_that_a_cache_can_use(tmp_path):
+    (tmp_path / "t.txt").write_text(SAME)
+    out = tmp_path / "new" / "tokenizer.json"
+    done = run(f"--data={tmp_path}/t.txt", f"--out={out}", "--vocab_size=270")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{out}: 270 ids from {len(SAME)} bytes of text\n"
+    config = DataConfig(path=str(tmp_path / "t.txt"), tokenizer=str(out), cache_dir=str(tmp_path / "cache"))
+    tokenizer = build_tokenizer(config)
+    assert (tokenizer.vocab_size, tokenizer.end_id, tokenizer.mask_id) == (270, 0, 1)
+    built = build_cache(config, tokenizer, vocab_size=270)
+    assert built.meta.tokens < len(SAME) * 0.7  # pairs were merged
+    assert tokenizer.decode(built.tokens[:-1]) == SAME and built.tokens[-1] == tokenizer.end_id
+
+
+def test_command_ends_a_mistake_with_one_line_and_two():
+    done = run("--data=/no/such/file", "--out=x.json")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("DataConfig.path ('/no/such/file'): '/no/such/file' is no file")
+
+
+def test_train_tokenizer_is_repeatable_and_says_when_the_text_gives_fewer_ids(tmp_path):
+    config = DataConfig(path=str(tmp_path / "t.txt"))
+    (tmp_path / "t.txt").write_text("ab ab")
+    for name in ("a.json", "b.json"):
+        line = train_tokenizer(config, str(tmp_path / name), 1000)
+        # 258 to begin with; "ab" and " ab" are all the pairs that there are.
+        assert "260 ids (1000 asked, the text has no more pairs) from 5 bytes" in line
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_train_tokenizer_refuses(tmp_path):
+    (tmp_path / "t.txt").write_text("")
+    (tmp_path / "x.txt").write_text("text")
+    for text, out, size, words in (
+        ("t.txt", "o.json", 257, r"--vocab_size \(257\) must be at least 258"),
+        ("t.txt", ".", 300, r"is a folder; name a file, for example .*tokenizer.json"),
+        ("t.txt", "o.json", 300, "--data names files without any text"),
+        ("x.txt", "t.txt/o.json", 300, r"--out \(.*\) cannot be written \(File exists\); name another file"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train_tokenizer(DataConfig(path=str(tmp_path / text)), str(tmp_path / out), size)

@@ -22,13 +22,10 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_folder_is_made_for_this_user_alone(home):
+def test_folder_is_made_for_this_user_alone_where_the_environment_says(home, monkeypatch):
     folder = user_cache_folder("profiles")
     assert folder == home / "cache" / "moe_jax" / "profiles" == user_cache_folder("profiles")
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-
-
-def test_root_follows_the_environment(home, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/ada")
     assert str(cache_root()) == "/home/ada/.cache/moe_jax"
@@ -37,50 +34,47 @@ def test_root_follows_the_environment(home, monkeypatch):
 def test_link_at_the_folder_is_refused_and_above_the_cache_it_is_the_users_own_choice(home):
     (home / "elsewhere").mkdir()
     (home / "cache").symlink_to(home / "elsewhere")
+    root = home / "cache" / "moe_jax"
     assert user_cache_folder("profiles").resolve() == home / "elsewhere" / "moe_jax" / "profiles"
-    (home / "other").mkdir()
-    (home / "cache" / "moe_jax" / "linked").symlink_to(home / "other")
-    with pytest.raises(UserError, match=r"is a link to '.*other', which is not followed; remove it, or set XDG"):
-        user_cache_folder("linked")
-    (home / "cache" / "moe_jax" / "file").write_text("")
-    with pytest.raises(UserError, match="is not a folder; remove it"):
-        user_cache_folder("file")
+    (root / "linked").symlink_to(home)
+    (root / "file").write_text("")
+    (root / "open").mkdir()
+    (root / "open").chmod(0o770)
+    for name, words in (
+        ("linked", r"is a link to '.*', which is not followed; remove it, or set XDG"),
+        ("file", "is not a folder; remove it"),
+        ("open", r"may be written to by other users \(mode 770\).*delete it, and it is made"),
+    ):
+        with pytest.raises(UserError, match=words):
+            user_cache_folder(name)
+    root.chmod(0o775)  # a parent that others may write to is closed
+    assert user_cache_folder("profiles").parent == root and stat.S_IMODE(root.stat().st_mode) == 0o755
 
 
-def test_folder_of_another_user_is_refused(home, monkeypatch):
-    user_cache_folder("profiles")
-    me = os.geteuid()
+def test_what_is_another_users_is_refused_or_not_read(home, monkeypatch):
+    folder, me = user_cache_folder("profiles"), os.geteuid()
+    os.mkfifo(folder / "pipe")
+    assert read_cached(folder / "pipe") is None
+    write_cached(folder / "a.txt", "profile")
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    assert read_cached(folder / "a.txt") is None
     with pytest.raises(UserError, match=rf"belongs to user {me}, not to {me + 1}; remove it, or set XDG_CACHE_HOME"):
-        user_cache_folder("profiles")
-
-
-def test_folder_that_others_may_write_to_is_refused_and_its_parent_is_closed(home):
-    folder = user_cache_folder("profiles")
-    folder.parent.chmod(0o775)
-    assert user_cache_folder("profiles") == folder and stat.S_IMODE(folder.parent.stat().st_mode) == 0o755
-    folder.chmod(0o770)
-    with pytest.raises(UserError, match=r"may be written to by other users \(mode 770\).*delete it, and it is made"):
         user_cache_folder("profiles")
 
 
 def test_temporary_directory_takes_the_place_of_a_home_that_cannot_be_written(home, caplog, monkeypatch):
     (home / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file" / "below"))
+    instead = home / "tmp" / f"moe_jax_{os.geteuid()}"
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert user_cache_folder("profiles") == home / "tmp" / f"moe_jax_{os.geteuid()}" / "profiles"
+            assert user_cache_folder("profiles") == instead / "profiles"
     assert len(caplog.records) == 1 and "cannot be written (Not a directory)" in caplog.text
-    (home / "tmp" / f"moe_jax_{os.geteuid()}" / "profiles").rmdir()
-    (home / "tmp" / f"moe_jax_{os.geteuid()}").rmdir()
-    (home / "tmp" / f"moe_jax_{os.geteuid()}").symlink_to(home)
+    (instead / "profiles").rmdir()
+    instead.rmdir()
+    instead.symlink_to(home)
     with pytest.raises(UserError, match="is a link to"):
         user_cache_folder("profiles")
-
-
-def test_nowhere_to_write_is_one_line(home, monkeypatch):
-    (home / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file" / "below"))
     monkeypatch.setattr(tempfile, "tempdir", str(home / "file"))
     with pytest.raises(UserError, match="no folder for 'profiles': .* set XDG_CACHE_HOME to a folder of yours"):
         user_cache_folder("profiles")
@@ -97,21 +91,8 @@ def test_file_is_written_whole_and_a_link_in_its_place_is_not_followed(home):
     assert (victim.read_text(), path.is_symlink(), read_cached(path)) == ("precious", False, b"profile")
     write_cached(path, b"again")
     assert read_cached(path) == b"again" and [p.name for p in path.parent.iterdir()] == ["a.txt"]
-
-
-def test_file_that_is_a_pipe_or_anothers_is_not_read(home, monkeypatch):
-    folder = user_cache_folder("profiles")
-    os.mkfifo(folder / "pipe")
-    assert read_cached(folder / "pipe") is None
-    write_cached(folder / "a.txt", "profile")
-    me = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert read_cached(folder / "a.txt") is None
-
-
-def test_file_that_cannot_be_written_is_one_line(home):
-    folder = user_cache_folder("profiles")
-    (folder / "a.txt").mkdir()
+    path.unlink()
+    path.mkdir()
     with pytest.raises(UserError, match=r"a.txt' cannot be written \(.*\); free space there, or set XDG_CACHE_HOME"):
-        write_cached(folder / "a.txt", "profile")
-    assert [p.name for p in folder.iterdir()] == ["a.txt"]
+        write_cached(path, "profile")
+    assert [p.name for p in path.parent.iterdir()] == ["a.txt"]

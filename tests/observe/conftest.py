@@ -21,17 +21,10 @@ def write_run(path, *, layers: int, experts: int, steps: int = 30) -> RunFolder:
         recorder = LoadsRecorder(run, every=10)
         evaluations.write(0, {"held_out_loss": 5.0, "unigram_entropy": 3.2})
         for step in range(1, steps + 1):
-            record = {
-                "loss": 2.0 + 3.0 / step,
-                "learning_rate": 1e-3 * step / steps,
-                "tokens_per_second": 1000.0,
-                "model_flops_per_second": 2.5e9,
-                "step_seconds": 0.25,
-                "peak_device_bytes": 3 * 2**20,
-                "dropped_fraction": 0.0,
-                "overflow_steps": int(step == 7),
-                "device_load_max_over_mean": 1.0 + random.random(layers),
-            }
+            record = {"loss": 2.0 + 3.0 / step, "learning_rate": 1e-3 * step / steps, "step_seconds": 0.25}
+            record |= {"tokens_per_second": 1000.0, "model_flops_per_second": 2.5e9, "peak_device_bytes": 3 * 2**20}
+            record |= {"dropped_fraction": 0.0, "overflow_steps": int(step == 7)}
+            record["device_load_max_over_mean"] = 1.0 + random.random(layers)
             if step == 1:
                 record |= {"compile_seconds": 4.5, "tokens_per_second": 1.0}
             metrics.write(step, record)

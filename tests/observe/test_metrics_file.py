@@ -1,7 +1,7 @@
-import builtins
 import json
 import logging
 import math
+import sys
 from contextlib import closing
 
 import ml_dtypes
@@ -22,15 +22,6 @@ def steps_in(folder):
     return [record["step"] for record in read_metrics(folder)]
 
 
-def strict(line):
-    """Parse as JSON without Python's NaN and Infinity."""
-
-    def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
-
-    return json.loads(line, parse_constant=refuse)
-
-
 def test_write_gives_strict_json_for_numpy_and_non_finite_values(tmp_path):
     record = {
         "loss": np.float32(0.5),
@@ -42,16 +33,9 @@ def test_write_gives_strict_json_for_numpy_and_non_finite_values(tmp_path):
     }
     with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(np.int64(1), record)
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert strict(line) == {
-        "step": 1,
-        "loss": 0.5,
-        "tokens": 7,
-        "flag": True,
-        "half": 1.5,
-        "layers": [1.0, "nan", "inf", "-inf"],
-        "nested": {"a": [1, "nan"]},
-    }
+    written = {"step": 1, "loss": 0.5, "tokens": 7, "flag": True, "half": 1.5}
+    written |= {"layers": [1.0, "nan", "inf", "-inf"], "nested": {"a": [1, "nan"]}}
+    assert (tmp_path / "metrics.jsonl").read_text() == json.dumps(written) + "\n"  # no NaN or Infinity of Python's own
     (read,) = read_metrics(tmp_path)
     assert math.isnan(read["layers"][1]) and read["layers"][2:] == [math.inf, -math.inf]
 
@@ -78,21 +62,16 @@ def test_resume_drops_a_half_written_last_line(tmp_path, half):
     assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
-def test_damage_before_the_last_line_is_named(tmp_path):
-    write_steps(tmp_path, [1, 2])
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("{}\n" + path.read_text())
-    with pytest.raises(UserError, match=r"metrics.jsonl line 1 is not a JSON object with an integer step"):
-        read_metrics(tmp_path)
-    with pytest.raises(UserError, match="line 1"):
-        MetricsWriter(tmp_path, resume_step=2)
-
-
-def test_resume_past_the_last_line_is_logged(tmp_path, caplog):
+def test_damage_before_the_last_line_is_named_and_a_gap_is_logged(tmp_path, caplog):
     write_steps(tmp_path, [1, 2])
     with caplog.at_level(logging.WARNING):
         MetricsWriter(tmp_path, resume_step=9).close()
     assert "ends at step 2 but the run resumes after step 9" in caplog.text
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("{}\n" + path.read_text())
+    for read in (read_metrics, lambda folder: MetricsWriter(folder, resume_step=2)):
+        with pytest.raises(UserError, match=r"metrics.jsonl line 1 is not a JSON object with an integer step"):
+            read(tmp_path)
 
 
 def test_write_on_a_full_disk_is_a_user_error_and_resumes(tmp_path):
@@ -140,14 +119,7 @@ def test_events_hold_the_tags(tmp_path, caplog):
 
 
 def test_absent_tensorboard_is_said_once(tmp_path, monkeypatch, caplog):
-    real = builtins.__import__
-
-    def refuse(name, *rest, **options):
-        if name == "tensorboardX":
-            raise ImportError("No module named 'tensorboardX'")
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with closing(TensorBoardWriter(tmp_path)) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"loss": 1.0})

@@ -28,8 +28,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self):
         return self.now
@@ -46,74 +45,66 @@ def set_width(monkeypatch, columns):
     monkeypatch.setattr("os.get_terminal_size", lambda fileno: os.terminal_size((columns, 24)))
 
 
-def run(progress, clock, steps, seconds=2.0, **more):
+def run(steps, total, stream, seconds=2.0, **options):
+    """Return a `Progress` that was updated at these steps, so many seconds apart."""
+    clock = Clock()
+    progress = Progress(total, stream, clock=clock, **options)
+    update(progress, clock, steps, seconds)
+    return progress, clock
+
+
+def update(progress, clock, steps, seconds=2.0, **more):
     for step in steps:
         clock.now += seconds
         progress.update(step, loss=6.0 / step, tokens_per_second=1234.5, device_load=1.25, **more)
 
 
 def test_live_line_shows_all_numbers(terminal):
-    clock = Clock()
-    progress = Progress(10, terminal, clock=clock)
+    progress, clock = run([1, 2, 3], 10, terminal)
     assert progress.live
-    run(progress, clock, [1, 2, 3])
     # Step 1 at 2 s and step 3 at 6 s: 2 s a step, 7 steps left.
     assert terminal.screen() == [
         "step  3/10  " + "━" * 9 + "╸" + "─" * 22 + "  loss 2.0000  1.23k tokens/s  load 1.25x  14s left"
     ]
-    run(progress, clock, range(4, 11), plan="tau 0")
+    progress.note("held-out loss 3.2")
+    assert terminal.screen()[0] == "held-out loss 3.2" and terminal.screen()[1].startswith("step  3/10")
+    update(progress, clock, range(4, 11), plan="tau 0")
     progress.close()
-    assert terminal.screen() == [
-        "step 10/10  " + "━" * 32 + "  loss 0.6000  1.23k tokens/s  load 1.25x  tau 0  done",
-        "",
-    ]
+    last = "step 10/10  " + "━" * 32 + "  loss 0.6000  1.23k tokens/s  load 1.25x  tau 0  done"
+    assert terminal.screen() == ["held-out loss 3.2", last, ""]
 
 
 def test_time_left_leaves_the_first_compilation_out(terminal):
-    clock = Clock()
-    progress = Progress(10, terminal, start_step=2, clock=clock)
-    run(progress, clock, [3], seconds=60.0)
+    progress, clock = run([3], 10, terminal, seconds=60.0, start_step=2)
     assert "left" not in terminal.screen()[-1]
-    run(progress, clock, [4], seconds=1.0)
+    update(progress, clock, [4], seconds=1.0)
     assert terminal.screen()[-1].endswith("6s left")
 
 
 @pytest.mark.parametrize("seconds, text", [(21, "2m 06s"), (31200, "2d 04h")])
 def test_time_left_is_in_its_two_largest_units(terminal, seconds, text):
-    clock = Clock()
-    run(Progress(8, terminal, clock=clock), clock, [1, 2], seconds)  # 6 more
+    run([1, 2], 8, terminal, seconds)  # 6 more
     assert terminal.screen()[-1].endswith(f" {text} left")
 
 
 @pytest.mark.parametrize("columns", (1, 11, 40, 81))
 def test_live_line_never_reaches_the_last_column(terminal, monkeypatch, columns):
     set_width(monkeypatch, columns)
-    clock = Clock()
-    run(Progress(10, terminal, clock=clock), clock, range(1, 10))
+    run(range(1, 10), 10, terminal)
     (line,) = terminal.screen()
     assert len(line) <= columns - 1 and (columns != 40 or line == "step  9/10  loss 0.6667  2s left")  # before the bar
     assert line.startswith("step  9/10"[: columns - 1].rstrip())
 
 
 def test_live_line_is_not_drawn_more_often_than_eyes_see(terminal):
-    clock = Clock()
-    run(Progress(1000, terminal, clock=clock), clock, range(1, 500), seconds=0.01)
+    run(range(1, 500), 1000, terminal, seconds=0.01)
     assert 45 <= terminal.getvalue().count("\r") <= 55
-
-
-def test_note_stands_above_the_live_line(terminal):
-    clock = Clock()
-    progress = Progress(10, terminal, clock=clock)
-    run(progress, clock, [1, 2])
-    progress.note("held-out loss 3.2")
-    assert terminal.screen()[0] == "held-out loss 3.2"
-    assert terminal.screen()[1].startswith("step  2/10")
 
 
 def test_without_a_terminal_one_plain_line_every_n_steps():
     stream, clock = io.StringIO(), Clock()
     with Progress(25, stream, every=10, clock=clock) as progress:
-        run(progress, clock, range(1, 26))
+        update(progress, clock, range(1, 26))
         progress.note("saved")
     assert stream.getvalue().splitlines() == [
         "step 10/25 | loss 0.6000 | 1.23k tokens/s | device load max/mean 1.25 | 30s left",
@@ -129,17 +120,15 @@ def test_terminal_without_unicode_gets_an_ascii_bar(terminal, monkeypatch):
         patch.setenv("TERM", "dumb")
         assert not Progress(10, terminal).live
     terminal.encoding = "ascii"
-    clock = Clock()
-    run(Progress(10, terminal, clock=clock), clock, [1, 2])
+    run([1, 2], 10, terminal)
     assert terminal.getvalue().isascii() and "======>....." in terminal.getvalue()
 
 
 def test_progress_of_a_pipe_that_is_gone(caplog):
     read, write = os.pipe()
     os.close(read)
-    clock = Clock()
     with open(write, "w") as stream:
-        run(Progress(3, stream, every=1, clock=clock), clock, [1, 2, 3])
+        run([1, 2, 3], 3, stream, every=1)
         assert caplog.text.count("progress is no longer shown") == 1
         # What never reached the pipe must not surprise the interpreter when it closes the stream.
         with pytest.raises(BrokenPipeError):

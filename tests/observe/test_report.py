@@ -7,8 +7,6 @@ from moe_jax.errors import UserError
 from moe_jax.observe import RunFolder, write_atomically, write_report
 from moe_jax.observe.report import without_absolute_paths
 
-VOID = {"meta", "link", "img", "br"}
-
 
 class Balanced(HTMLParser):
     """Fails on a tag that is closed out of order; keeps attributes that can load something."""
@@ -20,8 +18,7 @@ class Balanced(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.sources += [value for name, value in attrs if name in ("src", "href")]
-        if tag not in VOID:
-            self.open.append(tag)
+        self.open += [] if tag in ("meta", "link", "img", "br") else [tag]
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
