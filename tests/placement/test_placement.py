@@ -2,30 +2,21 @@
 
 import numpy as np
 import pytest
+from support.placements import random_placement
 
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
 
 
-def random_placement(rng, layers=3, experts=8, devices=8, per_node=4, rule=None):
-    """Draw homes, 0-3 replicas of an expert, and shares for some (expert, node) pairs."""
-    home = rng.integers(0, devices, (layers, experts))
-    rule = tuple(rng.choice(["nearest", "home", "shares"], layers)) if rule is None else (rule,) * layers
-    replicas, shares = [], []
-    for layer in range(layers):
-        for expert in range(experts):
-            others = [d for d in range(devices) if d != home[layer, expert]]
-            extra = rng.choice(others, rng.integers(0, 4), replace=False).tolist()
-            replicas += [(layer, expert, d) for d in extra]
-            if rule[layer] == "shares" and rng.random() < 0.7:
-                holders = [int(home[layer, expert]), *extra]
-                for node in range(-1, devices // per_node):
-                    if rng.random() < 0.6:
-                        cut = np.sort(rng.integers(0, 65537, len(holders) - 1))
-                        part = np.diff(np.r_[0, cut, 65536])
-                        shares += [(layer, expert, d, p, node) for d, p in zip(holders, part, strict=True)]
-    return Placement(home, np.array(replicas), np.array(shares) if shares else None, rule, devices, per_node)
+def placement_of(seed):
+    """Draw homes, replicas, rules and shares; some nodes have shares of their own: those of all in another order."""
+    drawn = random_placement(seed, layers=3, experts=8, devices=8, replica_slots=2, rules="any", per_node=4)
+    rows = drawn.shares
+    own = np.concatenate([rows[:, :3], rows[np.lexsort((-rows[:, 2], rows[:, 1], rows[:, 0])), 3:]], axis=1)
+    own[:, 4] = (rows[:, 1] + seed) % 2
+    kept = rows[rows[:, 1] % 3 > 0]  # a few experts have shares for one node only
+    return drawn.replace(shares=np.concatenate([kept, own]) if len(rows) else None)
 
 
 def walk_tokens(placement, loads):
@@ -60,24 +51,16 @@ def walk_tokens(placement, loads):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_destinations_match_walked_tokens(seed):
-    rng = np.random.default_rng(seed)
-    placement = random_placement(rng)
+    rng, placement = np.random.default_rng(seed), placement_of(seed)
     loads = rng.integers(0, 30, (3, 8, 8)) * (rng.random((3, 8, 8)) < 0.7)
     counts = routing.destinations(placement, loads)
     np.testing.assert_array_equal(counts, walk_tokens(placement, loads))
-    np.testing.assert_array_equal(counts.sum(3), loads)
     pairs = routing.pair_loads(placement, loads)
     np.testing.assert_array_equal(pairs, counts.sum(2))
     computed, received = routing.expected(placement, loads)  # within one token of a source and expert
     np.testing.assert_allclose(computed, pairs.sum(1), atol=64)
     np.testing.assert_allclose(received, pairs.sum(1) - np.einsum("ldd->ld", pairs), atol=64)
     np.testing.assert_allclose(computed.sum(1), loads.sum((1, 2)))
-
-
-def test_even_homes_neighbouring_experts_and_needs_a_multiple():
-    np.testing.assert_array_equal(Placement.even(2, 4, 2).home, [[0, 0, 1, 1]] * 2)
-    with pytest.raises(UserError, match=r"experts \(6\) must be a positive multiple of devices \(4\)"):
-        Placement.even(1, 6, 4)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +76,9 @@ def test_wrong_placements_name_the_place_and_the_rule(fields, message):
         Placement(**{"home": [[0, 1]], "devices": 2, **fields})
 
 
-def test_loads_of_another_shape_are_refused():
+def test_loads_of_another_shape_and_uneven_homes_are_refused():
     with pytest.raises(UserError, match=r"\(1, 2, 3\), but the placement has 1 layers, 2 devices .* and 2 experts"):
         routing.pair_loads(Placement([[0, 1]], devices=2), np.ones((1, 2, 3), int))
+    assert Placement.even(2, 4, 2).home.tolist() == [[0, 0, 1, 1]] * 2
+    with pytest.raises(UserError, match=r"experts \(6\) must be a positive multiple of devices \(4\)"):
+        Placement.even(1, 6, 4)

@@ -1,4 +1,4 @@
-"""Tables read back by a slow interpreter: slots, token rule, transfers and bank permutations; shapes and what fits."""
+"""Shapes and what fits; tables read back one by one; sizes of transfers as a loop counts them."""
 
 import dataclasses
 
@@ -10,42 +10,9 @@ from moe_jax.errors import UserError
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
+from moe_jax.planning.sizes import RunningSizes, placement_sizes, sizes_everywhere, transfer_sizes
 
 SIZES = {"layers": 3, "experts": 8, "devices": 8, "replica_slots": 3, "per_node": 4}
-FORMS = [False, True]
-
-
-def offered(shape, tables, layer, place, level):
-    """Return (device, home slot) of a place among a level's offers."""
-    member, nth = divmod(place, shape.ahead.offers)
-    device = level * shape.ahead.inside + member
-    return device, tables.transfer.offer[device, layer, nth]
-
-
-def arriving(shape, tables, layer, device, slot):
-    """Return (device, home slot) of the chunk in a replica slot; None for none."""
-    sizes, level = shape.ahead, device // shape.ahead.inside
-    place = tables.transfer.want[device, layer, device % sizes.inside, slot]
-    if place >= sizes.places:
-        return None
-    if place < sizes.inside * sizes.offers:
-        return offered(shape, tables, layer, place, level)
-    source, turn = divmod(place - sizes.inside * sizes.offers, sizes.crossing)
-    return offered(shape, tables, layer, tables.transfer.pick[source * sizes.inside, layer, level, turn], source)
-
-
-def run_tables(shape, tables, bank):
-    """Move rows as an executor would: bank [D, Rb] of expert names -> slots [D, L, G] of names."""
-    slots = np.full((shape.devices, shape.layers, shape.slots), -1)
-    for device, layer in np.ndindex(slots.shape[:2]):
-        for slot, row in enumerate(tables.home_row[device, layer]):
-            slots[device, layer, slot] = bank[device, row] if row < shape.bank_rows else -1
-    for device, layer in np.ndindex(slots.shape[:2]):
-        for slot in range(shape.ahead_slots):
-            if found := arriving(shape, tables, layer, device, slot):
-                owner, home_slot = found
-                slots[device, layer, shape.home_slots + slot] = slots[owner, layer, home_slot]
-    return slots
 
 
 def name_bank(placement, rows):
@@ -55,40 +22,20 @@ def name_bank(placement, rows):
     return bank
 
 
-def assert_brings_every_expert(shape, placement):
-    tables = fill_tables(shape, placement)
-    slots = run_tables(shape, tables, name_bank(placement, shape.bank_rows))
-    layer = np.arange(placement.layers)[None, :, None]
-    named = np.where(tables.slot_expert >= 0, tables.slot_expert + layer * placement.experts, -1)
-    np.testing.assert_array_equal(slots, named)
-    held = np.zeros_like(placement.holds)
-    device, layer, slot = np.nonzero(tables.slot_expert >= 0)
-    held[layer, tables.slot_expert[device, layer, slot], device] = True
-    np.testing.assert_array_equal(held, placement.holds)
-    for table in (tables.transfer.want, tables.transfer.pick):  # the devices of a level read the same
-        if table is not None:
-            by_level = table.reshape(-1, shape.ahead.inside, *table.shape[1:])
-            np.testing.assert_array_equal(by_level, np.broadcast_to(by_level[:, :1], by_level.shape))
-
-
-@pytest.mark.parametrize("by_node", FORMS)
-@pytest.mark.parametrize("seed", range(3))
-def test_tables_bring_every_expert_to_its_slots(by_node, seed):
-    placement = random_placement(seed, **SIZES)
-    assert_brings_every_expert(build_shape(placement, by_node=by_node), placement)
-
-
-@pytest.mark.parametrize("by_node", FORMS)
+@pytest.mark.parametrize("by_node", [False, True])
 def test_a_grown_shape_serves_old_and_new_plans(by_node):
-    """Slots, offers and crossings beyond what a plan needs change where things lie, and nothing that arrives."""
+    """Slots, offers and crossings beyond what a plan needs change where things lie, not who is where."""
     first, second = (random_placement(seed, **SIZES) for seed in (0, 1))
     shape = grow(build_shape(first, by_node=by_node), second, replica_slots=4)
     assert fits(shape, first) and fits(shape, second) and isinstance(hash(shape), int)
     assert grow(shape, first) == shape
     for placement in (first, second):
-        assert_brings_every_expert(shape, placement)
-    for old, new in zip(_leaves(fill_tables(shape, first)), _leaves(table_shapes(shape)), strict=True):
-        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        tables, held = fill_tables(shape, placement), np.zeros_like(placement.holds)
+        device, layer, slot = np.nonzero(tables.slot_expert >= 0)
+        held[layer, tables.slot_expert[device, layer, slot], device] = True
+        np.testing.assert_array_equal(held, placement.holds)
+        for old, new in zip(_leaves(tables), _leaves(table_shapes(shape)), strict=True):
+            assert (old.shape, old.dtype) == (new.shape, new.dtype)
 
 
 def _leaves(tables):
@@ -154,3 +101,41 @@ def test_reshard_permutation_moves_every_expert_to_its_new_row():
     np.testing.assert_array_equal(np.sort(source), np.arange(8 * 4))
     moved = name_bank(old, 4).ravel()[source]
     np.testing.assert_array_equal(moved, name_bank(new, 4).ravel())
+
+
+def counted(placement, layer):
+    devices, per_node = placement.devices, placement.devices_per_node
+    offers, pairs = [set() for _ in range(devices)], {}
+    slots, holders = np.zeros(devices, int), 0
+    for at, expert, device in placement.replicas:
+        if at == layer:
+            home = placement.home[layer, expert]
+            offers[home].add(expert)
+            slots[device] += 1
+            if home // per_node != device // per_node:
+                pairs.setdefault((home // per_node, device // per_node), set()).add(expert)
+    holders = slots.sum() + sum(len(out) for out in offers)
+    return max(map(len, offers)), slots.max(), max(map(len, pairs.values()), default=0), holders
+
+
+@pytest.mark.parametrize("per_node", [1, 4, 8])
+def test_sizes_equal_a_loops(per_node):
+    placement = random_placement(3, layers=4, experts=16, devices=8, replica_slots=3, per_node=per_node)
+    sizes = placement_sizes(placement)
+    assert [tuple(int(size[at]) for size in sizes) for at in range(4)] == [counted(placement, at) for at in range(4)]
+    # any leading dims: the layers twice, homes left out of the holders; and kept by a search
+    away, running = placement.holds & ~placement.homes, RunningSizes(4, 8, per_node)
+    for expert in range(16):
+        running.add(placement.home[:, expert], away[:, expert])
+    twice = transfer_sizes(placement.home, np.stack([away, away]), per_node)
+    for one, two, three in zip(sizes, twice, running.sizes(), strict=True):
+        assert (one == two).all() and (one == three).all()
+
+
+def test_sizes_of_experts_that_go_everywhere():
+    """Nodes of two: experts 0, 1 and 2, at home on devices 0, 0 and 1, on all four devices."""
+    everywhere = np.zeros((1, 3, 4), bool)
+    everywhere[:, :3] = True
+    want = transfer_sizes(np.array([0, 0, 1]), everywhere, 2)
+    assert [int(size[0]) for size in want] == [2, 3, 3, 12]
+    assert want == sizes_everywhere(np.array([[2, 1, 0, 0]]), 2)

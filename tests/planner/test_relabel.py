@@ -9,6 +9,7 @@ from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes
 from moe_jax.planning.placement import Placement
 
 LAYERS, EXPERTS, DEVICES, PER_NODE = 3, 16, 8, 4
+OTHER = np.array([5, 7, 4, 6, 2, 0, 1, 3])  # nodes exchanged, and the devices of each
 
 
 @pytest.mark.parametrize("size", range(1, 6))
@@ -26,8 +27,7 @@ def test_exchanged_nodes_and_devices_come_back():
     """Homes under other labels, and in one layer two equal devices exchanged besides: no expert moves."""
     rng = np.random.default_rng(0)
     old = rng.permutation(np.repeat(np.arange(DEVICES), LAYERS * EXPERTS // DEVICES)).reshape(LAYERS, EXPERTS)
-    other = np.array([5, 7, 4, 6, 2, 0, 1, 3])  # nodes exchanged, and the devices of each
-    np.testing.assert_array_equal(relabelled(other[old], old, DEVICES, PER_NODE), old)
+    np.testing.assert_array_equal(relabelled(OTHER[old], old, DEVICES, PER_NODE), old)
     even = np.arange(EXPERTS) * DEVICES // EXPERTS
     old = np.stack([even, even])
     new = np.stack([even, np.array([1, 0, 2, 3, 4, 5, 6, 7])[even]])
@@ -48,18 +48,13 @@ def per_device(home, loads):
 @pytest.mark.parametrize("seed", range(4))
 def test_loads_counts_and_memory_stay_and_fewer_experts_move(seed):
     rng = np.random.default_rng(seed)
-    draw = lambda: rng.permutation(np.repeat(np.arange(DEVICES), LAYERS * EXPERTS // DEVICES))  # noqa: E731
-    old, new = (draw().reshape(LAYERS, EXPERTS) for _ in range(2))
+    even = np.repeat(np.arange(DEVICES), LAYERS * EXPERTS // DEVICES)
+    old, new = (rng.permutation(even).reshape(LAYERS, EXPERTS) for _ in range(2))
     home, loads = relabelled(new, old, DEVICES, PER_NODE), rng.random((LAYERS, EXPERTS))
     assert (home != old).sum() < (new != old).sum()
     assert per_device(home, loads) == per_device(new, loads)
     np.testing.assert_array_equal(np.bincount(home.ravel()), np.bincount(new.ravel()))
-
-
-def test_hecates_homes_stay_when_loads_name_other_devices():
-    """Twice the same loads: the second reshard moves nothing, whatever labels the first one's homes have."""
-    loads = np.random.default_rng(1).exponential(size=(LAYERS, EXPERTS))
+    # Twice the same loads: the second reshard moves nothing, whatever labels the first one's homes have.
     first = shard_homes(loads, Placement.even(LAYERS, EXPERTS, DEVICES, PER_NODE), tau=4)
-    assert shard_homes(loads, first, tau=4) is first
-    exchanged = first.replace(home=np.array([5, 7, 4, 6, 2, 0, 1, 3])[first.home])
-    assert shard_homes(loads, exchanged, tau=4) is exchanged
+    exchanged = first.replace(home=OTHER[first.home])
+    assert shard_homes(loads, first, tau=4) is first and shard_homes(loads, exchanged, tau=4) is exchanged

@@ -1,4 +1,4 @@
-"""The token rule whose padded exchange is cheaper, by hand and on both sides of the choice."""
+"""An even split of tokens keeps the device loads of a plan; and the token rule whose padded exchange is cheaper."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import SHARE_ONE, Placement
 from moe_jax.planning.plan_session import PlanSession
-from moe_jax.planning.shares import choose_split
+from moe_jax.planning.shares import choose_split, split_evenly
 
 CLUSTER = Cluster(name="two nodes of two", nodes=2, devices_per_node=2, intra_bandwidth=100.0, inter_bandwidth=10.0)
 COST = Cost(cluster=CLUSTER, model_dim=1, hidden_dim=1, dtype_bytes=1)
@@ -57,3 +57,19 @@ def test_the_choice_is_in_the_saved_state():
     assert first.split in ("plan", "even")
     second.restore(first.state())
     assert second.split == first.split
+
+
+def test_an_even_split_keeps_device_loads_and_shrinks_the_fullest_bucket():
+    # Expert 0 lives on device 0 and has a replica on 1; near tokens stay, so each device serves its own 12 and 4.
+    placement = Placement(np.array([[0, 1]]), replicas=[(0, 0, 1)], devices=2, devices_per_node=2)
+    loads = np.array([[[12, 0], [4, 0]]])  # [L, S, E]
+    even = split_evenly(placement, loads)
+    assert even.shares.tolist() == [[0, 0, 0, SHARE_ONE * 3 // 4, -1], [0, 0, 1, SHARE_ONE // 4, -1]]
+    assert split_evenly(placement, loads + 0.25) == even  # predicted loads are not whole
+    assert split_evenly(Placement.even(1, 2, 2), loads).shares.size == 0
+    loads = np.random.default_rng(0).multinomial(4096, np.r_[0.5, np.full(15, 0.5 / 15)], size=(2, 8))
+    replicas = [(layer, 0, device) for layer in range(2) for device in range(1, 8)]
+    near = Placement.even(2, 16, 8, 2, replicas=replicas)
+    before, after = (routing.pair_loads(one, loads) for one in (near, split_evenly(near, loads)))
+    assert np.abs((after - before).sum(axis=1)).max() <= 8 * 2  # rounding, of one per source
+    assert after.max() < 0.4 * before.max()
