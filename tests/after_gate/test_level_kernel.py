@@ -43,11 +43,14 @@ def case(experts, devices, replicas, kind, seed):
 @pytest.mark.parametrize("sizes", [(16, 8, 3), (5, 12, 1)], ids=str)
 def test_one_kernel_decides_what_the_loops_do(sizes):
     kernel = jax.jit(functools.partial(level_in_one_kernel, sweeps=SWEEPS, interpret=True))
+    cases = [case(*sizes, kind, seed) for seed, kind in enumerate(LOADS * 2)]
+    totals, held, home = (np.stack(of) for of in zip(*((c.sum(axis=0), *rest) for c, *rest in cases), strict=True))
+    together = level_quotas(NUMPY, totals, held, home, SWEEPS)  # a layer's quotas depend on its own loads alone
     with jax.enable_x64(True):
-        for seed, kind in enumerate(LOADS * 2):
-            counts, held, home = case(*sizes, kind, seed)
+        for at, (counts, held, home) in enumerate(cases):
             totals = counts.sum(axis=0)
             want, got = loops(totals, held, home), np.asarray(kernel(jnp.asarray(totals), held, home))
+            np.testing.assert_array_equal(together[at], want)
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-10 * max(totals.max(), 1))
             edges = [np.asarray(edges_of(jnp.asarray(counts), jnp.asarray(q), home, 0, NODE)) for q in (want, got)]
             np.testing.assert_array_equal(*edges)

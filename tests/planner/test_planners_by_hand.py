@@ -64,6 +64,9 @@ def test_hecate_takes_nodes_without_the_expert_first():
     start = Placement.even(1, 4, 4, 2)
     cost = make_cost(1, 1, replica_slots=1, overlap_degree=2)
     assert plan("hecate", loads, cost, start).replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 1, 0]]
+    # tau = 4, equal loads, a slot each: all go to the node that lacks them, whatever is free at home.
+    even = plan("hecate", 0 * loads + 5, make_cost(1, 1, replica_slots=1, overlap_degree=4), start)
+    assert even.replicas.tolist() == [[0, 0, 2], [0, 1, 3], [0, 2, 0], [0, 3, 1]]
     # tau <= mu: the top tau experts go everywhere.
     roomy = make_cost(1, 1, replica_slots=2, overlap_degree=1)
     assert plan("hecate", loads, roomy, start).replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
@@ -92,14 +95,17 @@ def test_hecate_calibrates_only_where_a_late_gather_pays():
 def test_fastermoe_skips_what_does_not_fit_the_late_transfer():
     # Experts 0, 1 at home on device 0, 2, 3 on device 1; totals 40, 24, 36. Shadowing 0 makes H = (34, 46, 10, 10)
     # of (64, 36, 0, 0), then 2 makes (43, 19, 19, 19); 1 would make (25, 25, 25, 25), but a device offers one only.
-    loads = np.array([[[10, 6, 9, 0, 0, 0, 0, 0]] * 4])
+    # Totals 40, 24, 20, 20: with 0, H = (34, 50, 10, 10) of (64, 40, 0, 0); 1 is next, does not fit, and is skipped;
+    # then 2 makes (39, 35, 15, 15).
     late = TransferShape(devices=4, devices_per_node=4, offers=1, slots=2)
-    planner = build_planner(PlannerConfig(name="fastermoe", when="after_gate", residual=False))
     start, cost = Placement.even(1, 8, 4, rule="home"), make_cost(1e6, 12, replica_slots=2)
-    late = planner.refine(loads, start, with_late_prices(cost, late))
-    assert sorted(set(late.replicas[:, 1])) == [0, 2]
-    assert routing.pair_loads(late, loads).sum(axis=1).tolist() == [[43, 19, 19, 19]]
-    assert planner.counters["late_cut"] == 1
+    for tokens, computed, cut in (([10, 6, 9, 0], [43, 19, 19, 19], 1), ([10, 6, 5, 5], [39, 35, 15, 15], 0)):
+        loads = np.array([[tokens + [0] * 4] * 4])
+        planner = build_planner(PlannerConfig(name="fastermoe", when="after_gate", residual=False))
+        found = planner.refine(loads, start, with_late_prices(cost, late))
+        assert sorted(set(found.replicas[:, 1])) == [0, 2]
+        assert routing.pair_loads(found, loads).sum(axis=1).tolist() == [computed]
+        assert planner.counters["late_cut"] == cut
 
 
 def test_sharding_balances_cold_experts_and_keeps_memory_even():
