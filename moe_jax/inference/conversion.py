@@ -307,51 +307,46 @@ class TensorFolder:
 
     def __init__(self, path: Path):
         """Open the files; nothing is read but their headers."""
-        self.path = path
-        self._open: dict[Path, Any] = {}
-        index, single = path / INDEX, path / SINGLE
+        safetensors, index, self.path = library(), path / INDEX, path
+        self._held: dict[str, tuple[Path, Any]] = {}  # of each tensor its file, and that opened
+        wanted: dict[Path, list[str]] = {path / SINGLE: []}
         if index.exists():
-            entries = read_json(index).get("weight_map")
+            entries, wanted = read_json(index).get("weight_map"), {}
             if not isinstance(entries, dict):
                 raise UserError(f"{index} has no weight_map; copy the folder again")
-            self._file = {name: path / str(file) for name, file in entries.items()}
-        elif single.exists():
-            self._file = dict.fromkeys(self._handle(single).keys(), single)
-        else:
+            for name in sorted(entries):
+                wanted.setdefault(path / str(entries[name]), []).append(name)
+        elif not (path / SINGLE).exists():
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; give a folder with safetensors files")
-        for file in sorted(set(self._file.values())):
-            held = set(self._handle(file).keys())
-            for name in sorted(name for name, where in self._file.items() if where == file and name not in held):
-                raise UserError(f"{file} has no tensor {name}, which {INDEX} says it has; copy the folder again")
-        self.names = set(self._file)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, or raise a UserError where its dtype is none that can be read."""
-        part = self._handle(self._file[name]).get_slice(name)
-        if part.get_dtype() not in READ_DTYPES:
-            raise UserError(
-                f"{self._file[name]}: {name} is {part.get_dtype()}, and moe_jax reads {', '.join(READ_DTYPES)}"
-            )
-        return tuple(part.get_shape())
-
-    def read(self, name: str, part: tuple[int, slice] | None = None) -> np.ndarray:
-        """Return a tensor, or of one [E, ..., ...] the rows of an expert, `part`."""
-        handle = self._handle(self._file[name])
-        if part is None:
-            return handle.get_tensor(name)
-        expert, rows = part
-        return handle.get_slice(name)[expert : expert + 1, rows][0]
-
-    def _handle(self, file: Path) -> Any:
-        if file not in self._open:
-            safetensors = library()
+        for file in sorted(wanted):
             try:
-                self._open[file] = safetensors.safe_open(str(file), framework="numpy")
+                handle = safetensors.safe_open(str(file), framework="numpy")
             except FileNotFoundError as error:
                 raise UserError(f"{file} does not exist, and {INDEX} names it; copy the folder again") from error
             except (safetensors.SafetensorError, OSError) as error:
                 raise UserError(f"cannot read {file} ({error}): it is damaged or not whole; copy it again") from error
-        return self._open[file]
+            held = set(handle.keys())
+            for name in wanted[file] or held:
+                if name not in held:
+                    raise UserError(f"{file} has no tensor {name}, which {INDEX} says it has; copy the folder again")
+                self._held[name] = file, handle
+        self.names = set(self._held)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, or raise a UserError where its dtype is none that can be read."""
+        file, handle = self._held[name]
+        part = handle.get_slice(name)
+        if part.get_dtype() not in READ_DTYPES:
+            raise UserError(f"{file}: {name} is {part.get_dtype()}, and moe_jax reads {', '.join(READ_DTYPES)}")
+        return tuple(part.get_shape())
+
+    def read(self, name: str, part: tuple[int, slice] | None = None) -> np.ndarray:
+        """Return a tensor, or of one [E, ..., ...] the rows of an expert, `part`."""
+        _, handle = self._held[name]
+        if part is None:
+            return handle.get_tensor(name)
+        expert, rows = part
+        return handle.get_slice(name)[expert : expert + 1, rows][0]
 
 
 def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES) -> None:

@@ -124,14 +124,14 @@ ITEMS = (
     ),
     Item(
         number=5, name="conditional", title="What a conditional costs: a scan of 12 turns", budget=25, least=12,
-        parts=(_part("scan", "conditional:measure", limit=25),),
+        parts=(_part("scan", "alone:conditional", limit=25),),
     ),
     Item(
         number=6, name="routing", title="Routing alone", budget=25, least=12,
         parts=(
-            _part("top_k", "routing:top_k", limit=15),
-            _part("searchsorted", "routing:searchsorted", limit=15),
-            _part("sorts", "routing:sorts", limit=20),
+            _part("top_k", "alone:top_k", limit=15),
+            _part("searchsorted", "alone:searchsorted", limit=15),
+            _part("sorts", "alone:sorts", limit=20),
         ),
     ),
     Item(
@@ -141,7 +141,7 @@ ITEMS = (
     Item(
         number=8, name="after_gate", title="Rules after the gate alone", budget=30, least=12,
         parts=tuple(
-            _part(name, "after_gate:measure", arguments={"planner": name}, limit=20)
+            _part(name, "alone:after_gate", arguments={"planner": name}, limit=20)
             for name in ("fastermoe", "hecate", "balanced")
         ),
     ),

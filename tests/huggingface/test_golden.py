@@ -62,17 +62,16 @@ def test_files_that_hold_all_experts_in_one_tensor(tmp_path):
     source = TensorFolder(FOLDER / name)
     (tmp_path / "fused").mkdir()
     shutil.copy(FOLDER / name / "config.json", tmp_path / "fused")
-    fused, tensors = {}, {}
+    tensors = {}
     for place in places_of(json.loads((FOLDER / name / "config.json").read_text())):
-        if place.fused:
-            fused.setdefault(place.fused[0], {}).setdefault(place.fused[1], {})[place.fused[2] or 0] = place.name
+        array = source.read(place.name)
+        if place.fused:  # experts in their order, of each the gate half before the up half
+            tensors.setdefault(place.fused[0], {}).setdefault(place.fused[1], []).append(array)
         else:
-            tensors[place.name.replace(".block_sparse_moe.", ".mlp.")] = source.read(place.name)
-    for tensor, experts in fused.items():
-        parts = [
-            np.concatenate([source.read(experts[j][half]) for half in sorted(experts[j])]) for j in sorted(experts)
-        ]
-        tensors[tensor] = np.stack(parts)
+            tensors[place.name.replace(".block_sparse_moe.", ".mlp.")] = array
+    for tensor, experts in tensors.items():
+        if isinstance(experts, dict):
+            tensors[tensor] = np.stack([np.concatenate(parts) for parts in experts.values()])
     from safetensors.numpy import save_file
 
     save_file(tensors, str(tmp_path / "fused" / "model.safetensors"))
