@@ -129,17 +129,12 @@ class Upcycling:
 
     The FFN of every block is copied to all experts of that block, and routers are drawn anew. The weights of a token's
     experts add up to 1, so without noise the new model computes what the dense one did.
-
-    Attributes:
-      experts: E; top_k: K.
-      noise: standard deviation of what is added to each expert's matrices, over that of the matrix.
-      seed: of routers and noise.
     """
 
-    experts: int
+    experts: int  # E
     top_k: int = 2
-    noise: float = 0.0
-    seed: int = 0
+    noise: float = 0.0  # standard deviation of what is added to each expert's matrices, over that of the matrix
+    seed: int = 0  # of routers and noise
 
     def __post_init__(self):
         if self.experts < 2 or not 1 <= self.top_k <= self.experts:

@@ -72,33 +72,24 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """One kind of checkpoint.
+    """One kind of checkpoint; names of modules and matrices are those of its tensors."""
 
-    Attributes:
-      model_type, architecture: as config.json has them.
-      experts_key: the key of E that transformers reads.
-      own_keys: further keys, read together with others, with the value that an absent one has.
-      fixed: fields of ModelConfig and MoEConfig that every checkpoint of the family has.
-      epsilon, rotary_base: where config.json says none.
-      dense_blocks: whether blocks without experts may stand among the others; then moe_intermediate_size is F.
-      gate, experts, shared: names of modules within a layer; {j} is an expert.
-      matrices: names of the gate half, the up half and the matrix back of an expert.
-      neutral: further keys with their neutral values.
-    """
-
-    model_type: str
-    architecture: str
-    experts_key: str
+    model_type: str  # as config.json has it
+    architecture: str  # the same
+    experts_key: str  # the key of E that transformers reads
+    # further keys, read together with others, with the value that an absent one has
     own_keys: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # fields of ModelConfig and MoEConfig that every checkpoint of the family has
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    epsilon: float = 1e-6
-    rotary_base: float = 10000.0
+    epsilon: float = 1e-6  # where config.json says none
+    rotary_base: float = 10000.0  # likewise
+    # whether blocks without experts may stand among the others; then moe_intermediate_size is F
     dense_blocks: bool = True
     gate: str = "mlp.gate.weight"
-    experts: str = "mlp.experts.{j}"
+    experts: str = "mlp.experts.{j}"  # j an expert
     shared: str = ""
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    neutral: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert: gate half, up half, back
+    neutral: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # further keys, neutral values
 
 
 MIXTRAL = Family(
@@ -385,26 +376,17 @@ OURS, FFN, BACK = ("w_gate", "w_in", "w_out"), ("gate_proj", "up_proj", "down_pr
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlace:
-    """One tensor.
-
-    Attributes:
-      name, shape: in the files.
-      leaf: name of our leaf, such as 'params/dense/units/attention/q'.
-      index: which part of the leaf it is, numbers for the dims that it has one row of.
-      part: shape of that part, whose numbers are those of the tensor, transposed if it is a matrix.
-      transposed: whether it is.
-      float32: whether it is written in float32 whatever the dtype of the others.
-      fused: (name, expert, half or None) of the same numbers in files that hold all experts of a layer in one tensor:
-        [E, 2 F, M] with the gate half first, or [E, M, F].
-    """
+    """One tensor of the files, and which part of which leaf of ours it is."""
 
     name: str
     shape: tuple[int, ...]
-    leaf: str
-    index: Index
-    part: tuple[int, ...]
-    transposed: bool = False
-    float32: bool = False
+    leaf: str  # such as 'params/dense/units/attention/q'
+    index: Index  # numbers for the dims of the leaf that the part has one row of
+    part: tuple[int, ...]  # shape of the part, whose numbers are those of the tensor
+    transposed: bool = False  # once it is transposed, as a matrix
+    float32: bool = False  # written in float32 whatever the dtype of the others
+    # (name, expert, half or None) of the same numbers in files that hold all experts of a layer in one tensor:
+    # [E, 2 F, M] with the gate half first, or [E, M, F]
     fused: tuple[str, int, int | None] | None = None
 
     def to_tensor(self, part: np.ndarray) -> np.ndarray:

@@ -63,22 +63,15 @@ def choose_for_real_tokens(router: Router, x, params, inputs: RouterInputs):
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """A model as it generates, and how its parameters lie.
+    """A model as it generates, and how its parameters lie."""
 
-    Attributes:
-      model: of `inference_configs`, its parameters whole on every device but for experts and MP parts (ZeRO stage 0).
-      vocabulary: ids below it may be chosen.
-      specs: PartitionSpecs {'dense': ..., 'bank': ...}.
-      shapes: {segment: slots and candidates of its placement}.
-      quantize: how the bank is kept, 'none' or 'int8'.
-      decode: of one token for each sequence: 'gather' them where they are few (`few_tokens.py`), or 'exchange'.
-    """
-
+    # of `inference_configs`, its parameters whole on every device but for experts and MP parts (ZeRO stage 0)
     model: LanguageModel
-    vocabulary: int
-    specs: Any
-    shapes: dict[str, PlanShape]
-    quantize: str = "none"
+    vocabulary: int  # ids below it may be chosen
+    specs: Any  # PartitionSpecs {'dense': ..., 'bank': ...}
+    shapes: dict[str, PlanShape]  # {segment: slots and candidates of its placement}
+    quantize: str = "none"  # how the bank is kept, or 'int8'
+    # one token for each sequence: 'gather' them where they are few (`few_tokens.py`), or 'exchange'
     decode: str = "gather"
 
 
@@ -369,22 +362,14 @@ LEAST_LENGTH = 16  # of a prompt or cache
 
 @record
 class State:
-    """Of B sequences between two tokens, and before the first.
+    """Of B sequences between two tokens, and before the first."""
 
-    Attributes:
-      cache: of all tokens but those in `ids`; None before the first.
-      ids: int32 [B, Sq], the last token of each, or padded prompts before the first.
-      positions: int32 [B], where the last one stands.
-      live: bool [B], whether another token is to come; left: int32 [B], how many at most.
-      keys: uint32 [B, 3], of `prompt_keys`.
-    """
-
-    cache: dict | None
-    ids: jax.Array
-    positions: jax.Array
-    live: jax.Array
-    left: jax.Array
-    keys: jax.Array
+    cache: dict | None  # of all tokens but those in `ids`; None before the first
+    ids: jax.Array  # int32 [B, Sq], the last token of each, or padded prompts before the first
+    positions: jax.Array  # int32 [B], where the last one stands
+    live: jax.Array  # bool [B], whether another token is to come
+    left: jax.Array  # int32 [B], how many at most
+    keys: jax.Array  # uint32 [B, 3], of `prompt_keys`
 
 
 def bucket(number: int, least: int = 1) -> int:

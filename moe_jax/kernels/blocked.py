@@ -42,15 +42,13 @@ TALLEST_MEAN = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """One block: `count` rows of `group`, in a window of `height` rows that starts at row `start`.
-
-    The window may also hold `lead` rows before the block's own and rows after them: those belong to other groups or to
-    none, so they are read as zeros and never written.
-    """
+    """One block: `count` rows of `group`, in a window of `height` rows that starts at row `start`."""
 
     height: int
     group: Array
     start: Array
+    # The window may also hold `lead` rows before the block's own and rows after them: those belong to other groups or
+    # to none, so they are read as zeros and never written.
     lead: Array
     count: Array
     full: bool  # every row of the window is the block's own, and its group has had its tail

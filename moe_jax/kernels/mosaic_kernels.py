@@ -314,19 +314,13 @@ def parts_of(rows: float, groups: int, contracted: int, resulting: int, cores: i
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """Operands on their way from the copying warpgroup to the multiplying ones: step s uses buffer s % stages.
+    """Operands on their way from the copying warpgroup to the multiplying ones: step s uses buffer s % stages."""
 
-    Attributes:
-      halves: [stages, 2, 64, depth], what each multiplying warpgroup reads alone; scales: [stages, 2, 64], of its rows.
-      shared: [stages, ...], what both read.
-      full, free: barriers, one per buffer: its copies have arrived; both warpgroups are done with it.
-    """
-
-    halves: Ref
-    shared: Ref
-    full: Ref
-    free: Ref
-    scales: Ref | None = None
+    halves: Ref  # [stages, 2, 64, depth], what each multiplying warpgroup reads alone
+    shared: Ref  # [stages, ...], what both read
+    full: Ref  # barriers, one per buffer: its copies have arrived
+    free: Ref  # both warpgroups are done with it
+    scales: Ref | None = None  # [stages, 2, 64], of the rows of `halves`
 
     def wait_free(self, step: Array) -> Array:
         """Return the buffer of a step, once it is free."""
