@@ -45,7 +45,7 @@ def command(argv: list[str]) -> None:
         raise UserError("--out is missing; name the file to write, such as --out=cluster.json")
     mesh = None
     if _GIN_FILES.value or _GIN_BINDINGS.value:
-        from moe_jax.config import parse_run_config
+        from moe_jax.config.gin_files import parse_run_config
 
         mesh = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].mesh
     from moe_jax.parallel.mesh import set_up_devices

@@ -81,7 +81,7 @@ def command(argv: list[str]) -> int:
     from moe_jax.analysis import compile_ahead, cuda_wheels
     from moe_jax.cluster.targets import device_named, parse_target, target_names
     from moe_jax.cluster.timeline import Model, read_constants
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
 
     if _TARGET.value:
         target = parse_target(_TARGET.value)

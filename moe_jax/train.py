@@ -52,7 +52,8 @@ def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code 0 or --preempt_exit_code; errors are raised."""
     parse_flags(argv, "moe_jax.train", "gin_file")
     logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
-    from moe_jax.config import bound_in, parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
+    from moe_jax.config.run_config import bound_in
 
     config, config_text, operative_text = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
     if _DRY_RUN.value:

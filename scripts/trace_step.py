@@ -67,7 +67,7 @@ def main() -> int:
         if not is_command and not module.name.endswith(("__main__", "train_tokenizer")):
             importlib.import_module(module.name)
     from moe_jax.analysis.compile_ahead import planned_shapes
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
     from moe_jax.training.program import build_program
 
     config = parse_run_config([args.gin_file], args.gin_bindings)[0]
@@ -78,7 +78,7 @@ def main() -> int:
     shape = planned_shapes(built.config, built.roles, skew=1.0)
     for frames in (program, lowering):
         frames.on()
-        built.lower_train_step(shape)
+        built.trace_step(shape).lower()
         frames.off()
         jax.clear_caches()
     sides = {"program": program, "lowering": lowering}

@@ -17,7 +17,7 @@ import sys
 import pytest
 from support.quick_compiles import QUICK
 
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import CONFIG_CLASSES
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -30,10 +30,8 @@ from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import overflow_chance
 from moe_jax.training.compiling import compile_guided
-from moe_jax.training.overlap_choice import settle_overlap
-from moe_jax.training.plan_cost import segment_runs
 from moe_jax.training.program import build_program
-from moe_jax.training.replanner import Replanner
+from moe_jax.training.replanner import Replanner, segment_runs, settle_overlap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,16 +35,19 @@ from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
-from moe_jax.training.overlap_choice import layer_seconds, settle_overlap, why_not_halves
-from moe_jax.training.plan_cost import (
+from moe_jax.training.replanner import (
+    check_planner,
+    check_transfer,
     initial_placement,
     largest_shapes,
+    layer_seconds,
     plan_cost,
     segment_runs,
+    settle_overlap,
     sizes_of,
+    why_not_halves,
     with_replica_slots,
 )
-from moe_jax.training.replanner import check_planner, check_transfer
 from moe_jax.training.teacher import mesh_experts, teacher_checkpoint, teacher_model
 
 OPTIMIZER_STATES = {

@@ -303,14 +303,13 @@ def record_steps(
     from moe_jax.parallel.mesh import to_devices
     from moe_jax.planning.plan_shape import table_shapes
     from moe_jax.training.program import build_session
-    from moe_jax.training.step import of_each_table
 
     session = build_session(config, devices)
     state, tables, host_signals = session.fresh_state(), session.tables, session.host_signals(0)
     shape = compiled.plan
     if shape is not None:
         tables = {name: table_shapes(own) for name, own in shape.items()}
-        tables = to_devices(tables, of_each_table(session.state_shardings.tables, tables))
+        tables = to_devices(tables, session.state_shardings.tables)
         host_signals = to_devices(
             np.zeros((session.roles.num_devices, 3), np.int32), session.state_shardings.host_signals
         )

@@ -6,21 +6,30 @@ that a command can still choose its devices afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from absl import flags
 
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
-EXIT_CODES = {UserError: 2, NonFiniteError: 3, HostLostError: 4}
+EXIT_CODES = {UserError: 2, NonFiniteError: 3, HostLostError: 4, KeyboardInterrupt: 130}
 COMPILING = "moe_jax compiling"  # name of threads that write nothing, and that the end of a command does not wait for
 
 # the command's own flags; those of every imported module too
 HELP, HELP_FULL = ("--help", "-help", "-h", "--helpshort", "-helpshort"), ("--helpfull", "-helpfull")
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Return the exit code that a command ends with after an exception."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
 def run_command(command: Callable[[list[str]], int | None]) -> None:
@@ -31,21 +40,26 @@ def run_command(command: Callable[[list[str]], int | None]) -> None:
     """
     try:
         sys.exit(command(sys.argv))
-    except tuple(EXIT_CODES) as error:
+    except (UserError, NonFiniteError, HostLostError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind)))
+        sys.exit(exit_code_of(error))
     finally:
         if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
             # A compilation cannot be stopped, and takes minutes. As a daemon thread it would abort the process instead,
             # because Python ends such a thread inside XLA, where C++ does not expect it. So the process ends here, as
             # it would after Python's wait for its threads.
             error = sys.exc_info()[1]
-            code = error.code if isinstance(error, SystemExit) else 1
             if not isinstance(error, SystemExit):
                 traceback.print_exception(error)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code if isinstance(code, int) else int(code is not None))
+            exit_now(exit_code_of(error))
+
+
+def exit_now(exit_code: int) -> NoReturn:
+    """Leave without the atexit hooks and without waiting for threads."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def parse_flags(argv: list[str], command: str, flag: str) -> None:

@@ -29,14 +29,11 @@ class Reference(str):
     __repr__ = str.__str__
 
 
-class _Delegate:
-    """What gin's parser calls for a `Reference`."""
-
-    def configurable_reference(self, scoped_configurable_name, evaluate):
-        return Reference(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
-
-    def macro(self, macro_name):
-        return Reference(f"%{macro_name}")
+# what gin's parser calls for them
+_DELEGATE = types.SimpleNamespace(
+    configurable_reference=lambda name, evaluate: Reference(f"@{name}{'()' if evaluate else ''}"),
+    macro=lambda name: Reference(f"%{name}"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +152,7 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
     try:
         if "\0" in text:  # Python's tokenizer, which gin uses, raises errors of its own on it
             raise SyntaxError("it holds a NUL character", ("", text[: text.index("\0")].count("\n") + 1, 0, ""))
-        statements = list(gin.config_parser.ConfigParser(text, _Delegate()))
+        statements = list(gin.config_parser.ConfigParser(text, _DELEGATE))
     except (SyntaxError, tokenize.TokenError, StopIteration, ValueError, TypeError, RecursionError) as error:
         if isinstance(error, tokenize.TokenError):
             why, number = error.args[0], error.args[1][0]

@@ -111,22 +111,18 @@ def may_differ(binding: str) -> bool:
     return any(fnmatch.fnmatchcase(binding, pattern) for pattern in MAY_DIFFER)
 
 
-def check_resumable(old_text: str, new_text: str, workdir: str = "") -> list[tuple[str, str, str]]:
-    """Return the differences under which a started run goes on.
+def check_resumable(old_text: str, new_text: str, workdir: str = "") -> None:
+    """Raise UserError where a started run may not go on; it names each binding that differs with both values.
 
     Args:
       old_text: config text of the folder or checkpoint.
       new_text: config text of this command.
       workdir: the run folder as the user named it, for the message.
-
-    Raises:
-      UserError: if another binding differs; it names each of them with both values.
     """
     differences = config_differences(old_text, new_text)
-    blocking = [(binding, old, new) for binding, old, new in differences if not may_differ(binding)]
-    if not blocking:
-        return differences
-    listed = "; ".join(f"{binding} was {old} and is {new} now" for binding, old, new in blocking)
+    listed = "; ".join(f"{name} was {old} and is {new} now" for name, old, new in differences if not may_differ(name))
+    if not listed:
+        return
     raise UserError(
         f"{workdir or 'the work folder'} holds a run with another config: {listed}. To resume or evaluate it, set "
         f"these back (--gin_file={workdir or 'DIR'}/config.gin does); else name another --workdir, or start a "

@@ -20,7 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moe_jax.config import RunConfig, config_text, parse_run_config
+from moe_jax.config.gin_files import parse_run_config
+from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.data import DataConfig, build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.families import (

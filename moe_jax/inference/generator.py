@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.cluster import Cluster
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.data.tokenizer import END_FILES, read_end_ids

@@ -283,13 +283,13 @@ def to_devices(arrays, shardings):
 
     Args:
       arrays: pytree of NumPy arrays.
-      shardings: matching pytree, or one sharding for all.
+      shardings: matching pytree, or one that ends sooner: a sharding for all arrays below its place.
     """
 
     def one(array, sharding):
         array = np.asarray(array)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    if isinstance(shardings, jax.sharding.Sharding):
-        return jax.tree.map(lambda array: one(array, shardings), arrays)
-    return jax.tree.map(one, arrays, shardings)
+    return jax.tree.map(
+        lambda sharding, part: jax.tree.map(lambda array: one(array, sharding), part), shardings, arrays
+    )

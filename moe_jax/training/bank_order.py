@@ -133,20 +133,16 @@ def reshard(
     """
     leaves, tree = jax.tree.flatten(state)
     at = [index for index, name in enumerate(flatten(state)) if is_bank(name) and segment_of(name) == segment]
-    bank = tuple(
-        jax.ShapeDtypeStruct(leaves[index].shape, leaves[index].dtype, sharding=leaves[index].sharding) for index in at
-    )
+    held = [leaves[index] for index in at]
+    bank = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in held)
     tables = move_tables(reshard_permutation(old, new, rows), old.devices)
-    for index, leaf in zip(at, share(_mover(bank))([leaves[index] for index in at], tables), strict=True):
+    for index, leaf in zip(at, share(_mover(bank))(held, tables), strict=True):
         leaves[index] = leaf
     return jax.tree.unflatten(tree, leaves)
 
 
 def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
-    """Sort the moves of a permutation into rounds.
-
-    Args:
-      source: int [D Rb]; row r takes what row source[r] holds.
+    """Sort the moves of a permutation, in which row r takes what row source[r] holds (int [D Rb]), into rounds.
 
     Returns:
       stay int32 [D, Rb]: the own row that each row takes, Rb where it comes from another device; send int32 [D, Rb, D]:
@@ -168,12 +164,8 @@ def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
     place = np.full((devices, rows, devices), rows, np.int32)
     send[owner[moved], turn, new[moved]] = source[moved] % rows
     place[new[moved], turn, owner[moved]] = moved % rows
-    return {
-        "stay": stay.astype(np.int32),
-        "send": send,
-        "place": place,
-        "rounds": np.int32(turn.max(initial=-1) + 1),
-    }
+    rounds = np.int32(turn.max(initial=-1) + 1)
+    return {"stay": stay.astype(np.int32), "send": send, "place": place, "rounds": rounds}
 
 
 @functools.lru_cache(maxsize=8)

@@ -59,8 +59,7 @@ Index = tuple[int | slice, ...]  # of a part of a leaf: a number keeps one row o
 class Checkpointer:
     """The checkpoints of one folder, of which the newest `keep` stay; only finished ones are listed, read or counted.
 
-    `save` returns while files are still being written; what goes wrong then is raised by the next `save`, `wait` or
-    `close`.
+    `save` returns while files are still being written; what goes wrong then, the next `save`, `wait` or `close` raises.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int):
@@ -76,22 +75,18 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Return the steps of all finished checkpoints as this process sees the folder, rising."""
         try:
-            names = os.listdir(self.folder)
+            return sorted(int(name) for name in os.listdir(self.folder) if name.isdecimal())
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self) -> int | None:
         """Return the step of the newest finished checkpoint, None without any; process 0 decides for all."""
         steps = self.steps()
         newest = steps[-1] if steps else -1
         if jax.process_count() > 1:
+            name, processes = f"moe_jax latest {self.folder}", set(range(jax.process_count()))
             with _lost_processes_named("agree on a checkpoint"):
-                ocp.multihost.sync_global_processes(
-                    f"moe_jax latest {self.folder}",
-                    timeout=_START_SECONDS,
-                    processes=set(range(jax.process_count())),
-                )
+                ocp.multihost.sync_global_processes(name, timeout=_START_SECONDS, processes=processes)
             newest = int(ocp.multihost.broadcast_one_to_all(np.int32(newest)))
         return None if newest < 0 else newest
 
@@ -148,12 +143,7 @@ class Checkpointer:
         """Return leaves {name: array} on the host, as they are stored; all leaves unless `names` are given."""
         stored = self._stored(step)
         wanted = {n: jax.ShapeDtypeStruct(stored[n].shape, stored[n].dtype) for n in names or stored}
-        as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in wanted}
-        with self._reading_errors_named(step):
-            return ocp.PyTreeCheckpointHandler(use_compression=False).restore(
-                epath.Path(self._path(step)),
-                args=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True),
-            )
+        return self._restore(step, wanted, {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in wanted})
 
     # Writing.
 
@@ -189,11 +179,9 @@ class Checkpointer:
             if ordered is not leaf:
                 ordered.delete()
         self._pending = step
+        args = ocp.args.PyTreeSave(arrays, custom_metadata={"format": FORMAT, "step": step, "host": host})
         with self._writing_errors_named(step):
-            self._writer.save(
-                self._path(step),
-                args=ocp.args.PyTreeSave(arrays, custom_metadata={"format": FORMAT, "step": step, "host": host}),
-            )
+            self._writer.save(self._path(step), args=args)
 
     def wait(self) -> None:
         """Wait until the last save has finished, then delete what `keep` does not cover.
@@ -208,10 +196,8 @@ class Checkpointer:
         with self._writing_errors_named(step):
             self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            for old in self.steps()[
-                : -self._keep
-            ]:  # renamed first, so that a kill leaves no half of one under its name
-                path = self._path(old)
+            for old in self.steps()[: -self._keep]:
+                path = self._path(old)  # renamed first, so that a kill leaves no half of one under its name
                 doomed = path.with_name(path.name + ".deleted")
                 shutil.rmtree(doomed, ignore_errors=True)
                 os.replace(path, doomed)
@@ -225,8 +211,6 @@ class Checkpointer:
             if "_writer" in self.__dict__:
                 self._writer.close()
                 del self._writer
-
-    # Internal.
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
@@ -247,13 +231,8 @@ class Checkpointer:
             multiprocessing_options=processes,
             type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
         )
-        return ocp.AsyncCheckpointer(
-            handler,
-            multiprocessing_options=processes,
-            async_options=ocp.options.AsyncOptions(
-                timeout_secs=_WRITE_SECONDS, create_directories_asynchronously=False
-            ),
-        )
+        waits = ocp.options.AsyncOptions(timeout_secs=_WRITE_SECONDS, create_directories_asynchronously=False)
+        return ocp.AsyncCheckpointer(handler, multiprocessing_options=processes, async_options=waits)
 
     def _stored(self, step: int) -> dict[str, Any]:
         """Return {name: shape and dtype} of the leaves in a checkpoint."""
@@ -262,11 +241,7 @@ class Checkpointer:
             return flatten(reader.metadata(epath.Path(self._path(step))).tree)
 
     def _read(self, step: int, stored: dict[str, Any], needed: dict[str, Any], tree, home: Homes):
-        """Read the leaves `needed` and return them in the structure of `tree`.
-
-        Raises:
-          UserError: names the first leaf that differs, with both values.
-        """
+        """Return the leaves `needed` in the structure of `tree`; UserError names the first that differs."""
         wanted = {}
         for name, leaf in needed.items():
             assert isinstance(leaf.sharding, NamedSharding), f"{name} has no NamedSharding"
@@ -277,8 +252,7 @@ class Checkpointer:
             {name: f"{np.dtype(leaf.dtype).name} {list(leaf.shape)}" for name, leaf in leaves.items()}
             for leaves in (stored, wanted)
         ]
-        names = [*wanted, *(name for name in stored if name not in wanted)]
-        differing = [name for name in names if kinds[0].get(name) != kinds[1].get(name)]
+        differing = [name for name in {**wanted, **stored} if kinds[0].get(name) != kinds[1].get(name)]
         if differing:
             held, here = (kind.get(differing[0], "absent") for kind in kinds)
             more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
@@ -287,19 +261,11 @@ class Checkpointer:
                 f"{here} in this run{more}; use the model, optimizer and tokenizer that it was trained with, or "
                 "another --workdir"
             )
-        with self._reading_errors_named(step):
-            arrays = ocp.PyTreeCheckpointHandler(use_compression=False).restore(
-                epath.Path(self._path(step)),
-                args=ocp.args.PyTreeRestore(
-                    item=wanted,
-                    restore_args={
-                        name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-                        for name, leaf in wanted.items()
-                    },
-                    partial_restore=True,
-                ),
-            )
-        leaves = []
+        on_devices = {
+            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+            for name, leaf in wanted.items()
+        }
+        arrays, leaves = self._restore(step, wanted, on_devices), []
         for name, leaf in needed.items():
             array, own = arrays.pop(name), home_of(name, home)
             if own is not None:
@@ -308,6 +274,12 @@ class Checkpointer:
                 in_file_order.delete()  # not two banks at once
             leaves.append(array)
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    def _restore(self, step: int, wanted: dict, restore_args: dict) -> dict:
+        """Return {name: array} of the leaves `wanted`."""
+        args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
+        with self._reading_errors_named(step):
+            return ocp.PyTreeCheckpointHandler(use_compression=False).restore(epath.Path(self._path(step)), args=args)
 
     def _sweep_unfinished(self) -> None:
         """Delete what a killed run or a failed save left; for writers only: a reader may run beside a job."""
@@ -425,11 +397,9 @@ def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None
         (jax.Array, ocp.type_handlers.ArrayHandler()), (LeafParts, _PartsHandler())
     )
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-    custom = {"format": FORMAT, "step": 0, "host": host}
+    args = ocp.args.PyTreeSave(leaves, custom_metadata={"format": FORMAT, "step": 0, "host": host})
     with ocp.Checkpointer(handler) as writer:
-        writer.save(
-            epath.Path(folder.absolute() / f"{0:08d}"), args=ocp.args.PyTreeSave(leaves, custom_metadata=custom)
-        )
+        writer.save(epath.Path(folder.absolute() / f"{0:08d}"), args=args)
 
 
 def read_parts(folder: str | os.PathLike[str], step: int, parts: Iterable[tuple[str, Index]]) -> Iterator[np.ndarray]:

@@ -1,7 +1,6 @@
 """How programs are compiled: options, the compilation cache, one compilation for all processes, a guided scheduler.
 
-Inputs: lowered programs and the devices they run on. Outputs: executables, the same on every process of a job. Each
-option of `GPU` was chosen by comparing reports of `python -m moe_jax.inspect` without it and with it.
+Inputs: lowered programs and the devices they run on. Outputs: executables, the same on every process of a job.
 """
 
 from __future__ import annotations
@@ -30,37 +29,20 @@ from moe_jax.errors import HostLostError, UserError
 
 _LOG = logging.getLogger(__name__)
 
-# what holds for every jax that this package supports (0.10.2 to 0.12)
-GPU: dict[str, str] = {}
 # With several processes: one that compiles alone must not wait for the others' timings of kernels
-# (`compile_for_all`). `training/hosts.py` sets the same for all other programs of the process.
+# (`compile_for_all`). `training/hosts.py` sets the same for all other programs of the process, and says who knows it.
 ALONE = {"xla_gpu_shard_autotuning": "False"}
 # Kernels that give the same bits every time, or an error where there is none.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": "True"}
 
 
 def compiler_options(platform: str, processes: int = 1, deterministic: bool = False) -> dict[str, str]:
-    """Return the options for devices of a platform ('cpu', 'gpu', 'cuda', ...).
-
-    Args:
-      processes: of the job.
-      deterministic: whether the same program must give the same bits every time.
+    """Return the options for devices of a platform ('cpu', 'gpu', 'cuda', ...) in a job of so many processes;
+    `deterministic`: the same program must give the same bits every time.
     """
     if platform not in ("gpu", "cuda"):
         return {}
-    return {**GPU, **(ALONE if processes > 1 else {}), **(DETERMINISTIC if deterministic else {})}
-
-
-def compiled(lowered, options: dict[str, str]):
-    """Return the executable of a lowered program; leave out an option of `ALONE` that this compiler does not have."""
-    try:
-        return lowered.compile(compiler_options=options)
-    except Exception as error:
-        unknown = [name for name in ALONE if name in options and f"No such compile option: '{name}'" in str(error)]
-        if not unknown:
-            raise
-        _LOG.warning("this jax's compiler has no option %s, which is left out", ", ".join(unknown))
-        return lowered.compile(compiler_options={name: v for name, v in options.items() if name not in unknown})
+    return {**(ALONE if processes > 1 else {}), **(DETERMINISTIC if deterministic else {})}
 
 
 # jax's persistent cache is on by default on GPUs, in the user's own folder: jax loads its files, so no other user may
@@ -69,15 +51,12 @@ def compiled(lowered, options: dict[str, str]):
 # several processes process 0 alone writes and all read; where the others find nothing (a file system that not all
 # share), the model's programs still come from process 0 by `compile_for_all`.
 def set_up_compilation_cache(folder: str | None, platform: str | None = None) -> str | None:
-    """Switch jax's persistent compilation cache on or off, before anything is compiled.
+    """Switch jax's persistent compilation cache on or off, before anything is compiled; return its folder, or None.
 
     Args:
       folder: to keep programs in; '' for none; None for JAX_COMPILATION_CACHE_DIR where that is set, else the user's
         cache folder on GPUs, else none.
       platform: None asks jax.
-
-    Returns:
-      the folder in use, None without.
 
     Raises:
       UserError: the folder cannot be made, or the user's cache folder is a link or belongs to another user.
@@ -173,7 +152,7 @@ def compile_for_all(
                 error,
             )
     profile = zlib.decompress(blobs[0]).decode()
-    return compile_with_profile(lowered, options, profile) if profile else compiled(lowered, options)
+    return compile_with_profile(lowered, options, profile) if profile else lowered.compile(options)
 
 
 def _compile_and_hand_out(
@@ -216,24 +195,23 @@ def _compile_and_hand_out(
     return executable
 
 
-class SharedFunction:
-    """A jitted function that is compiled at its first call, for all processes.
+def shared_function(function, options: dict[str, str], devices: Sequence):
+    """Return a jitted function as one that process 0 compiles for all processes at its first call.
 
     Args:
       function: what jax.jit returned; all calls have the same shapes and shardings.
-      options: for the compiler.
-      devices: of its mesh.
+      options: for the compiler; none on devices that need no common compilation: then it stays as it is.
+      devices: of its mesh, in order.
     """
+    executable = None
 
-    def __init__(self, function, options: dict[str, str], devices: Sequence):
-        self._function, self._options, self._devices = function, options, devices
-        self._executable: jax.stages.Compiled | None = None
+    def call(*arguments):
+        nonlocal executable
+        if executable is None:
+            executable = compile_for_all(function.lower(*arguments), options, None, devices)
+        return executable(*arguments)
 
-    def __call__(self, *arguments):
-        if self._executable is None:
-            lowered = self._function.lower(*arguments)
-            self._executable = compile_for_all(lowered, self._options, None, self._devices)
-        return self._executable(*arguments)
+    return call if options else function
 
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -246,11 +224,8 @@ _unguided: set[str] = set()  # kinds of devices without known rates that were lo
 
 
 def find_target(devices, per_node: int) -> Target | None:
-    """Return the target that these devices are, None where the scheduler cannot be guided; a GPU's reason is logged.
-
-    Args:
-      devices: of the mesh, real or described.
-      per_node: of one node.
+    """Return the target that these devices are, real or described, `per_node` on a node; None where the scheduler
+    cannot be guided. A GPU's reason is logged.
     """
     if devices[0].platform not in ("gpu", "cuda"):
         return None
@@ -276,7 +251,7 @@ def compile_guided(
 
     The profile is that of the program as compiled without one.
     """
-    executable = compiled(lowered, options)
+    executable = lowered.compile(options)
     if target is None:
         return executable, ""
     profile = scheduler_profile(parse_module(executable.as_text()), target)
@@ -313,7 +288,7 @@ def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], p
                 file.write(profile)
                 file.flush()
                 _LOG.warning("the scheduler's profile is kept for this compilation only: %s", reason)
-                return compiled(lowered, {**options, PROFILE_OPTION: file.name})
+                return lowered.compile({**options, PROFILE_OPTION: file.name})
         except OSError:
             raise reason from None
-    return compiled(lowered, {**options, PROFILE_OPTION: str(path)})
+    return lowered.compile({**options, PROFILE_OPTION: str(path)})

@@ -1,22 +1,208 @@
-"""Compare a grouped matmul with plain float32 matmuls on one expert FFN: some hundred rows, forward and backward.
+"""Compare an unproven grouped matmul with plain float32 matmuls on one expert FFN, before training on it.
 
-Inputs: the sizes of a model and the implementation's name. Outputs: the entry that is furthest off, and by how much.
-Letters: docs/notation.md; F of this device.
+Inputs: a `Session`, before it has a state, and the job's processes. Outputs: the session, with a proven grouped matmul
+where 'auto' had chosen one that does not hold, and a record for environment.json. Letters: docs/notation.md; F of this
+device.
 """
+
+# Some are not proven by the tests of this project: `hopper` and `mosaic`, never run here on the GPUs that they are for;
+# and `lax.ragged_dot` on GPUs, which newer compilers lower to cuDNN. A run that uses one compares it first
+# (`expert_check`).
+#
+#     outcome                  field says 'auto'                      field names it
+#     equal but for rounding   goes on                                goes on
+#     differs, or fails        goes on with the proven one, says so   UserError
+#     no memory for the check  goes on with the proven one, says so   goes on unchecked, says so
+#
+# All processes of a job decide alike: by the worst of their outcomes.
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import functools
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
-from moe_jax.kernels import grouped  # by its package, which names all implementations: `source_digest` follows it
+from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
+from moe_jax.errors import UserError
+from moe_jax.kernels.grouped import FLOAT8, GroupedWeights
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
+from moe_jax.training.compiling import compiler_options
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.program import Session
 
-Array = jax.Array
+_LOG = logging.getLogger(__name__)
+DRIVER = Path("/proc/driver/nvidia/version")
+PASSES, DIFFERS, FAILS, NO_MEMORY = "passes", "differs", "fails", "no memory"
+OUTCOMES = (PASSES, NO_MEMORY, FAILS, DIFFERS)  # from best to worst
+PROVEN = "fused"
+KERNELS = ("hopper", "mosaic", "mosaic_sparing")  # grouped matmuls that no GPU has run for this project
+UNCACHED = "kernels are compared again at every start: %s"
+WAIT_SECONDS = 900.0  # for another process' compilations
+Verdict = tuple[str, str]  # one of OUTCOMES, and what differs or why it failed, one line
+
+
+def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
+    """Compare the unproven grouped matmul that the session uses, before anything large is in the devices' memory.
+
+    Args:
+      session: with the config as the user gave it.
+      hosts: all processes of the job call this together.
+
+    Returns:
+      the session to train with, and {'grouped_matmul': {'wanted', 'compared', 'used', 'outcome', 'detail'}} where one
+      was compared, else {}.
+
+    Raises:
+      UserError: the config names something that differs or fails, or a kernel has made the device unusable.
+    """
+    device = next(d for d in session.roles.mesh.devices.flat if d.process_index == jax.process_index())
+    doubted = unproven(session, device)
+    if not doubted:
+        return session, {}
+    # what concerns several processes is set for all programs of a process (`training/hosts.py`)
+    options = compiler_options(device.platform, deterministic=session.config.train.deterministic)
+    key, wanted, used = verdict_key(device, options, doubted), session.config.moe.grouped_matmul, doubted[0][0]
+    # Verdicts are kept in the user's cache under all that they depend on, so the next start costs nothing. A file that
+    # is missing, damaged, or of another key is no verdict; with a cache that cannot be used the check runs at every
+    # start. A check may be collective, so this process' kept verdict counts only if every process has one.
+    path = verdict = None
+    try:
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+        path = user_cache_folder("verdicts") / f"{name}.json"
+        verdict = read_verdict(path, key)
+    except UserError as error:
+        _LOG.warning(UNCACHED, error)
+    if "no" in hosts.gather_text("kept verdict of grouped_matmul", "yes" if verdict else "no", WAIT_SECONDS):
+        verdict = check_experts(doubted, device, options)
+        if path is not None and verdict[0] != NO_MEMORY:  # more memory may be free next time
+            today = datetime.datetime.now(datetime.UTC).date().isoformat()
+            kept = {"key": key, "outcome": verdict[0], "detail": verdict[1], "date": today}
+            try:
+                write_cached(path, json.dumps(kept, indent=1) + "\n")
+            except UserError as error:
+                _LOG.warning(UNCACHED, error)
+    elif verdict[0] != PASSES:
+        verdict = verdict[0], f"{verdict[1]} (so it was at an earlier start; delete {path} to compare again)"
+    found = [
+        json.loads(text) for text in hosts.gather_text("check of grouped_matmul", json.dumps(verdict), WAIT_SECONDS)
+    ]
+    worst = max(OUTCOMES.index(outcome) for outcome, _ in found)
+    outcome, detail = next(verdict for verdict in found if verdict[0] == OUTCOMES[worst])
+    record = {"wanted": wanted, "compared": used, "used": used, "outcome": outcome, "detail": detail}
+    if outcome == PASSES:
+        return session, {"grouped_matmul": record}
+
+    what = {
+        DIFFERS: f"computes something else than {PROVEN!r}: {detail}",
+        FAILS: f"fails before the first step: {detail}",
+        NO_MEMORY: f"could not be compared with {PROVEN!r}, since not even that fits into memory: {detail}",
+    }[outcome]
+    remedy = f"set MoEConfig.grouped_matmul = {PROVEN!r}"
+    if wanted != "auto":
+        if outcome != NO_MEMORY:
+            raise UserError(f"MoEConfig.grouped_matmul ({used!r}) {what}; {remedy}")
+        said = f"MoEConfig.grouped_matmul ({used!r}) {what}; the run goes on with it, unchecked"
+    else:
+        try:  # an invalid access of a kernel ends CUDA for its whole process
+            usable = int(jnp.sum(jax.device_put(jnp.ones(4, jnp.int32), device))) == 4
+        except Exception:  # any error of the backend
+            usable = False
+        if not usable:
+            raise UserError(
+                f"MoEConfig.grouped_matmul ('auto': {used!r}) {what}; the device does not answer any more: give the "
+                f"same command again, or {remedy}"
+            )
+        said = f"MoEConfig.grouped_matmul ('auto'): {used!r} {what}; the run takes {PROVEN!r}, which is slower"
+        # layout and shardings do not depend on the grouped matmul
+        changed, owners = {}, {"config": session.config, "model": session.model}
+        if session.teacher is not None:
+            owners["teacher"] = session.teacher.model
+        for name, owner in owners.items():
+            changed[name] = dataclasses.replace(owner, moe=dataclasses.replace(owner.moe, grouped_matmul=PROVEN))
+        if session.teacher is not None:
+            changed["teacher"] = dataclasses.replace(session.teacher, model=changed["teacher"])
+        session, record["used"] = dataclasses.replace(session, **changed), PROVEN
+    if jax.process_index() == 0:
+        _LOG.warning("%s", said)
+    return session, {"grouped_matmul": record}
+
+
+def unproven(session: Session, device: jax.Device) -> list[tuple[str, ModelConfig]]:
+    """Return the unproven grouped matmuls that the session uses, each with the sizes of its experts on one device."""
+    doubted = []
+    for hidden_dim, name in session.grouped_matmuls.items():
+        below = name.rpartition(":")[2]  # the one that it stands over
+        if below in KERNELS or (below == "ragged" and device.platform in ("gpu", "cuda")):
+            doubted.append((name, dataclasses.replace(session.config.model, hidden_dim=hidden_dim)))
+    return doubted
+
+
+def check_experts(doubted: list[tuple[str, ModelConfig]], device: jax.Device, options: dict | None) -> Verdict:
+    """Return the verdict on these grouped matmuls; the first that differs counts.
+
+    Raises:
+      UserError: what the user has to change, such as dims that the implementation does not take.
+    """
+    try:
+        for implementation, config in doubted:
+            size, limit, where = compare_expert(implementation, config, device, options)
+            if size > limit:
+                return DIFFERS, where
+    except UserError:
+        raise
+    except Exception as error:  # whatever lowering, compiling or running it may raise
+        # A lack of a kernel's shared memory has one size on every start, so the kernel fails always.
+        text = str(error).lower()
+        full = isinstance(error, MemoryError) or "resource_exhausted" in text or "out of memory" in text
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # some have only their name
+        return NO_MEMORY if full and "shared memory" not in text else FAILS, (lines or [type(error).__name__])[0]
+    return PASSES, ""
+
+
+def verdict_key(device: jax.Device, options: dict | None, doubted: list[tuple[str, ModelConfig]]) -> dict:
+    """Return all that a verdict depends on, as JSON data."""
+    try:
+        driver = DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
+    except OSError:  # no NVIDIA driver
+        driver = ""
+    fields = ("model_dim", "hidden_dim", "dtype", "param_dtype", "activation")
+    source, package = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for path in sorted(package.rglob("*.py")):
+        source.update(path.read_bytes())
+    return {
+        "check": "expert",
+        "compared": [[name, *(getattr(config, field) for field in fields)] for name, config in doubted],
+        "options": options,
+        "device": device.device_kind,
+        "platform": device.client.platform_version,  # of CUDA, as jaxlib was built for
+        "driver": driver,
+        "flags": os.environ.get("XLA_FLAGS", ""),  # kernels depend on them too
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "source": source.hexdigest()[:16],
+    }
+
+
+def read_verdict(path: Path, key: dict) -> Verdict | None:
+    """Return the verdict that a file keeps under a key, None where there is none."""
+    try:
+        held = json.loads(read_cached(path) or b"null")
+        outcome, detail = held["outcome"], held["detail"]
+        return (outcome, detail) if held["key"] == key and outcome in OUTCOMES and isinstance(detail, str) else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
 
 # Whole models cannot be compared: there a rounding that flips a choice of the gate sends a token to another expert, and
 # two right kernels come out 3 to 7% apart at 12 layers. Here rows are given, so only rounding is left.
@@ -73,7 +259,7 @@ def compare_expert(
     Raises:
       whatever lowering, compiling or running the implementation raises.
     """
-    is_float8 = implementation.startswith(grouped.FLOAT8)
+    is_float8 = implementation.startswith(FLOAT8)
     limit = FLOAT8_LIMIT if is_float8 else rounding_limit(config, device.platform)
     furthest = (-1.0, "")
     for rows, sizes in CASES:
@@ -86,7 +272,7 @@ def compare_expert(
         with jax.default_device(device):
             arrays = draw_arrays(config, rows, sizes)
             got = compute(implementation, config.activation, jnp.array(sizes, jnp.int32), *arrays)
-            want = plain(grouped.FLOAT8 + "reference" if is_float8 else config, config.activation, sizes, *arrays)
+            want = plain(FLOAT8 + "reference" if is_float8 else config, config.activation, sizes, *arrays)
             off = jax.device_get(_compare(got, want))
         for name, per_index in off.items():
             index, size = int(np.argmax(per_index)), float(np.max(per_index))
@@ -128,9 +314,9 @@ def of_implementation(implementation: str, activation: str, group_sizes, x, dout
         served = {}
         for name, bank in homes.items():
             backwards = jnp.arange(bank.shape[0] - 1, -1, -1, dtype=jnp.int32)  # a bank's order is not the groups'
-            own = grouped.GroupedWeights(bank=bank[::-1], slots=backwards, grad_sink=grad_sinks[0][name])
+            own = GroupedWeights(bank=bank[::-1], slots=backwards, grad_sink=grad_sinks[0][name])
             slots = jnp.arange(REPLICAS, dtype=jnp.int32)
-            served[name] = own, grouped.GroupedWeights(bank=replicas[name], slots=slots, grad_sink=grad_sinks[1][name])
+            served[name] = own, GroupedWeights(bank=replicas[name], slots=slots, grad_sink=grad_sinks[1][name])
         sizes = jnp.asarray(group_sizes, jnp.int32)
         return expert_ffn(x, sizes, served, activation=activation, implementation=implementation)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
 
 from moe_jax.data import held_out_entropy
 from moe_jax.data.stream import prefetch
-from moe_jax.errors import UserError
+from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.language_model import flatten
 from moe_jax.observe import (
@@ -28,48 +28,14 @@ from moe_jax.observe import (
     Progress,
     RunFolder,
     TensorBoardWriter,
+    device_load_max_over_mean,
 )
 from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import StopSignal
-from moe_jax.training.plan_cost import sizes_of
+from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.program import Programs, Session
-from moe_jax.training.step_metrics import check_finite, step_record
+from moe_jax.training.replanner import sizes_of
 from moe_jax.training.stepper import Stepper
-from moe_jax.training.watchdog import Hosts
-
-
-def evaluate(
-    session: Session, step_function: Callable, params, tables=None, after_batch: Callable[[], None] | None = None
-) -> float:
-    """Return the mean loss per target token of the held-out windows, in nats.
-
-    Args:
-      tables: of the experts' homes; None takes the session's.
-      after_batch: called when a batch is done.
-    """
-    tables = session.tables if tables is None else tables
-    total, count = 0.0, 0
-    for batch in session.feed.held_out():
-        loss, targets = step_function(params, session.feed.to_devices(batch), tables)
-        total, count = total + float(loss), count + int(targets)
-        if after_batch is not None:
-            after_batch()
-    return total / max(count, 1)
-
-
-def memory_counts(devices, name: str) -> list[int]:
-    """Return a count of bytes of each of these devices, 'peak_bytes_in_use' or 'bytes_limit'; none of CPUs."""
-    return [int(stats[name]) for device in devices if name in (stats := device.memory_stats() or {})]
-
-
-def compiled_peak(executable) -> int | None:
-    """Return the most bytes that a program needs on one device, as the compiler counts them."""
-    analysis = executable.memory_analysis()
-    if analysis is None:
-        return None
-    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + outputs)
 
 
 class Loop:
@@ -252,7 +218,7 @@ class Loop:
             teacher = session.teacher.model
             flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)[0]
         choices = sum(part.moe.top_k * part.config.moe_layers for part in session.model.expert_segments)
-        record = step_record(metrics, tokens * choices, session.homes.values())
+        record = step_record(metrics, tokens * choices, session.home.values())
         record["tokens_per_second"] = tokens / seconds
         record["model_flops_per_second"] = tokens * flops / seconds
         record["step_seconds"] = seconds
@@ -342,3 +308,102 @@ class Loop:
             else:
                 jax.block_until_ready(self.stepper.state)
                 jax.profiler.stop_trace()
+
+
+def evaluate(
+    session: Session, step_function: Callable, params, tables=None, after_batch: Callable[[], None] | None = None
+) -> float:
+    """Return the mean loss per target token of the held-out windows, in nats.
+
+    Args:
+      tables: of the experts' homes; None takes the session's.
+      after_batch: called when a batch is done.
+    """
+    tables = session.tables if tables is None else tables
+    total, count = 0.0, 0
+    for batch in session.feed.held_out():
+        loss, targets = step_function(params, session.feed.to_devices(batch), tables)
+        total, count = total + float(loss), count + int(targets)
+        if after_batch is not None:
+            after_batch()
+    return total / max(count, 1)
+
+
+def memory_counts(devices, name: str) -> list[int]:
+    """Return a count of bytes of each of these devices, 'peak_bytes_in_use' or 'bytes_limit'; none of CPUs."""
+    return [int(stats[name]) for device in devices if name in (stats := device.memory_stats() or {})]
+
+
+def compiled_peak(executable) -> int | None:
+    """Return the most bytes that a program needs on one device, as the compiler counts them."""
+    analysis = executable.memory_analysis()
+    if analysis is None:
+        return None
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + outputs)
+
+
+def check_finite(
+    step: int, metrics: dict, names: list[str], last_checkpoint: int | None, *, skipped: int = 0, allowed: int = 0
+):
+    """Raise NonFiniteError if the loss or gradient of step `step` (from 1) is not finite, and it may not be skipped.
+
+    Args:
+      metrics: of the step, as NumPy.
+      names: of the gradient leaves, in the order of metrics['square_norms'].
+      last_checkpoint: step of the last finished checkpoint, or None.
+      skipped: steps that were not finite so far, this one among them, of at most `allowed`.
+    """
+    finite = np.isfinite(metrics["square_norms"])
+    if allowed and skipped <= allowed:
+        return
+    if np.isfinite(metrics["loss"]) and finite.all() and not metrics.get("skipped", False):
+        return
+    gradient = "every gradient is finite"
+    if not finite.all():
+        gradient = f"gradient leaf {names[int(np.argmin(finite))]!r} is the first that is not finite"
+    kept = (
+        "there is no checkpoint yet" if last_checkpoint is None else f"the checkpoint of step {last_checkpoint} is kept"
+    )
+    beyond = f"; {skipped} such steps are more than train.max_skipped_steps ({allowed})" if allowed else ""
+    tolerate = "" if allowed else ", or let train.max_skipped_steps leave out a few such steps"
+    raise NonFiniteError(
+        f"step {step}: the loss is {float(metrics['loss'])}, and {gradient}{beyond}; {kept}. Lower "
+        f"train.learning_rate, or raise train.warmup_steps{tolerate}"
+    )
+
+
+def step_record(metrics: dict, choices: int, homes: Iterable[np.ndarray]) -> dict:
+    """Return one object of metrics.jsonl, without times and memory, which the loop adds.
+
+    Args:
+      metrics: of the step, as NumPy; see `make_update`.
+      choices: of experts, by all tokens of the step in all MoE layers.
+      homes: int [L, E] of each segment with experts, first layers first: the device that computes each expert, of
+        those of its expert-parallel group. Where a planner runs, its record counts replicas instead.
+    """
+    balance, dead, first = [], [], 0
+    for home in homes:
+        devices = int(home.max()) + 1
+        own = metrics["loads"][first : first + len(home), :devices, : home.shape[1]]  # the rest is of larger segments
+        balance.append(device_load_max_over_mean(own, home, devices))
+        dead.append(np.count_nonzero(own.sum(axis=1, dtype=np.int64) == 0, axis=1))  # got no token
+        first += len(home)
+    record = {
+        "loss": float(metrics["loss"]),
+        "aux_loss": float(metrics["aux_loss"]),
+        "z_loss": float(metrics["z_loss"]),
+        "learning_rate": float(metrics["learning_rate"]),
+        "grad_norm": float(metrics["grad_norm"]),
+        "dropped_fraction": float(metrics["dropped"].sum() / choices),
+        "overflow_steps": int(metrics["passes"].max() > 1),
+        "passes": metrics["passes"],
+        "device_load_max_over_mean": np.concatenate(balance),
+        "dead_experts": np.concatenate(dead),
+        "gate_entropy": metrics["gate_entropy"],
+    }
+    if "kl" in metrics:
+        record["kl"] = float(metrics["kl"])
+    if "completed" in metrics:
+        record["completed"] = metrics["completed"]
+    return record

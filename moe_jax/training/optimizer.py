@@ -76,13 +76,9 @@ def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransfo
         return jax.tree.map(lambda leaf: None if is_count(leaf) else 0, jax.eval_shape(transform.init, one))
 
     def init_stacked(params):
-        if not jax.tree.leaves(params):
-            return transform.init(params)
         return jax.vmap(transform.init, out_axes=axes_of(params))(params)
 
     def update_stacked(updates, state, params=None):
-        if not jax.tree.leaves(updates):
-            return transform.update(updates, state, params)
         axes = axes_of(params)
         return jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))(updates, state, params)
 
@@ -150,7 +146,11 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     rate, dtype = build_learning_rate(config), config.first_moment_dtype or None
     beta1, beta2, weight_decay = config.beta1, config.beta2, config.weight_decay
-    decay_mask = functools.partial(jax.tree_util.tree_map_with_path, decays)
+
+    def by_path(of_leaf):
+        return functools.partial(jax.tree_util.tree_map_with_path, of_leaf)
+
+    decay_mask = by_path(decays)
     try:
         if config.optimizer == "adamw":
             update = optax.adamw(
@@ -160,12 +160,14 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             update = optax.lion(rate, beta1, beta2, mu_dtype=dtype, weight_decay=weight_decay, mask=decay_mask)
         else:
             if config.optimizer == "muon":
+                numbers = by_path(lambda path, _: optax.contrib.MuonDimensionNumbers(*muon_dims(path)))
                 muon = optax.contrib.scale_by_muon(
-                    beta=beta1, eps=config.epsilon, mu_dtype=dtype, weight_dimension_numbers=_muon_numbers
+                    beta=beta1, eps=config.epsilon, mu_dtype=dtype, weight_dimension_numbers=numbers
                 )
-                resized = optax.stateless(functools.partial(jax.tree_util.tree_map_with_path, _resized))
                 adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=config.epsilon, mu_dtype=dtype)
-                scale = optax.partition({"muon": optax.chain(muon, resized), "adam": adam}, _muon_or_adam)
+                labels = by_path(lambda path, _: "muon" if muon_dims(path) else "adam")
+                resized = optax.stateless(by_path(_resized))
+                scale = optax.partition({"muon": optax.chain(muon, resized), "adam": adam}, labels)
             else:
                 # Without momentum; the learning rate is relative to a matrix' size, and each expert's and each layer's
                 # matrix has its own factors and sizes.
@@ -185,15 +187,6 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             f"train.optimizer ({config.optimizer!r}) needs what optax {importlib.metadata.version('optax')} lacks "
             f"({error}); install optax 0.2.8 or newer, or choose another optimizer"
         ) from error
-
-
-def _muon_or_adam(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if muon_dims(path) else "adam", params)
-
-
-def _muon_numbers(params):
-    numbers = optax.contrib.MuonDimensionNumbers
-    return jax.tree_util.tree_map_with_path(lambda path, _: numbers(*muon_dims(path)), params)
 
 
 def _resized(path: tuple, update, _param):
@@ -225,11 +218,10 @@ def state_specs(opt_state, shapes, specs):
     over the bank's rows alone, and the rest, small, is whole on every device.
 
     Args:
-      opt_state: pytree with shapes, from `jax.eval_shape(optimizer.init, shapes)`.
-      shapes: the parameters, pytree with shapes.
-      specs: matching pytree of PartitionSpec, of moments.
+      opt_state, shapes: pytrees with shapes, of the state and of the parameters.
+      specs: matching `shapes`: PartitionSpec of the parameters' moments.
     """
-    known = dict(zip(flatten(shapes), zip(jax.tree.leaves(shapes), _spec_leaves(specs), strict=True), strict=True))
+    known = dict(zip(flatten(shapes), zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True), strict=True))
     found = []
     for name, leaf in flatten(opt_state).items():
         keys = name.split("/")  # a leaf's name ends in its parameter's
@@ -253,11 +245,9 @@ def state_bytes(config: TrainConfig, shapes, specs, sizes: dict[str, int]) -> in
     with jax.enable_x64(any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(shapes))):
         opt_state = jax.eval_shape(build_optimizer(config).init, shapes)
     total = 0
-    for leaf, spec in zip(jax.tree.leaves(opt_state), _spec_leaves(state_specs(opt_state, shapes, specs)), strict=True):
+    for leaf, spec in zip(
+        jax.tree.leaves(opt_state), jax.tree.leaves(state_specs(opt_state, shapes, specs)), strict=True
+    ):
         axes = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
         total += leaf.size * jnp.dtype(leaf.dtype).itemsize // math.prod(sizes[axis] for axis in axes)
     return total
-
-
-def _spec_leaves(specs) -> list[P]:
-    return jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))

@@ -1,4 +1,4 @@
-"""What a run computes: mesh, model, layout, the training step as a program; and with its data, a session.
+"""What a run computes: mesh, model, the training step as a program; and with its data, a session.
 
 Inputs: a RunConfig and devices, which may be real ones or those of a described topology. Outputs: a `Program`, whose
 training step can be lowered and compiled from shapes alone, with nothing read and nothing allocated on a device; or a
@@ -24,27 +24,18 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_cache, build_tokenizer
 from moe_jax.kernels.float8 import E4M3
 from moe_jax.kernels.grouped import choose_implementation
-from moe_jax.models import Batch, LanguageModel, Layout, make_loss
+from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.moe.build import check_router
 from moe_jax.moe.routing import Tables, even_tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import PlanShape, table_shapes
-from moe_jax.training.compiling import SharedFunction, compile_for_all, compiler_options, find_target
+from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, shared_function
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.overlap_choice import settle_overlap
-from moe_jax.training.replanner import check_transfer
-from moe_jax.training.step import (
-    StateShardings,
-    abstract_state,
-    build_state_shardings,
-    first_state,
-    make_common_step,
-    make_train_step,
-    of_each_table,
-)
+from moe_jax.training.replanner import check_transfer, settle_overlap
+from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
 
 # Executables of one step: (state, halted, *inputs) -> (state, metrics), the common one, None where steps are not
@@ -60,35 +51,26 @@ class Program:
 
     Attributes:
       config: as bound, but for an overlap of 'auto'.
-      roles, model, layout, optimizer, state_shardings: see their classes.
+      roles, model, optimizer, state_shardings: see their classes.
       teacher: that the step learns from, None in a step without one.
     """
 
     config: RunConfig
     roles: Roles
     model: LanguageModel
-    layout: Layout
     optimizer: optax.GradientTransformation
     state_shardings: StateShardings
     teacher: Teacher | None
 
     @property
-    def homes(self) -> dict[str, tuple[np.ndarray, int]]:
-        """{segment: (int32 [L, E], D)}, each expert's home when a run starts and the size of its group, of the segments
-        with experts, first layers first.
-        """
+    def home(self) -> dict[str, np.ndarray]:
+        """{segment with experts, first layers first: int32 [L, E]}, home device of every expert when a run starts."""
         found = {}
         for segment in self.model.expert_segments:
             roles, experts = self.model.roles_of(segment), segment.moe.num_experts
-            devices = roles.size(roles.expert)
-            own = np.repeat(np.arange(devices, dtype=np.int32), experts // devices)
-            found[segment.name] = own[None].repeat(segment.config.moe_layers, axis=0), devices
+            own = np.arange(experts, dtype=np.int32) // (experts // roles.size(roles.expert))
+            found[segment.name] = own[None].repeat(segment.config.moe_layers, axis=0)
         return found
-
-    @property
-    def home(self) -> dict[str, np.ndarray]:
-        """{segment: int32 [L, E]}, home device of every expert when a run starts."""
-        return {name: home for name, (home, _) in self.homes.items()}
 
     def resolved(self) -> dict[str, str | bool]:
         """Return what 'auto' and None are on these devices, under the names of the bindings."""
@@ -116,7 +98,7 @@ class Program:
 
     def even_tables(self) -> dict[str, Tables]:
         """Return {segment: tables of even homes without a planner}, as NumPy arrays."""
-        return {name: even_tables(*home.shape, devices) for name, (home, devices) in self.homes.items()}
+        return {name: even_tables(*home.shape, int(home.max()) + 1) for name, home in self.home.items()}
 
     def abstract_state(self) -> dict:
         """Return the training state as ShapeDtypeStructs with shardings."""
@@ -134,42 +116,25 @@ class Program:
         taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
         return taught or has_later_passes(self.model, tokens, shape)
 
-    def lower_train_step(self, shape: Shapes = None) -> jax.stages.Lowered:
-        """Return the training step, the complete program, for exactly these shapes and shardings, not compiled yet.
+    def trace_step(self, shape: Shapes = None, common: bool = False) -> jax.stages.Traced:
+        """Return the equations of the training step, on any machine, for exactly these shapes and shardings.
 
         Args:
           shape: {segment: of the plans whose tables will come}; None is even homes for good, without a planner.
-        """
-        return self.trace_step(shape).lower()
-
-    def trace_step(self, shape: Shapes = None, common: bool = False) -> jax.stages.Traced:
-        """Return the equations of the training step, on any machine; shape: as in `lower_train_step`.
-
-        Args:
           common: those of the common program of optimistic steps, else of the complete one.
         """
-        make, length = make_common_step if common else make_train_step, self.config.data.sequence_length
-        step = make(self.model, self.config.train, self.state_shardings, length, shape, self.teacher)
-        halted = jax.ShapeDtypeStruct((), np.bool_, sharding=self.state_shardings.replicated)
-        tables = self.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
-        tables = jax.tree.map(
-            lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
-            tables,
-            of_each_table(self.state_shardings.tables, tables),
-        )
-        host_signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
-        host_signals = jax.ShapeDtypeStruct(host_signals, np.int32, sharding=self.state_shardings.host_signals)
-        train = self.config.train
+        train, length = self.config.train, self.config.data.sequence_length
+        step = make_train_step(self.model, train, self.state_shardings, length, shape, self.teacher, common)
         rows = (train.grad_accum_steps, train.batch_size // train.grad_accum_steps, length)
-        documents = np.int32 if self.config.model.document_mask else None
-        batch = jax.tree.map(
-            lambda dtype, sharding: jax.ShapeDtypeStruct(rows, dtype, sharding=sharding),
-            Batch(np.int32, np.int32, np.dtype(self.config.model.param_dtype), documents=documents),
-            self.state_shardings.batch,
-        )
+        tokens, weights = (jax.ShapeDtypeStruct(rows, dtype) for dtype in (np.int32, self.config.model.param_dtype))
+        batch = Batch(tokens, tokens, weights, documents=tokens if self.config.model.document_mask else None)
+        tables = self.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
+        tables = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tables)
+        signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
+        halted = (jax.ShapeDtypeStruct((), np.bool_),) if common else ()
         frozen = () if self.teacher is None else (self.teacher.held_params(),)
-        state = (self.abstract_state(), halted) if common else (self.abstract_state(),)
-        return step.trace(*state, batch, tables, host_signals, *frozen)
+        host_signals = jax.ShapeDtypeStruct(signals, np.int32)
+        return step.trace(self.abstract_state(), *halted, batch, tables, host_signals, *frozen)
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
@@ -230,9 +195,8 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
         zero_stage=config.train.zero_stage,
         expert_zero_stage=config.train.expert_zero_stage,
     )
-    layout = model.layout()
     optimizer = build_optimizer(config.train)
-    state_shardings = build_state_shardings(model, layout, optimizer, ema=config.train.ema_decay > 0)
+    state_shardings = build_state_shardings(model, optimizer, ema=config.train.ema_decay > 0)
     taught = teacher_model(config, roles, tokenizer, vocab_size, roles.mesh.devices.flat[0])
     teacher = None if taught is None else Teacher(model=taught, layout=taught.layout(), alpha=config.distillation.alpha)
     # the step is built once here for its checks
@@ -241,10 +205,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     rows = config.train.batch_size // config.train.grad_accum_steps // roles.size(roles.dense)
     for segment in model.expert_segments:
         check_router(segment.moe, model.roles_of(segment), rows * length, length, config.planner.decides_late)
-    return Program(
-        config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, state_shardings=state_shardings,
-        teacher=teacher,
-    )  # fmt: skip
+    return Program(config, roles, model, optimizer, state_shardings, teacher)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +219,11 @@ class Session(Program):
 
     feed: Feed
     tables: dict[str, Tables]
+
+    @property
+    def lag(self) -> int:
+        """How many steps after its dispatch a step's metrics are read; so many hide the host's work."""
+        return 1 if self.roles.mesh.devices.flat[0].platform == "cpu" else 2
 
     def fresh_state(self, params=None) -> dict:
         """Return the state of step 0, from given parameters or from new ones."""
@@ -284,21 +250,12 @@ class Session(Program):
             return stats.cross_entropy, jnp.sum(batch.weights.astype(jnp.int32))
 
         given = self.state_shardings
-        step = jax.jit(
-            evaluate,
-            in_shardings=(given.state["params"], given.batch, given.tables),
-            out_shardings=given.replicated,
-        )
-        return self.shared(step)
+        shardings = (given.state["params"], given.batch, given.tables)
+        return self.shared(jax.jit(evaluate, in_shardings=shardings, out_shardings=given.replicated))
 
     def shared(self, function: Callable) -> Callable:
-        """Return a jitted function as one that process 0 compiles for all at its first call, where devices need that.
-
-        Args:
-          function: all its calls have the same shapes and shardings.
-        """
-        options, devices = self.compiler_options(), list(self.roles.mesh.devices.flat)
-        return SharedFunction(function, options, devices) if options else function
+        """Return a jitted function as one that process 0 compiles for all, see `shared_function`."""
+        return shared_function(function, self.compiler_options(), list(self.roles.mesh.devices.flat))
 
     def host_signals(self, flag: int):
         """Return this process' request to stop, 1 or 0, as the step's input."""
@@ -313,13 +270,10 @@ def build_session(config: RunConfig, devices) -> Session:
     """
     tokenizer = build_tokenizer(config.data)
     program = build_program(config, devices, tokenizer)
-    tables = program.even_tables()
     cache = build_cache(config.data, tokenizer, vocab_size=program.model.vocab_size)
-    parts = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
+    shardings, length = program.state_shardings, config.data.sequence_length
     return Session(
-        **parts,
-        feed=Feed(
-            cache, tokenizer, config.train, config.model, config.data.sequence_length, program.state_shardings.batch
-        ),
-        tables=to_devices(tables, of_each_table(program.state_shardings.tables, tables)),
+        **{field.name: getattr(program, field.name) for field in dataclasses.fields(program)},
+        feed=Feed(cache, tokenizer, config.train, config.model, length, shardings.batch),
+        tables=to_devices(program.even_tables(), shardings.tables),
     )

@@ -37,9 +37,8 @@ from moe_jax.planning.cost import predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables, fits
 from moe_jax.training.bank_order import reshard
-from moe_jax.training.plan_cost import segment_runs
 from moe_jax.training.program import Session
-from moe_jax.training.replanner import TOO_OFTEN, Replanner, check_planner
+from moe_jax.training.replanner import TOO_OFTEN, Replanner, check_planner, segment_runs
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own; an executable is for
 # the shapes of all
@@ -49,11 +48,8 @@ Shapes = dict[str, PlanShape]
 
 @dataclasses.dataclass
 class Pending:
-    """Shapes that are being compiled: why, and the newest placements that they could run.
-
-    Attributes:
-      number: of all shapes requested, from 1; what processes send each other when it is ready.
-      step: the first step that might have run with it.
+    """Shapes that are being compiled, number `number` (from 1) of all requested, and the newest placements that they
+    could run. `step` is the first that might have run with them.
     """
 
     number: int
@@ -65,8 +61,8 @@ class Pending:
 class RejitEngine:
     """Plan, compile and swap for one run; called by the loop around every step."""
 
-    def __init__(self, session: Session, lag: int):
-        self.session, self.config, self.lag = session, session.config.planner, lag
+    def __init__(self, session: Session):
+        self.session, self.config, self.lag = session, session.config.planner, session.lag
         runs = segment_runs(session.config, session.roles)
         self.replanner = {name: Replanner(session.config, session.roles, name) for name in runs}
         self.plans = {name: replanner.plans for name, replanner in self.replanner.items()}
@@ -91,14 +87,15 @@ class RejitEngine:
 
     def start(self):
         """Compile what the first step runs with; return (programs, seconds)."""
+        first = self._compile(self.shape)
         if self.pending is not None:
             self._compile(self.pending.shape)
-        return self._compile(self.shape, now=True).result()
+        return first.result()
 
     def warm_start(self, past: list[np.ndarray]):
-        """Plan the first step from loads [L, S, E] seen elsewhere, oldest first; to be called before `start`.
+        """Plan the first step, before `start`, from loads [L, S, E] seen elsewhere, oldest first; for benchmarks.
 
-        A predictor that has seen one step doubles the predicted buckets, and buckets never shrink: so benchmarks start.
+        A predictor that has seen one step doubles the predicted buckets, and buckets never shrink.
         """
         for loads in past:
             for name, own in own_loads(loads, self.bank).items():
@@ -242,29 +239,23 @@ class RejitEngine:
         """End the thread; a running compilation cannot be stopped, so this waits for it."""
         self.thread.shutdown(wait=True, cancel_futures=True)
 
-    # Checkpoints.
-
     @property
-    def home(self):
-        """{segment: int32 [L, E], home device of every expert of the state}."""
+    def home(self) -> dict[str, np.ndarray]:
+        """{segment: int32 [L, E]}, home device of every expert of the state."""
         return {name: bank.home for name, bank in self.bank.items()}
 
     def state(self) -> dict:
         """Return what a checkpoint holds of the plan, as JSON data."""
-        pending = self.pending
+        pending = None
+        if self.pending is not None:
+            shape, placement = _shape_data(self.pending.shape), _placement_data(self.pending.placement)
+            pending = {"number": self.pending.number, "step": self.pending.step, "shape": shape, "placement": placement}
         state = {
             "session": {name: plans.state() for name, plans in self.plans.items()},
             "placement": _placement_data(self.placement),
             "bank": _placement_data(self.bank),
             "shape": _shape_data(self.shape),
-            "pending": None
-            if pending is None
-            else {
-                "number": pending.number,
-                "step": pending.step,
-                "shape": _shape_data(pending.shape),
-                "placement": _placement_data(pending.placement),
-            },
+            "pending": pending,
             "options": self._options(),
             "asked": self.asked,
             "plan_id": self.plan_id,
@@ -276,10 +267,8 @@ class RejitEngine:
         """Continue from what `state` returned, if it was on as many devices; else from even homes.
 
         Under other options of the planner homes and seen loads stay, and replicas start anew: a step has the slots and
-        the form of the planner that runs, not of an earlier one.
-
-        Returns:
-          a line that says what of the state is left out, and why; None where all of it is used.
+        the form of the planner that runs, not of an earlier one. Returns a line that says what of the state is left
+        out, and why; None where all of it is used.
         """
         if state is None:
             return None
@@ -300,13 +289,9 @@ class RejitEngine:
         first, self.shape = self.shape, self._read_shapes(state["shape"], self.shape)
         if not _fit(self.shape, self.placement):  # another planner's replicas, this one decides on the device
             self.placement = self._homes_alone()
-        if (pending := state["pending"]) is not None:
-            self.pending = Pending(
-                number=pending["number"],
-                step=pending["step"],
-                shape=self._read_shapes(pending["shape"], first),
-                placement=self._read_placements(pending["placement"]),
-            )
+        if (held := state["pending"]) is not None:
+            shape, placement = self._read_shapes(held["shape"], first), self._read_placements(held["placement"])
+            self.pending = Pending(number=held["number"], step=held["step"], shape=shape, placement=placement)
         self.asked, self.plan_id = state["asked"], state["plan_id"]
         for step, loads in state["waiting"].items():
             self.waiting[int(step)] = {name: np.asarray(own, np.int64) for name, own in loads.items()}
@@ -350,8 +335,6 @@ class RejitEngine:
         names += tuple(BALANCERS[config.name].knobs)
         return {name: repr(getattr(config, name)) for name in ("name", *names)}
 
-    # Internal.
-
     def _grown(self, placement: Placements) -> Shapes:
         return {name: replanner.grow(self.shape[name], placement[name]) for name, replanner in self.replanner.items()}
 
@@ -382,16 +365,11 @@ class RejitEngine:
                 return None
         return None if any(own is None for own in seconds) else seconds
 
-    def _compile(self, shape: Shapes, now: bool = False) -> concurrent.futures.Future:
-        """Have a shape compiled, unless it is in the cache: in the thread, or `now` by the caller's thread."""
+    def _compile(self, shape: Shapes) -> concurrent.futures.Future:
+        """Have a shape compiled in the thread, unless it is in the cache."""
         key = tuple(shape.values())
         if key not in self.executables:
-            if now:
-                future: concurrent.futures.Future = concurrent.futures.Future()
-                future.set_result(self.session.compile_programs(shape))
-            else:
-                future = self.thread.submit(self.session.compile_programs, shape)
-            self.executables[key] = future
+            self.executables[key] = self.thread.submit(self.session.compile_programs, shape)
         return self.executables[key]
 
 
@@ -427,7 +405,7 @@ def _shape_data(shapes: Shapes) -> dict:
     return found
 
 
-def build_engine(session: Session, lag: int) -> RejitEngine | None:
+def build_engine(session: Session) -> RejitEngine | None:
     """Return the engine of a run, None where `PlannerConfig.name` is 'none'.
 
     Raises:
@@ -436,4 +414,4 @@ def build_engine(session: Session, lag: int) -> RejitEngine | None:
     if session.config.planner.name == "none":
         return None
     check_planner(session.config, session.roles)
-    return RejitEngine(session, lag)
+    return RejitEngine(session)

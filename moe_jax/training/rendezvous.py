@@ -65,10 +65,7 @@ def machine_id(environment: Mapping[str, str] = os.environ) -> str:
 
 TOKEN_VARIABLE = "MOE_JAX_JOB_TOKEN"
 # launcher -> variables that all processes of one job share; the first that is set counts
-_JOB_IDS = {
-    "Slurm": ("SLURM_JOB_ID",),
-    "Open MPI": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-}
+_JOB_IDS = {"Slurm": ("SLURM_JOB_ID",), "Open MPI": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")}
 
 
 def derive_token(given: str | None, coordinator: str, launcher: str | None, environment: Mapping[str, str]) -> bytes:
@@ -79,12 +76,11 @@ def derive_token(given: str | None, coordinator: str, launcher: str | None, envi
       coordinator: host:port, the same text on all processes.
       launcher: that gave this process its index, None if flags did.
     """
-    secret = given or environment.get(TOKEN_VARIABLE)
-    if secret:
+    if secret := given or environment.get(TOKEN_VARIABLE):
         parts = ["given", secret]
     else:
-        names = _JOB_IDS.get(launcher or "", ())
-        parts = ["derived", coordinator, next((environment[name] for name in names if environment.get(name)), "")]
+        job_ids = (environment[name] for name in _JOB_IDS.get(launcher, ()) if environment.get(name))
+        parts = ["derived", coordinator, next(job_ids, "")]
     return hashlib.sha256("\0".join(parts).encode()).digest()
 
 
@@ -162,8 +158,7 @@ class Peer:
     def next_message(self, most: int = MAX_MESSAGE_BYTES) -> dict | None:
         """Return the first message that was read and not returned yet, None where it is not whole.
 
-        Raises:
-          MalformedMessage: what arrived is not a message, or is a line of more than `most` bytes.
+        MalformedMessage: what arrived is not a message, or is a line of more than `most` bytes.
         """
         line, end, rest = self.received.partition(b"\n")
         if len(line) > most:
@@ -189,8 +184,7 @@ _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)  # the last
 def listen(host: str, port: int, deadline: float) -> list[socket.socket]:
     """Return sockets that listen at the addresses of `host` on this machine, or at all addresses.
 
-    Raises:
-      UserError: the port is still taken at the deadline (time.monotonic()).
+    UserError: the port is still taken at the deadline (time.monotonic()).
     """
     # A name may mean another address here than elsewhere (behind address translation, for a service of Kubernetes, or
     # where /etc/hosts gives the machine's own name a loopback address); then only listening at all addresses reaches
@@ -296,10 +290,10 @@ class Place:
 
 
 def gather_peers(place: Place, *, offer: str, seconds: float) -> tuple[list[Peer], list[str]]:
-    """Wait, as process 0, until all other processes have joined, and send them the offer.
+    """Wait, as process 0, until all others have joined, and send them the offer.
 
     Returns:
-      the connections to all other processes, and the machines of all processes, by index.
+      the connections to all others, and the machines of all processes, by index.
 
     Raises:
       UserError: a process has other flags than this one, or the port is taken.
@@ -332,12 +326,10 @@ class _Admission:
     """Process 0's side: accepts connections, and admits those that send a sealed hello."""
 
     def __init__(self, place: Place):
-        self.place = place
-        self.name = socket.gethostname()
+        self.place, self.name, self.selector = place, socket.gethostname(), selectors.DefaultSelector()
         self.listeners: list[socket.socket] = []
         self.unverified: dict[Peer, float] = {}  # connections without a hello, oldest first: when each is dropped
         self.joined: dict[int, Peer] = {}
-        self.selector = selectors.DefaultSelector()
         self.strangers: list[str] = []  # addresses that were logged
         self.refused = ""
 
@@ -417,9 +409,7 @@ class _Admission:
         self.drop_closed()  # a process that joined and died: this may be its successor
         line, theirs = "", hello["versions"]  # in hellos of all versions to come
         if theirs != VERSIONS:
-            runs, here = (
-                " with ".join(f"{name} {version}" for name, version in side.items()) for side in (theirs, VERSIONS)
-            )
+            runs, here = (" with ".join(f"{name} {own[name]}" for name in own) for own in (theirs, VERSIONS))
             line = f"{peer} runs {runs} but process 0 ({self.name}) runs {here}; install the same everywhere"
         elif hello["count"] != place.count:
             line = (
@@ -494,14 +484,8 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
                 if not isinstance(challenge, str):
                     raise ConnectionError("another program answers there")
                 hub.challenge = secrets.token_hex(16)
-                hello = {
-                    "index": place.index,
-                    "count": place.count,
-                    "name": socket.gethostname(),
-                    "versions": VERSIONS,
-                    "host_id": place.host_id,
-                    "challenge": hub.challenge,
-                }
+                hello = {"index": place.index, "count": place.count, "name": name, "versions": VERSIONS}
+                hello |= {"host_id": place.host_id, "challenge": hub.challenge}
                 hub.connection.settimeout(_SEND_SECONDS)
                 hub.send(seal(place.token, "hello", challenge, hello))
                 # process 0 times out first, and names the missing processes

@@ -1,7 +1,8 @@
-"""The shapes that a run compiles for its plans. Host side; no arrays on devices. Letters: docs/notation.md.
+"""A run's planners: what they compare plans by, and the shapes that the run compiles for their plans. Host side only.
 
-Inputs: a run's config and mesh, placements, predicted loads. Outputs: shapes: the first one, of even homes without
-replicas, and larger ones for placements that do not fit.
+Inputs: a run's config and mesh, placements, predicted loads. Outputs: the run as the planner of one segment sees it
+(planners know nothing of other segments), its `Cost`, the replica slots that fit in memory; and shapes: the first one,
+of even homes without replicas, and larger ones for placements that do not fit. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -12,28 +13,185 @@ import math
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError
+from moe_jax.cluster import AbsentFigureError, Cluster, read_cluster
+from moe_jax.cluster.layer_seconds import matrices_of
+from moe_jax.cluster.targets import Target
+from moe_jax.cluster.timeline import Model
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
+from moe_jax.models import LanguageModel
+from moe_jax.models.config import segments_of, with_experts
+from moe_jax.models.counts import Sizes, device_bytes, flops_before_moe
 from moe_jax.moe.after_gate_rules import RULES
 from moe_jax.moe.build import layer_sizes
+from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedule import LayerSizes, schedule_record
 from moe_jax.parallel.bucket_rows import BucketRows, round_up
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sparse_all_gather import PARTS
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import with_late
-from moe_jax.planning.block_schedule import Times, shares
-from moe_jax.planning.cost import Cost, with_late_prices
+from moe_jax.planning.balancer import build_planner, with_late
+from moe_jax.planning.block_schedule import Prefetch, Times, shares, stage_seconds
+from moe_jax.planning.cost import Cost, slots_in, with_late_prices
 from moe_jax.planning.placement import Placement, most_homes
 from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
 from moe_jax.planning.sizes import TransferSizes, expected_rows, fullest_pairs, pairs_by_kind
-from moe_jax.training.plan_cost import initial_placement, plan_cost, segment_runs, with_replica_slots
 
 _LOG = logging.getLogger(__name__)
 _said: list[bool] = []  # whether the missing figures were logged
+
+
+def segment_runs(config: RunConfig, roles: Roles) -> dict[str, tuple[RunConfig, Roles]]:
+    """Return {segment: (config, roles)} of each segment with experts, first layers first."""
+    return {
+        segment.name: (dataclasses.replace(config, model=segment.config, moe=segment.moe), segment.roles(roles))
+        for segment in with_experts(segments_of(config.model, config.moe))
+    }
+
+
+def initial_placement(config: RunConfig, roles: Roles) -> Placement:
+    """Return even homes on a segment's expert-parallel group, with its node boundary; config, roles: `segment_runs`."""
+    devices = roles.size(roles.expert)
+    return Placement.even(config.model.moe_layers, config.moe.num_experts, devices, roles.members_per_node)
+
+
+USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
+
+
+def run_cluster(config: RunConfig) -> Cluster:
+    """Return the cluster that the run names, else one that knows nothing."""
+    named = config.planner.cluster
+    return read_cluster(named) if named else Cluster(name="of this run; name one in PlannerConfig.cluster")
+
+
+def plan_cost(config: RunConfig, roles: Roles, segment: str) -> Cost:
+    """Return the planner's cost model of a segment; figures that the cluster file lacks stay absent."""
+    cost, planner = _cost(*segment_runs(config, roles)[segment]), build_planner(config.planner)
+    memory = cost.cluster.memory_bytes
+    if memory is None or not planner.config.decides_late:
+        return cost
+    shapes, sizes, room = largest_shapes(config, roles, within_memory=False), sizes_of(config, roles), 0
+    if all(shape.late is None for shape in shapes.values()):
+        return cost
+    # how many late slots of each segment fit in memory, the step's other needs included
+    for slots in range(1, 1 + max(shape.late.slots for shape in shapes.values() if shape.late is not None)):
+        cut = {}
+        for name, shape in shapes.items():
+            if shape.late is not None and shape.late.slots > slots:
+                offers = min(slots, shape.late.offers)
+                crossing = min(shape.late.crossing, offers * shape.devices_per_node)
+                late = dataclasses.replace(shape.late, slots=slots, offers=offers, crossing=crossing)
+                shape = dataclasses.replace(shape, late=late)
+            cut[name] = shape
+        if device_bytes(sizes, cut).at_most > memory:
+            break
+        room = slots
+    return dataclasses.replace(cost, late_room=room)
+
+
+def _cost(config: RunConfig, roles: Roles) -> Cost:
+    """Return the cost model of a run of one segment, the memory that the model itself takes not counted."""
+    planner, model, start = config.planner, config.model, initial_placement(config, roles)
+    shards = roles.size(roles.expert_shard)
+    cluster = run_cluster(config).sized(start.nodes, start.devices_per_node).part_of(shards)
+    return Cost(
+        cluster=cluster,
+        model_dim=model.model_dim,
+        hidden_dim=model.hidden_dim,
+        matrices=matrices_of(model.activation),
+        shards=shards,
+        dtype_bytes=np.dtype(model.dtype).itemsize,
+        sent_bytes=config.moe.sent_bytes(model.model_dim) or None,
+        param_bytes=np.dtype(model.param_dtype).itemsize,
+        replica_slots=planner.replica_slots,
+        overlap_degree=planner.overlap_degree,
+        attention_seconds=None if cluster.flops is None else attention_seconds(config, roles, cluster.flops),
+        layers_alive=model.replica_layers,
+        microbatches=config.train.grad_accum_steps,
+        prefetch=model.block_wise,
+        price=planner.price,
+        transfer=planner.transfer if planner.transfer in ("flat", "by_node") else "auto",
+    )
+
+
+def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
+    """Return the modelled forward time of what precedes an MoE layer, for one device's tokens of one microbatch."""
+    model, length = config.model, config.data.sequence_length
+    tokens = config.train.batch_size * length / config.train.grad_accum_steps / roles.num_devices
+    return tokens * flops_before_moe(model, length) / flops
+
+
+def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
+    """Return the config with `PlannerConfig.replica_slots = 'memory'` as the number of replicas that fit (Hecate 4.2).
+
+    That is the most with which a step stays within the device's memory by `device_bytes`, in the `largest_shapes`; of
+    several segments each one's layers have as many, or all that there are. AbsentFigureError: no memory is known.
+    """
+    if config.planner.replica_slots != "memory":
+        return config
+    memory = run_cluster(config).need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
+    sizes, most = sizes_of(config, roles), 0
+
+    def holding(slots: int) -> RunConfig:
+        return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
+
+    for own, own_roles in segment_runs(holding(0), roles).values():
+        none, start = _cost(own, own_roles), initial_placement(own, own_roles)
+        room = slots_in(memory, none.layers_alive, none.expert_bytes)
+        most = max(most, min(start.experts - build_shape(start).home_slots, room))
+    fewest = 0
+    while fewest < most:  # bisection, with all late slots that the planner wants
+        middle = (fewest + most + 1) // 2
+        shapes = largest_shapes(holding(middle), roles, within_memory=False)
+        if device_bytes(sizes, shapes).at_most <= memory:
+            fewest = middle
+        else:
+            most = middle - 1
+    return holding(fewest)
+
+
+def sizes_of(config: RunConfig, roles: Roles, vocab_size: int = 0) -> Sizes:
+    """Return what `device_bytes` takes; vocab_size: V, 0 where only the config may say it."""
+    train = config.train
+    model = LanguageModel(
+        config=config.model,
+        moe=config.moe,
+        vocab_size=vocab_size or config.model.vocab_size or USUAL_VOCABULARY,
+        roles=roles,
+        zero_stage=train.zero_stage,
+        expert_zero_stage=train.expert_zero_stage,
+    )
+    return Sizes(
+        model=model,
+        length=config.data.sequence_length,
+        batch_size=train.batch_size,
+        grad_accum_steps=train.grad_accum_steps,
+        ema=train.ema_decay > 0,
+    )
+
+
+def largest_shapes(config: RunConfig, roles: Roles, within_memory: bool = True) -> dict[str, PlanShape]:
+    """Return {segment: shape of a plan with as many replicas as the planner may have, ahead and after the gate}.
+
+    Every home is offered. `PlannerConfig.replica_slots` must be a number.
+
+    Args:
+      within_memory: no more late slots than fit in the memory; else all that the planner wants.
+    """
+    found = {}
+    for name, (own, own_roles) in segment_runs(config, roles).items():
+        cost = plan_cost(config, roles, name) if within_memory else _cost(own, own_roles)
+        planner, shape = build_planner(own.planner), build_shape(initial_placement(own, own_roles))
+        if planner.config.decides_late:
+            shape = with_late(planner, shape, cost)
+        slots = min(own.planner.replica_slots, shape.experts - shape.home_slots)
+        if slots and (shape.late is None or own.planner.when != "after_gate"):  # else all that there are come late
+            group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}
+            shape = dataclasses.replace(shape, ahead=TransferShape(**group, slots=slots))
+        found[name] = shape
+    return found
 
 
 def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict[str, float]:
@@ -73,14 +231,12 @@ class Replanner:
       config, roles: of the run, as of the segment (`segment_runs`); devices: D, of one expert-parallel group.
       start: the even homes that the run starts with.
       plans: the planner with its predictor, which decides where experts are.
+
+    Raises:
+      UserError: a cluster file that is not there, or more replica slots than its memory holds.
     """
 
     def __init__(self, config: RunConfig, roles: Roles, segment: str):
-        """Build the planner.
-
-        Raises:
-          UserError: a cluster file that is not there, or more replica slots than its memory holds.
-        """
         check_transfer(config, roles)
         config = with_replica_slots(config, roles)
         self.config, self.roles = segment_runs(config, roles)[segment]
@@ -236,8 +392,7 @@ def check_planner(config: RunConfig, roles: Roles) -> None:
 def check_transfer(config: RunConfig, roles: Roles) -> None:
     """Refuse a form of transfers that the nodes of an expert-parallel group cannot have.
 
-    Raises:
-      UserError: by node with nodes of unequal size, one node, or one device on a node.
+    UserError: by node with nodes of unequal size, one node, or one device on a node.
     """
     if config.planner.name == "none" or config.planner.transfer != "by_node":
         return
@@ -245,3 +400,78 @@ def check_transfer(config: RunConfig, roles: Roles) -> None:
         members = own.size(own.expert)
         inside = max(1, own.config.devices_per_node // own.config.expert_shard)
         TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
+
+
+# `ModelConfig.overlap` = 'auto': two halves where the modelled step is faster with them. It is 'none' without rates, on
+# CPU devices, inside one node, whose exchanges the compiler hides by itself (docs/results.md), and where tokens are not
+# gated each by itself: halves would change which tokens compete for a place.
+MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S (docs/results.md)
+
+
+def settle_overlap(config: RunConfig, roles: Roles, target: Target | None) -> RunConfig:
+    """Return the config with 'none' or 'halves' in place of 'auto'; target: None where rates are not known."""
+    if config.model.overlap != "auto":
+        return config
+    gain = 0.0
+    if target is not None and not why_not_halves(config, roles):
+        for name, (own, _) in segment_runs(config, roles).items():
+            in_one_piece, in_halves = layer_seconds(config, roles, target, name)
+            gain += own.model.moe_layers * (in_one_piece - in_halves)
+    model = dataclasses.replace(config.model, overlap="halves" if gain > 0 else "none")
+    return dataclasses.replace(config, model=model)
+
+
+def why_not_halves(config: RunConfig, roles: Roles) -> str:
+    """Return why 'auto' leaves a run in one piece whatever the rates, '' where nothing speaks against halves."""
+    train = config.train
+    rows = train.batch_size // train.grad_accum_steps // roles.size(roles.dense)
+    if roles.members_per_node == roles.size(roles.expert):
+        return "no exchange leaves a node"
+    if rows % 2:
+        return f"a device has {rows} sequence(s), an odd number"
+    if config.distillation.teacher:
+        return "the run has a teacher"
+    for own, _ in segment_runs(config, roles).values():
+        record, router = schedule_record(own.moe.schedule), build_router(own.moe)
+        if not (record.one_piece and record.moves_tokens):
+            return f"MoEConfig.schedule is {own.moe.schedule!r}"
+        if not own.moe.dropless or not router.replays:
+            return "tokens compete for places among those gated together"
+        if own.moe.record_choices:
+            return "choices are recorded"
+    return ""
+
+
+def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str) -> tuple[float, float]:
+    """Return the modelled seconds of one layer of a segment under even loads, forward and backward: in one piece, and
+    in two halves with their launches, as `timeline.Model` has them.
+    """
+    own, own_roles = segment_runs(config, roles)[segment]
+    members, shards = own_roles.size(own_roles.expert), own_roles.size(own_roles.expert_shard)
+    nodes = members // own_roles.members_per_node
+    cluster = Cluster(
+        name=target.name,
+        nodes=target.nodes,
+        devices_per_node=target.per_node,
+        intra_bandwidth=target.intra_bandwidth,
+        inter_bandwidth=target.node_bandwidth,
+        intra_latency=target.base_latency + target.intra_latency,
+        inter_latency=target.base_latency + target.inter_latency,
+        cards_per_node=target.adapters,
+        flops=target.flops_bf16,
+    )
+    cluster = cluster.sized(nodes, own_roles.members_per_node).part_of(shards)
+    cost = dataclasses.replace(plan_cost(config, roles, segment), cluster=cluster)
+    tokens = own.train.batch_size * own.data.sequence_length / own.train.grad_accum_steps / roles.num_devices
+    computed = np.full(members, tokens * own.moe.top_k * shards)
+    asked_by = "ModelConfig.overlap = 'auto'"
+    times = Times(
+        attention=attention_seconds(own, own_roles, target.flops_bf16),
+        experts=float(cost.forward(computed, asked_by)),
+        exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
+    )
+    launches, recompute = MORE_KERNELS * Model().launch, own.model.recomputes
+    in_one_piece, in_halves = (
+        float(stage_seconds(Prefetch(halves=halves), times, recompute)) for halves in (False, True)
+    )
+    return in_one_piece, in_halves + launches

@@ -20,14 +20,14 @@ from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
 from moe_jax.observe import RunFolder, draw_all, environment_record, summarize_run, write_atomically, write_report
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.first_step_check import settle_unproven
+from moe_jax.training.expert_check import settle_unproven
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.optimizer import line_on_gates
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
-from moe_jax.training.stepper import Stepper, lag_of
+from moe_jax.training.stepper import Stepper
 from moe_jax.training.teacher import load_teacher, settle_teacher
-from moe_jax.training.watchdog import Hosts
 
 
 def say(hosts: Hosts, text: str):
@@ -40,15 +40,12 @@ def run(
     config: RunConfig, config_text: str, operative_text: str, hosts: Hosts, *, workdir: str, init_from: str = "",
     init_from_ema: bool = False,
 ) -> bool:  # fmt: skip
-    """Train to the last step of the config.
+    """Train to the last step of the config; return False if a signal stopped the run before it, else True.
 
     Args:
       workdir: the run folder.
       init_from: run folder whose parameters a new run starts from, or ''.
       init_from_ema: start from the moving average of that run's parameters instead.
-
-    Returns:
-      True if the run is finished, False if a signal stopped it before its last step.
 
     Raises:
       UserError: a folder of another config, a checkpoint of another model, data that cannot be read, and the like.
@@ -59,11 +56,8 @@ def run(
             say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
             return True
         config, identity = settle_teacher(config, latest or 0, past, hosts)
-        devices = jax.devices()
-        session = build_session(with_node_size(config, devices, hosts), devices)
-        check_same_corpus(session, hosts)
-        session, compared = settle_unproven(session, hosts)
-        engine = build_engine(session, lag_of(session))
+        session, compared = start_session(config, hosts)
+        engine = build_engine(session)
         # the stepper alone holds the state: a step donates it
         state = starting_state(session, checkpoints, latest, hosts, init_from, init_from_ema, engine)
         stepper = Stepper(session, state, engine, overflows=past.get("overflows"))
@@ -71,10 +65,9 @@ def run(
         if hosts.is_main:
             write_atomically(folder.config, config_text)
             write_atomically(folder.operative_config, operative_text)
-            found = [{"platform": d.platform, "kind": d.device_kind} for d in session.roles.mesh.devices.flat]
-            mesh, processes = dict(session.roles.mesh.shape), hosts.process_count
-            record = environment_record(devices=found, mesh=mesh, processes=processes)
-            node = session.roles.config.devices_per_node
+            mesh, node = session.roles.mesh, session.roles.config.devices_per_node
+            found = [{"platform": d.platform, "kind": d.device_kind} for d in mesh.devices.flat]
+            record = environment_record(devices=found, mesh=dict(mesh.shape), processes=hosts.process_count)
             record["resolved"] = {"MeshConfig.devices_per_node": node, **session.resolved()}
             record["compared_before_first_step"] = compared
             write_atomically(folder.environment, json.dumps(record, indent=2, allow_nan=False))
@@ -96,10 +89,7 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
     """Print the held-out loss of the last checkpoint of a run folder, also of parameters alone; errors as of `run`."""
     config = dataclasses.replace(config, distillation=DistillationConfig())  # needs no teacher
     with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints, latest, _):
-        devices = jax.devices()
-        session = build_session(with_node_size(config, devices, hosts), devices)
-        check_same_corpus(session, hosts)
-        session, _ = settle_unproven(session, hosts)
+        session, _ = start_session(config, hosts)
         if latest is None:
             raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
         step_function, losses = session.evaluation_step(), []
@@ -159,30 +149,32 @@ def open_run(
             made.remove_if_unused()
 
 
-def with_node_size(config: RunConfig, devices, hosts: Hosts) -> RunConfig:
-    """Return the config with `MeshConfig.devices_per_node` filled in from the processes' machines, unless it is bound.
+def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
+    """Return the session of a run on all devices, and what was compared before its first step (`settle_unproven`).
+
+    `MeshConfig.devices_per_node` is filled in from the processes' machines, unless it is bound.
 
     Raises:
-      UserError: machines with different numbers of devices, or devices that are not in the order of the machines.
+      UserError: machines with different numbers of devices, or devices that are not in their order; processes that read
+        different texts: each would train on batches that the others do not see; and as of `build_session`.
     """
-    if config.mesh.devices_per_node:
-        return config
-    size = hosts.node_size(devices)
-    if hosts.process_count > 1:
-        say(hosts, f"{size} devices a node ({hosts.process_count} processes on {len(set(hosts.host_ids))} host(s))")
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=size))
-
-
-def check_same_corpus(session: Session, hosts: Hosts):
-    """Raise UserError if the processes read different texts: each would train on batches that the others do not see."""
+    devices = jax.devices()
+    if not config.mesh.devices_per_node:
+        size = hosts.node_size(devices)
+        config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=size))
+        if hosts.process_count > 1:
+            machines = len(set(hosts.host_ids))
+            say(hosts, f"{size} devices a node ({hosts.process_count} processes on {machines} host(s))")
+    session = build_session(config, devices)
     meta = session.feed.cache.meta
     held = hosts.gather_text("corpus", f"{meta.tokens} tokens in {meta.documents} documents, hash {meta.content}")
     for index, text in enumerate(held):
         if text != held[0]:
             raise UserError(
-                f"DataConfig.path ({session.config.data.path!r}) holds {held[0]} on process 0 and {text} on process "
+                f"DataConfig.path ({config.data.path!r}) holds {held[0]} on process 0 and {text} on process "
                 f"{index}; give every machine the same files, and change none while a job starts"
             )
+    return settle_unproven(session, hosts)
 
 
 def starting_state(

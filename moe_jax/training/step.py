@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.models import Batch, LanguageModel, Layout, make_loss
+from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves, with_router_state
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.training.optimizer import build_learning_rate, build_optimizer, state_specs
@@ -36,11 +36,7 @@ def make_gradients(
     model: LanguageModel, config: TrainConfig, length: int, plan: PlanShape | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
-    """Return gradients(params, batch, tables, key, *teacher_params) -> (gradients, StepStats [Nm, ...]).
-
-    Raises:
-      UserError: as `make_loss` does.
-    """
+    """Return gradients(params, batch, tables, key, *teacher_params) -> (gradients, StepStats [Nm, ...])."""
     microbatches = config.grad_accum_steps
     rows = config.batch_size // microbatches
     roles = model.roles
@@ -82,8 +78,7 @@ class StateShardings:
     """Shardings of the inputs and outputs of a step, as pytrees of NamedSharding.
 
     Attributes:
-      state: of the training state.
-      batch: of a `Batch` [Nm, B / Nm, Sq].
+      state: of the training state; batch: of a `Batch` [Nm, B / Nm, Sq].
       tables: {segment: of every array of the plan's `Tables`}.
       host_signals: of int32 [devices] or [devices, 3], what each host sends to the step.
       replicated: of everything else.
@@ -97,15 +92,15 @@ class StateShardings:
 
 
 def build_state_shardings(
-    model: LanguageModel, layout: Layout, optimizer: optax.GradientTransformation, ema: bool = False
+    model: LanguageModel, optimizer: optax.GradientTransformation, ema: bool = False
 ) -> StateShardings:
     """Return where state and inputs lie for this model on its mesh; `ema` says whether a moving average is kept."""
     mesh, roles = model.roles.mesh, model.roles
 
     def named(specs):
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
-    shapes = model.shapes()
+    shapes, layout = model.shapes(), model.layout()
     opt_specs = state_specs(jax.eval_shape(optimizer.init, shapes), shapes, layout.state)
     rows = NamedSharding(mesh, P(None, roles.dense))
     replicated = NamedSharding(mesh, P())
@@ -117,11 +112,6 @@ def build_state_shardings(
         host_signals=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,
     )
-
-
-def of_each_table(shardings: dict[str, NamedSharding], tables):
-    """Return the shardings of a plan's tables as a tree like the tables."""
-    return jax.tree.map(lambda sharding, own: jax.tree.map(lambda _: sharding, own), shardings, tables)
 
 
 def abstract_state(
@@ -144,43 +134,34 @@ def first_state(params, optimizer: optax.GradientTransformation, state_shardings
 
 def make_train_step(
     model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
-    plan: PlanShape | None = None, teacher: Teacher | None = None,
+    plan: PlanShape | None = None, teacher: Teacher | None = None, common: bool = False,
 ) -> Callable:  # fmt: skip
-    """Return train_step(state, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
+    """Return train_step(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), jitted; the state is
+    donated. See `make_update` for metrics and arguments.
 
-    It is the complete program: all passes that an overflow may need. See `make_update` for metrics and arguments.
+    It is the complete program, with all passes that an overflow may need; or the `common` one, train_step(state,
+    halted, batch, ...), for a step without overflow: pass 0 alone, so it has no conditional. `halted` is bool [], and
+    so is `metrics['halted']`: where some bucket of some layer overflows, or `halted` holds already, the state leaves
+    bit for bit as it came, and the other metrics mean nothing. A step is given what the step before it returned, so
+    that nothing happens after an overflow until the host has read it (`training/stepper.py`).
     """
-    train_step = make_update(model, config, length, plan, teacher)
-    state, replicated = state_shardings.state, state_shardings.replicated
-    frozen = () if teacher is None else (teacher.shardings(),)
-    given = (state, state_shardings.batch, state_shardings.tables, state_shardings.host_signals, *frozen)
-    return jax.jit(train_step, donate_argnums=0, in_shardings=given, out_shardings=(state, replicated))
-
-
-def make_common_step(
-    model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
-    plan: PlanShape | None = None, teacher: Teacher | None = None,
-) -> Callable:  # fmt: skip
-    """Return common_step(state, halted, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
-
-    It is `make_train_step` for a step without overflow: pass 0 alone, so it has no conditional. `halted` is bool [],
-    and so is `metrics['halted']`: where some bucket of some layer overflows, or `halted` holds already, the state
-    leaves bit for bit as it came, and the other metrics mean nothing. A step is given what the step before it
-    returned, so that nothing happens after an overflow until the host has read it (`training/stepper.py`).
-    """
-    first = None if teacher is None else dataclasses.replace(teacher, model=first_pass_model(teacher.model))
-    train_step = make_update(first_pass_model(model), config, length, plan, first)
+    given = (state_shardings.batch, state_shardings.tables, state_shardings.host_signals)
+    given += () if teacher is None else (teacher.shardings(),)
+    if common:
+        model = first_pass_model(model)
+        teacher = None if teacher is None else dataclasses.replace(teacher, model=first_pass_model(teacher.model))
+    update = make_update(model, config, length, plan, teacher)
 
     def common_step(state, halted, *inputs):
-        new_state, metrics = train_step(state, *inputs)
+        new_state, metrics = update(state, *inputs)
         halted = halted | (metrics["most_passes"] > 1)
         chosen = jax.tree.map(functools.partial(jnp.where, halted), state, new_state)
         return chosen, {**metrics, "halted": halted}
 
     state, replicated = state_shardings.state, state_shardings.replicated
-    frozen = () if teacher is None else (teacher.shardings(),)
-    given = (state, replicated, state_shardings.batch, state_shardings.tables, state_shardings.host_signals, *frozen)
-    return jax.jit(common_step, donate_argnums=0, in_shardings=given, out_shardings=(state, replicated))
+    given = (state, replicated, *given) if common else (state, *given)
+    step = common_step if common else update
+    return jax.jit(step, donate_argnums=0, in_shardings=given, out_shardings=(state, replicated))
 
 
 def make_update(

@@ -34,11 +34,6 @@ from moe_jax.training.teacher import load_teacher
 WINDOW, MOST = 8, 1
 
 
-def lag_of(session: Session) -> int:
-    """Return how many steps after its dispatch a step's metrics are read; so many hide the host's work."""
-    return 1 if session.roles.mesh.devices.flat[0].platform == "cpu" else 2
-
-
 @dataclasses.dataclass
 class Sent:
     """A step in flight.
@@ -82,7 +77,7 @@ class Stepper:
         self.session, self.state, self.engine, self.change_state = session, state, engine, change_state
         self.teacher_params = teacher_params
         self.step = int(state["step"])
-        self.lag = lag_of(session)
+        self.lag = session.lag
         self.before_wait: Callable[[], None] = lambda: None
         self.programs: Any = None
         self.executable: Any = None
@@ -125,11 +120,11 @@ class Stepper:
         frozen = () if self.teacher_params is None else (self.teacher_params,)
         sent = Sent(self.step, self.programs, (batch, tables, host_signals, *frozen))
         known = self.step - self.lag  # the last step whose metrics are read by now
-        if self.programs[0] is not None and sum(known - WINDOW < s <= known for s in self.overflows["steps"]) <= MOST:
-            self._run_common(sent)
-        else:
+        overflowed = sum(known - WINDOW < step <= known for step in self.overflows["steps"])
+        common = self.programs[0] is not None and overflowed <= MOST
+        if not common:
             self._settle()
-            self._run_complete(sent)
+        self._run(sent, common)
         self.in_flight.append(sent)
         self.step += 1
         if self.engine is not None:
@@ -155,16 +150,16 @@ class Stepper:
                 self.engine.observe(step, metrics)
             yield step, metrics
 
-    def _run_common(self, sent: Sent) -> None:
-        self.executable = sent.programs[0]
-        self.state, sent.metrics = self.executable(self.state, self.halted, *sent.inputs)
-        self.halted = sent.metrics["halted"]
-
-    def _run_complete(self, sent: Sent) -> None:
-        if not sent.programs[1].done():
-            self.before_wait()
-        self.executable = sent.programs[1].result()[0]
-        self.state, sent.metrics = self.executable(self.state, *sent.inputs)
+    def _run(self, sent: Sent, common: bool) -> None:
+        """Run the common program of a step, or the complete one, waiting until that is compiled."""
+        if common:
+            self.executable, state = sent.programs[0], (self.state, self.halted)
+        else:
+            if not sent.programs[1].done():
+                self.before_wait()
+            self.executable, state = sent.programs[1].result()[0], (self.state,)
+        self.state, sent.metrics = self.executable(*state, *sent.inputs)
+        self.halted = sent.metrics.get("halted", self.halted)
 
     def _read(self, index: int) -> None:
         """Wait for a step in flight before which none is unread; where it overflowed, run it and what follows again."""
@@ -174,9 +169,9 @@ class Stepper:
         sent.metrics = jax.device_get(sent.metrics)
         if sent.metrics.get("halted", False):
             sent.again, self.halted = True, self.not_halted
-            self._run_complete(sent)
+            self._run(sent, common=False)
             for later in itertools.islice(self.in_flight, index + 1, None):  # they changed nothing
-                self._run_common(later)
+                self._run(later, common=True)
             sent.metrics = jax.device_get(sent.metrics)
         sent.is_read = True
 
@@ -214,7 +209,7 @@ def build_stepper(
 ) -> Stepper:
     """Return a run at its first step, compiled, without files; past: loads that it is planned from, oldest first."""
     session = build_session(config, devices)
-    engine = build_engine(session, lag_of(session))
+    engine = build_engine(session)
     past = list(past)
     if engine is not None and past:
         engine.warm_start(past)

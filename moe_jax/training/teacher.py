@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import jax
 
 from moe_jax.config.gin_files import parse_run_config
-from moe_jax.config.run_config import RunConfig, may_differ
+from moe_jax.config.run_config import RunConfig, config_differences, config_text, may_differ
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
@@ -29,7 +29,7 @@ from moe_jax.observe import RunFolder
 from moe_jax.parallel.mesh import Roles, mesh_axes
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
-from moe_jax.training.watchdog import Hosts
+from moe_jax.training.hosts import Hosts
 
 
 @contextlib.contextmanager
@@ -88,9 +88,7 @@ def teacher_model(
     """Return the teacher on the student's mesh, None where `config` names none; no array is made.
 
     Args:
-      config: of the student.
-      roles: of its mesh, which may be an abstract one.
-      tokenizer, vocab_size: of the student.
+      config, roles, tokenizer, vocab_size: of the student; its mesh may be an abstract one.
       device: one of the mesh, or of those that a described topology has; None for CPU devices.
 
     Raises:
@@ -155,17 +153,12 @@ def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, voca
         )
 
 
-def settle_teacher(
-    config: RunConfig, step: int, past: dict, hosts: Hosts
-) -> tuple[RunConfig, dict | None]:  # fmt: skip
-    """Return the config to train with from `step` on, and the teacher's identity for the checkpoints.
+def settle_teacher(config: RunConfig, step: int, past: dict, hosts: Hosts) -> tuple[RunConfig, dict | None]:
+    """Return the config to train with, `step` steps being finished, and the teacher's identity for the checkpoints.
 
     Past `DistillationConfig.until` the config names no teacher any more, and its folder need not be there. The identity
-    is JSON data: folder and step, and hashes of what it is and of its parameters.
-
-    Args:
-      step: steps that are finished.
-      past: host data of the checkpoint that the run goes on from, {} for a new run.
+    is JSON data: folder and step, and hashes of what it is and of its parameters. `past` is the host data of the
+    checkpoint that the run goes on from, {} for a new run.
 
     Raises:
       UserError: the run would go on with another teacher, without the one it had, or with one that it did not have.
@@ -191,14 +184,12 @@ def settle_teacher(
         check_pair(config, run, tokenizer, padded_vocabulary(tokenizer, config.model))
     # The hash of its config is of the bindings of model and layer that are not defaults and that a run may not change
     # when it goes on, so neither a new field nor another mesh makes another teacher of it.
-    checkpoints, taught_step = teacher_checkpoint(named)
-    defaults, lines = RunConfig().by_name(), [f"tokenizer = {build_tokenizer(run.data).name!r}"]
-    for name in ("ModelConfig", "MoEConfig"):
-        for field in dataclasses.fields(defaults[name]):
-            value = getattr(run.by_name()[name], field.name)
-            if value != getattr(defaults[name], field.name) and not may_differ(f"{name}.{field.name}"):
-                lines.append(f"{name}.{field.name} = {value!r}")
+    lines = [f"tokenizer = {build_tokenizer(run.data).name!r}"]
+    for binding, _, value in config_differences("", config_text(run)):
+        if binding.startswith(("ModelConfig.", "MoEConfig.")) and not may_differ(binding):
+            lines.append(f"{binding} = {value}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    checkpoints, taught_step = teacher_checkpoint(named)
     with _named(named):
         parameters = checkpoints.digest(taught_step)
     identity = {"folder": named.teacher, "step": taught_step, "config": digest, "parameters": parameters}
@@ -209,10 +200,8 @@ def settle_teacher(
             "that all machines share"
         )
     if before is not None and any(before[key] != identity[key] for key in ("step", "config", "parameters")):
-        now, then = (
-            f"step {one['step']}, config {one['config'][:8]}, parameters {one['parameters'][:8]}"
-            for one in (identity, before)
-        )
+        shown = "step {step}, config {config:.8}, parameters {parameters:.8}"
+        now, then = shown.format(**identity), shown.format(**before)
         raise UserError(
             f"DistillationConfig.teacher ({named.teacher!r}) is not the teacher of this run so far: {now} now, {then} "
             f"of {before['folder']!r} before; set DistillationConfig.teacher and DistillationConfig.teacher_step back"

@@ -108,7 +108,7 @@ def main(_):
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import Model, play
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
 
     target = parse_target(_TARGET.value)
     config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0]

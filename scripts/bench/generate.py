@@ -56,7 +56,7 @@ def fresh_generator(gin_files, bindings):
     """Return (generator with fresh parameters of a config, what `parameter_counts` says)."""
     import jax
 
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
     from moe_jax.data import build_tokenizer
     from moe_jax.inference import Generator
     from moe_jax.inference.generator import build_model

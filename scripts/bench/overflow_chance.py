@@ -20,15 +20,14 @@ import numpy as np
 from absl import app, flags
 
 from moe_jax.analysis.compile_ahead import skewed_loads
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.build import layer_sizes
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import routing
 from moe_jax.planning.sizes import pairs_by_kind
-from moe_jax.training.plan_cost import initial_placement
-from moe_jax.training.replanner import Replanner
+from moe_jax.training.replanner import Replanner, initial_placement
 
 FLAGS = flags.FLAGS
 

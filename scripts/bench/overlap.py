@@ -52,7 +52,7 @@ ROW = "{:10} {:16} {:>6} | {:>7} {:>7} {:>8} {:>8} {:>8} | {:>8} {:>8} | {:>7} {
 def ring_replicas(program, replicas: int):
     """Return the shape of a placement in which each device has replicas of one expert of each next neighbour."""
     from moe_jax.planning.plan_shape import build_shape
-    from moe_jax.training.plan_cost import initial_placement
+    from moe_jax.training.replanner import initial_placement
 
     even = initial_placement(program.config, program.roles)
     if not replicas:
@@ -72,7 +72,7 @@ def compile_case(name: str, schedule: str):
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import Model, play, scheduler_profile
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
     from moe_jax.training.compiling import compile_with_profile
     from moe_jax.training.program import build_program
 
@@ -91,7 +91,7 @@ def compile_case(name: str, schedule: str):
     options = dict(text.split("=", 1) for text in _OPTIONS.value)
     options = {"xla_gpu_autotune_level": "0", **program.compiler_options(), **options}
     started, text = time.monotonic(), None
-    lowered = program.lower_train_step({"segment_0": ring_replicas(program, replicas)})
+    lowered = program.trace_step({"segment_0": ring_replicas(program, replicas)}).lower()
     for guided in range(1 + _GUIDED.value):
         if guided:
             executable = compile_with_profile(lowered, options, scheduler_profile(parse_module(text), target))
@@ -143,7 +143,7 @@ def row(record: dict) -> str:
 
 
 def main(_):
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
 
     print(ROW.format("target", "schedule", "guided", "kernel", "matmul", "ms", "exposed", "loops", "a2a ms", "exposed",
                      "step ms", "args", "temp", "over EP", "s"))  # fmt: skip

@@ -96,7 +96,7 @@ def install_counted_gate(axes: tuple[str, ...]) -> None:
 
 def run_config(planner: str):
     """Return the run of one side."""
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
 
     devices = _HOSTS.value * _DEVICES.value
     late = planner.endswith("_after_gate")

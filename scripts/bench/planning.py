@@ -68,7 +68,7 @@ def main(_):
 
     import jax
 
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)

@@ -56,7 +56,7 @@ def prepare(config, devices):
 def main(_):
     import jax
 
-    from moe_jax.config import parse_run_config
+    from moe_jax.config.gin_files import parse_run_config
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)

@@ -38,7 +38,7 @@ def measure(
     config = configs.gpt_moe_s(context, batch=8, layers=context.of_size(4, 1), model=changed, moe=moe, steps=20)
     session = build_session(config, jax.devices()[:1])
     started = time.monotonic()
-    lowered = session.lower_train_step()
+    lowered = session.trace_step().lower()
     executable = lowered.compile(compiler_options={**session.compiler_options(), **(options or {})})
     compiled = time.monotonic() - started
     state, tables, host_signals = session.fresh_state(), session.tables, session.host_signals(0)

@@ -15,7 +15,7 @@ def gpt_moe_s(context, *, batch: int, layers: int = 12, model: dict | None = Non
       layers: of the 12; a tiny one has 2 at most.
       model, moe: fields of `ModelConfig` and `MoEConfig`; train: of `TrainConfig`.
     """
-    from moe_jax.config import RunConfig
+    from moe_jax.config.run_config import RunConfig
     from moe_jax.config.train_config import TrainConfig
     from moe_jax.data.corpus import DataConfig
     from moe_jax.models.config import ModelConfig

@@ -33,8 +33,8 @@ def train(context, grouped_matmul: str):
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.timeline import play
     from moe_jax.config.run_config import config_text
+    from moe_jax.training.hosts import Hosts
     from moe_jax.training.loop import Loop
-    from moe_jax.training.watchdog import Hosts
 
     config = config_of(context, grouped_matmul)
     text = config_text(config)

@@ -19,7 +19,7 @@ from moe_jax.moe.schedule import LayerSizes
 from moe_jax.moe.schedules.parm import by_equations, choose
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.watchdog import Hosts
+from moe_jax.training.hosts import Hosts
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import CONFIG_CLASSES, RunConfig, bound_in, config_differences, parse_run_config
-from moe_jax.config.gin_files import fitted
+from moe_jax.config.gin_files import fitted, parse_run_config
+from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig, bound_in, config_differences
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
 
@@ -35,12 +35,9 @@ def test_parse_nothing_gives_defaults():
 
 def test_parse_files_includes_macros_and_bindings_in_order(tmp_path):
     write(tmp_path, "base.gin", "EXPERTS = 16\nMoEConfig.num_experts = %EXPERTS\ntrain.steps = 10\n")
-    file = write(
-        tmp_path, "run.gin", "include 'base.gin'\ntrain.steps = 20\ntrain.profile_steps = (%FIRST, 13)\nFIRST = 3\n"
-    )
-    run, text, operative = parse_run_config(
-        [file], ["EXPERTS = 32", "train.learning_rate = 1", "DataConfig.path = 'a = b # c'"], [str(tmp_path)]
-    )
+    lines = "include 'base.gin'\ntrain.steps = 20\ntrain.profile_steps = (%FIRST, 13)\nFIRST = 3\n"
+    bindings = ["EXPERTS = 32", "train.learning_rate = 1", "DataConfig.path = 'a = b # c'"]
+    run, text, operative = parse_run_config([write(tmp_path, "run.gin", lines)], bindings, [str(tmp_path)])
     assert (run.moe.num_experts, run.train.steps, run.train.profile_steps) == (32, 20, (3, 13))
     assert run.train.learning_rate == 1.0 and type(run.train.learning_rate) is float
     assert run.data.path == "a = b # c"
@@ -88,10 +85,7 @@ def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monke
         ("train.profile_steps = (1, 2, 3)", ["must be a tuple of 2 entries, each a whole number or None"]),
         ("MoEConfig.renormalize = 1", ["MoEConfig.renormalize (1) must be True or False"]),
         ("PlannerConfig.skipped_devices = 1.5", ["must be a whole number or text in quotes"]),
-        (
-            "DataConfig.path = corpus.txt",
-            ["'DataConfig.path = corpus.txt'", "'corpus' is no value", "text stands in quotes"],
-        ),
+        ("DataConfig.path = corpus.txt", ["'DataConfig.path = corpus.txt'", "'corpus' is no value", "text stands in"]),
         ("train.steps 3", ["'train.steps 3'", "expected ':' or '='"]),
         ("train.steps = {[1]: 2}", ["unhashable"]),
         ("train.steps = 3\n\0", ["NUL"]),

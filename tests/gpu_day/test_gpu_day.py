@@ -15,7 +15,7 @@ import types
 import pytest
 
 from moe_jax.cluster.timeline import read_constants
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@
 
 The interpreter runs the three warpgroups of a block as threads, one memory copy after the other, and fills memory that
 nobody wrote, and reads past the end of an array, with NaN. What it does not show: whether copies that overlap on a GPU
-would be in time. That is left to a GPU (scripts/gpu_day.py, training/first_step_check.py).
+would be in time. That is left to a GPU (scripts/gpu_day.py, training/expert_check.py).
 """
 
 import jax

@@ -19,7 +19,7 @@ from huggingface.random_models import GOLDEN, places_of  # noqa: E402
 from huggingface.real_model import compare_with  # noqa: E402
 from support.commands import run_command_here  # noqa: E402
 
-from moe_jax.config import parse_run_config  # noqa: E402
+from moe_jax.config.gin_files import parse_run_config  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
 from moe_jax.inference.conversion import TensorFolder, export_folder, import_folder, write_tensors  # noqa: E402
 from moe_jax.inference.families import read_config, tensor_places  # noqa: E402

@@ -10,12 +10,13 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 
-from moe_jax.config import config_text, parse_run_config  # noqa: E402
+from moe_jax.config.gin_files import parse_run_config  # noqa: E402
+from moe_jax.config.run_config import config_text  # noqa: E402
 from moe_jax.data import build_cache  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
 from moe_jax.inference.conversion import TensorFolder, export_folder, import_folder  # noqa: E402
+from moe_jax.training.hosts import Hosts  # noqa: E402
 from moe_jax.training.run import evaluate_run, run  # noqa: E402
-from moe_jax.training.watchdog import Hosts  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden" / "olmoe"  # 40 ids, of which 2 ends a text
 BINDINGS = (

@@ -16,10 +16,10 @@ from support.traced_programs import jaxprs_in
 
 from moe_jax.analysis import compile_ahead
 from moe_jax.cluster.targets import parse_target
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import Program, build_program
 from moe_jax.training.run import run
-from moe_jax.training.watchdog import Hosts
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs" / "run").glob("*.gin"))

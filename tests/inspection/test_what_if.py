@@ -12,7 +12,7 @@ from moe_jax.cluster.costs import Buckets, exchanged_rows, multiplied_rows
 from moe_jax.cluster.hlo import arrays_of, parse_module
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.parallel.mesh import build_mesh
 
 RUN = pathlib.Path(__file__).parents[2] / "configs/run/gpt_moe_s_h200.gin"

@@ -129,8 +129,8 @@ def traced_step(case: Case):
     """Return the jaxpr of a whole training step, and the shapes of its parameters and of parts of them."""
     model, plan, tables, _ = build(case, "bfloat16")
     train = TrainConfig(batch_size=BATCH * case.grad_accum_steps, grad_accum_steps=case.grad_accum_steps)
-    layout, optimizer = model.layout(), build_optimizer(train)
-    state_shardings = build_state_shardings(model, layout, optimizer)
+    optimizer = build_optimizer(train)
+    state_shardings = build_state_shardings(model, optimizer)
     step = make_train_step(model, train, state_shardings, LENGTH, plan)
     batch = jax.tree.map(lambda leaf: np.stack([leaf] * case.grad_accum_steps), batch_of())
     host_signals = np.zeros((8,) if plan is None else (8, 3), np.int32)

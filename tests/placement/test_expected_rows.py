@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import build_mesh

@@ -5,7 +5,6 @@ test lets it end.
 """
 
 import dataclasses
-import json
 import threading
 import types
 
@@ -28,9 +27,8 @@ from moe_jax.planning import routing
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan_shape import fits
 from moe_jax.training import rejit
-from moe_jax.training.plan_cost import segment_runs
 from moe_jax.training.rejit import RejitEngine, build_engine
-from moe_jax.training.replanner import Replanner
+from moe_jax.training.replanner import Replanner, segment_runs
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
 FLAT = "configs/cluster/flat_3gbs_30tflops.gin"
@@ -53,34 +51,20 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
     mesh = MeshConfig(expert=DEVICES, expert_shard=expert_shard, model=model, devices_per_node=devices_per_node)
     counts = (2, EXPERTS) if segments else (EXPERTS,)
     roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard], experts=counts)
+    sizes = {"layers": 3 if segments else LAYERS, "model_dim": 32, "heads": 2, "hidden_dim": 32, "max_length": 32}
+    planner = {"replica_slots": 2, "overlap_degree": 4, "interval": 1, "calibrate": False, **planner}
     config = RunConfig(
         train=TrainConfig(batch_size=8),
         data=DataConfig(sequence_length=32),
-        model=ModelConfig(
-            layers=3 if segments else LAYERS, segments=segments, model_dim=32, heads=2, hidden_dim=32, max_length=32
-        ),
+        model=ModelConfig(segments=segments, **sizes),
         moe=MoEConfig(num_experts=EXPERTS, schedule=schedule),
-        planner=PlannerConfig(
-            **{"replica_slots": 2, "overlap_degree": 4, "interval": 1, "calibrate": False, **planner}
-        ),
+        planner=PlannerConfig(**planner),
     )
     tables = {name: NamedSharding(roles.mesh, P(own.expert)) for name, (_, own) in segment_runs(config, roles).items()}
-    state_shardings = types.SimpleNamespace(
-        tables=tables,
-        host_signals=NamedSharding(roles.mesh, P(roles.all)),
-    )
-    home = np.repeat(np.arange(DEVICES), EXPERTS // DEVICES)[None].repeat(LAYERS, 0)
+    shardings = types.SimpleNamespace(tables=tables, host_signals=NamedSharding(roles.mesh, P(roles.all)))
     gate = threading.Event()
     gate.set()
-    return Pretended(
-        config=config,
-        roles=roles,
-        state_shardings=state_shardings,
-        home=home,
-        devices=DEVICES,
-        gate=gate,
-        compiled=[],
-    )
+    return Pretended(config=config, roles=roles, state_shardings=shardings, lag=1, gate=gate, compiled=[])
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +78,7 @@ def started():
     engines = []
 
     def start(restore=None, **settings):
-        engines.append(RejitEngine(session_of(**settings), 1))
+        engines.append(RejitEngine(session_of(**settings)))
         engines[-1].left_out = engines[-1].restore(restore)
         engines[-1].start()
         return engines[-1]
@@ -120,16 +104,6 @@ def segment_loads(steps):
         yield np.concatenate([np.pad(loads[:1, :2, :2], ((0, 0), (0, 2), (0, 6))), loads])
 
 
-def metrics_of(host_signals, loads):
-    """What the step would return for these signals: the least ready, the least and the most hash."""
-    host_signals = np.asarray(host_signals)
-    return {
-        "ready": host_signals[:, 1].min(), "plan_hash_least": host_signals[:, 2].min(),
-        "plan_hash_most": host_signals[:, 2].max(),
-        "loads": loads,
-    }  # fmt: skip
-
-
 def drive(engine, all_loads, first=0, whole=False):
     """Run steps as the loop does on a CPU (lag 1); return per step (shape, placement, record).
 
@@ -146,7 +120,9 @@ def drive(engine, all_loads, first=0, whole=False):
             assert fits(engine.shape[name], placement)
             np.testing.assert_array_equal(engine.bank[name].home, placement.home)
         engine.after_dispatch(step)
-        flight = step, metrics_of(host_signals, loads)
+        _, ready, plan_hash = np.asarray(host_signals).T  # of each device, as the step sees them
+        hashes = {"plan_hash_least": plan_hash.min(), "plan_hash_most": plan_hash.max()}
+        flight = step, {"ready": ready.min(), "loads": loads, **hashes}
         placement, record, _ = engine.records[step]
         seen.append((engine.shape, placement, record) if whole else (engine.shape[ONE], placement[ONE], record))
     engine.observe(*flight)
@@ -190,8 +166,7 @@ def test_resume_continues_with_the_same_plans(started, segments, cut):
     want = drive(whole, loads, whole=True)
     first = started(**settings)
     drive(first, loads[:cut])
-    state = json.loads(json.dumps(first.state()))
-    second = started(state, **settings)
+    second = started(first.state(), **settings)
     got = drive(second, loads[cut:], first=cut, whole=True)
     for (shape, placement, record), (shape_, placement_, record_) in zip(want[cut:], got, strict=True):
         assert shape == shape_ and placement == placement_ and record["plan_id"] == record_["plan_id"]
@@ -200,11 +175,11 @@ def test_resume_continues_with_the_same_plans(started, segments, cut):
 
 
 def test_plan_of_another_mesh_is_left_out_and_named():
-    first, second = (RejitEngine(session_of(name="hecate"), 1) for _ in range(2))
-    state = json.loads(json.dumps(first.state()))
-    assert second.restore(None) is None and second.restore(state) is None
+    engine = RejitEngine(session_of(name="hecate"))
+    state = engine.state()
+    assert engine.restore(None) is None and engine.restore(state) is None
     state["shape"][ONE]["devices"] = 8
-    text = second.restore(state)
+    text = engine.restore(state)
     assert text.startswith("plan: the checkpoint's is of another mesh or planner (devices was 8 and is 4)")
     assert text.endswith("experts start at even homes, and the planner sees new loads only")
 
@@ -213,7 +188,7 @@ def test_replicas_of_other_options_are_left_out_and_named(started):
     """A step after a resume sends what its planner asks for, in the form that is set: homes stay, replicas do not."""
     first = started(name="hecate", shard_every=4)
     drive(first, list(drifting_loads(12)))
-    state = json.loads(json.dumps(first.state()))
+    state = first.state()
     assert state["shape"][ONE]["ahead"] is not None
     for settings, text in (
         ({"name": "smartmoe", "cluster": FLAT}, "plan: PlannerConfig.name was 'hecate' and is 'smartmoe'; homes"),
@@ -227,8 +202,7 @@ def test_replicas_of_other_options_are_left_out_and_named(started):
     nodes = {"name": "hecate", "shard_every": 4, "devices_per_node": 2}
     first = started(**nodes, transfer="flat")
     drive(first, list(drifting_loads(12)))
-    state = json.loads(json.dumps(first.state()))
-    engine = started(state, **nodes, transfer="by_node")
+    engine = started(first.state(), **nodes, transfer="by_node")
     assert engine.left_out.startswith("plan: PlannerConfig.transfer was 'flat' and is 'by_node'")
     drive(engine, list(drifting_loads(4)), first=12)
     assert engine.pending is not None and engine.pending.shape[ONE].ahead.by_node or engine.shape[ONE].ahead.by_node
@@ -248,18 +222,16 @@ def test_a_shape_is_asked_for_only_where_its_gain_pays(started, monkeypatch, swa
 
 
 def test_different_plans_are_an_error():
-    session = session_of(name="topk_all", top_k=1)
-    engine = RejitEngine(session, 1)
     with pytest.raises(RuntimeError, match="step 4: the processes ran different plans"):
-        engine.observe(3, {"plan_hash_least": 1, "plan_hash_most": 2})
+        RejitEngine(session_of(name="topk_all", top_k=1)).observe(3, {"plan_hash_least": 1, "plan_hash_most": 2})
 
 
 def test_none_needs_no_engine_and_dp_refuses_planners():
-    assert build_engine(session_of(name="none"), 1) is None
+    assert build_engine(session_of(name="none")) is None
     with pytest.raises(UserError, match=r"PlannerConfig.name \('eplb'\) needs experts spread"):
-        build_engine(session_of(name="eplb", schedule="dp"), 1)
+        build_engine(session_of(name="eplb", schedule="dp"))
     with pytest.raises(UserError, match="replica_slots to the most that you want"):
-        build_engine(session_of(name="fastermoe", when="after_gate", bounded=False), 1)
+        build_engine(session_of(name="fastermoe", when="after_gate", bounded=False))
 
 
 @pytest.mark.parametrize(
@@ -354,14 +326,14 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes(started):
     ahead = {**LATE, "when": "ahead"}
     first = started(name="hecate", calibrate=True, **ahead)
     drive(first, loads)
-    state = json.loads(json.dumps(first.state()))
+    state = first.state()
     assert state["shape"][ONE]["late"]["slots"] == 2
     for settings, slots in (
         ({"name": "hecate", **ahead}, 0),
         ({"name": "hecate", "calibrate": True, **ahead, "late_slots": 3}, 3),
         ({"name": "llep", **LATE}, 2),
     ):
-        engine = RejitEngine(session_of(**settings), 1)
+        engine = RejitEngine(session_of(**settings))
         assert engine.restore(state).startswith("plan: PlannerConfig.")  # no option of which was that of the run
         shape = engine.shape[ONE]
         assert shape.late_slots == slots and (shape.after_gate is not None) == (slots > 0)
@@ -397,13 +369,13 @@ def test_every_plan_of_hecate_says_why_its_tau_is_0(started):
         assert record["plan_remark"] == "tau 0: an expert travels 0.00273 ms, attention takes 2.62e-05 ms"
         assert not len(placement.replicas)
     alone = session_of(name="hecate", overlap_degree=None, cluster=FLAT, materialize=False)
-    assert RejitEngine(alone, 1).remark == ""  # homes alone are moved, which tau has no part in
+    assert RejitEngine(alone).remark == ""  # homes alone are moved, which tau has no part in
 
 
 def test_a_warm_start_gives_the_first_step_its_replicas():
     loads = list(drifting_loads(8))
     session = session_of(name="topk_all", top_k=1)
-    engine = RejitEngine(session, 1)
+    engine = RejitEngine(session)
     engine.warm_start(loads)
     engine.start()
     seen = drive(engine, loads)

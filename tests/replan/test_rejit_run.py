@@ -1,11 +1,9 @@
-"""A real run whose plans change, stopped between a proposal and its swap: the rest is the same bit for bit."""
+"""Real runs whose plans change: one that stops between proposal and swap, and two processes that swap together."""
 
-import numpy as np
 import pytest
-from support.tiny_run import run_here
+from support.tiny_run import assert_same_run, command, finish_pair, run_here, start_pair
 
 from moe_jax.observe import read_metrics
-from moe_jax.training.checkpoint import Checkpointer
 
 # slow: nine compilations
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")]
@@ -24,11 +22,24 @@ def test_a_stop_between_proposal_and_swap_changes_nothing(tmp_path):
     # planned during step 2, due with step 5: the run stops after step 3, and once more behind the swap
     for steps in (3, 7, 10):
         assert run_here(tmp_path, tmp_path / "parts", *PLAN, f"train.steps = {steps}")
-    whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
-    for name in ("step", "loss", "grad_norm", "plan_id", "replicas", "passes", "device_load_max_over_mean"):
-        assert [record[name] for record in whole] == [record[name] for record in parts], name
+    fields = ("plan_id", "replicas", "passes", "device_load_max_over_mean")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 10, *fields)
+    whole = read_metrics(tmp_path / "whole")
     assert [record["replicas"] > 0 for record in whole] == 4 * [False] + 6 * [True]
     assert any("reshard_seconds" in record for record in whole)
-    ends = [Checkpointer(tmp_path / name / "checkpoints", keep=1).read_arrays(10) for name in ("whole", "parts")]
-    for name, leaf in ends[0].items():
-        np.testing.assert_array_equal(leaf, ends[1][name], err_msg=name)
+
+
+SWAP = (
+    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 2",
+    "PlannerConfig.shard_every = 50", "PlannerConfig.calibrate = False", "PlannerConfig.interval = 5",
+    "train.loads_every = 1000", "train.checkpoint_every = 0", "train.log_every = 1000",
+)  # fmt: skip
+
+
+def test_two_processes_swap_when_both_are_ready(tmp_path):
+    for code, out, err in finish_pair(start_pair(command(tmp_path, tmp_path / "work", *SWAP, "train.steps = 3000"))):
+        assert code == 0, out[-2000:] + err[-4000:]
+    records = read_metrics(tmp_path / "work")
+    replicas = [record["replicas"] > 0 for record in records]
+    assert not any(replicas[:3]) and replicas[-1], "the compilation did not end within the run"
+    assert sum(record["rejit_stall_seconds"] for record in records) < 0.1

@@ -12,7 +12,7 @@ from support.layer_cases import draw, make_loss, moe_config, plan_of, roles_of
 
 import moe_jax.moe.routers
 from moe_jax.analysis.dry_run import dry_run
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.after_gate_rules import ShareRule

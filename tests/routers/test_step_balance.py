@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.tiny_run import bindings_of
 
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.models import make_loss
 from moe_jax.moe.routers import build_router
 from moe_jax.parallel.mesh import to_devices

@@ -12,7 +12,7 @@ from support.layer_cases import DIM, EXPERTS, draw, make_loss, moe_config, roles
 from moe_jax.analysis.dry_run import dry_run
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.layer_seconds import layer_seconds
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import reference
 from moe_jax.moe.build import check_float8

@@ -39,7 +39,7 @@ def abstract(data, expert, *, zero=1, schedule="deepspeed", **model_changes):
         expert_zero_stage=zero,
     )
     optimizer = build_optimizer(TrainConfig())
-    return abstract_state(model, optimizer, build_state_shardings(model, model.layout(), optimizer))
+    return abstract_state(model, optimizer, build_state_shardings(model, optimizer))
 
 
 def homes(devices, seed=None):

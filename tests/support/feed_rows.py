@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from support.tiny_run import bindings_of
 
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.data.cache import TokenSpan
 from moe_jax.training.hosts import HostsConfig, start_hosts
 from moe_jax.training.loop import evaluate

@@ -4,11 +4,18 @@ import os
 import subprocess
 import sys
 
+import jax
+import numpy as np
+from support.ports import free_port
 from support.quick_compiles import QUICK
 
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
+from moe_jax.observe import read_metrics
+from moe_jax.parallel.mesh import to_devices
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.program import build_session
 from moe_jax.training.run import evaluate_run, run
-from moe_jax.training.watchdog import Hosts
 
 BINDINGS = (
     "ModelConfig.layers = 2",
@@ -46,6 +53,38 @@ def bindings_of(folder, *changes: str) -> list[str]:
     return [*BINDINGS, write_corpus(folder / "corpus"), f"DataConfig.cache_dir = {str(folder / 'cache')!r}", *changes]
 
 
+def config_of(folder, *changes: str):
+    """Return the config of the run."""
+    return parse_run_config((), bindings_of(folder, *changes))[0]
+
+
+def session_of(folder, devices: int, *changes: str):
+    """Return the session of the run on so many devices."""
+    return build_session(config_of(folder, *changes), jax.devices()[:devices])
+
+
+def one_step(session, executable, state, step: int):
+    """Return (state, metrics) of a step without a planner on the batch of this number."""
+    batch = to_devices(session.feed.read(step), session.state_shardings.batch)
+    return executable(state, batch, session.tables, session.host_signals(0))
+
+
+def arrays_of(workdir, step: int) -> dict:
+    """Return {name: leaf} of a checkpoint of the run."""
+    return Checkpointer(workdir / "checkpoints", keep=1).read_arrays(step)
+
+
+def assert_same_run(whole, parts, step: int, *fields: str):
+    """Compare two run folders to the bit: fields of every step's record, and every leaf of the checkpoint of `step`."""
+    records = read_metrics(whole), read_metrics(parts)
+    for name in ("step", "loss", "grad_norm", *fields):
+        np.testing.assert_array_equal(*([record.get(name) for record in side] for side in records), err_msg=name)
+    want, got = arrays_of(whole, step), arrays_of(parts, step)
+    assert want.keys() == got.keys() and len(want) > 20
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
 def evaluate_here(folder, workdir, *changes: str) -> None:
     """Evaluate the last checkpoint of the run."""
     config, text, _ = parse_run_config((), bindings_of(folder, *changes))
@@ -61,34 +100,29 @@ def run_here(folder, workdir, *changes: str, **options) -> bool:
 def command(folder, workdir, *changes: str, devices: int = 2, flags=()) -> list[str]:
     """Return the command line of the same run."""
     bindings = [f"--gin_bindings={binding}" for binding in bindings_of(folder, *changes)]
-    return [
-        sys.executable,
-        "-m",
-        "moe_jax.train",
-        *bindings,
-        f"--workdir={workdir}",
-        f"--host_devices={devices}",
-        *flags,
-    ]
+    where = [f"--workdir={workdir}", f"--host_devices={devices}"]
+    return [sys.executable, "-m", "moe_jax.train", *bindings, *where, *flags]
 
 
-def start(arguments, **keywords) -> subprocess.Popen:
+def start(arguments) -> subprocess.Popen:
     """Start a command from the repository's root with quiet output in pipes."""
-    root = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
-    python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "XLA_FLAGS": QUICK, "PYTHONPATH": python_path}
-    return subprocess.Popen(
-        arguments,
-        env=environment,
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **keywords,
-    )
+    root, pipe = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), subprocess.PIPE
+    environment = {**os.environ, "XLA_FLAGS": QUICK}
+    return subprocess.Popen(arguments, env=environment, cwd=root, stdout=pipe, stderr=pipe, text=True)
+
+
+def start_pair(arguments) -> list[subprocess.Popen]:
+    """Start a command as the two processes of one job."""
+    job = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
+    return [start([*arguments, *job, f"--process_id={index}"]) for index in range(2)]
 
 
 def finish(process: subprocess.Popen, seconds: float = 240):
     """Return (exit code, stdout, stderr)."""
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
+
+
+def finish_pair(processes) -> list[tuple]:
+    """Return the same of both processes of a job, after both have ended."""
+    return [finish(process) for process in processes]

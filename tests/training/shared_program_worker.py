@@ -1,6 +1,5 @@
 """One of two processes for test_shared_program.py: programs that process 0 compiles, in each way that can go."""
 
-import functools
 import sys
 import time
 
@@ -8,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.training import compiling
-from moe_jax.training.bank_order import reshard
-from moe_jax.training.compiling import SharedFunction, compile_for_all
+from moe_jax.training.compiling import compile_for_all, shared_function
 from moe_jax.training.hosts import HostsConfig, start_hosts
 
 OPTIONS = {"xla_embed_ir_in_executable": "False"}  # any: without options each process compiles for itself
@@ -55,7 +51,7 @@ def main(port: str, index: int) -> None:
         compile_guided = compiling.compile_guided
         run("handed out", 2.0)
         compiling.compile_guided = compile_guided
-        shared = SharedFunction(step(3.0), OPTIONS, devices)
+        shared = shared_function(step(3.0), OPTIONS, devices)
         print("function", float(shared(x_D)[0]), float(shared(x_D)[0]), flush=True)
         serialize = compiling.serialize_executable.serialize
         compiling.serialize_executable.serialize = lambda executable: 1 / 0
@@ -65,20 +61,6 @@ def main(port: str, index: int) -> None:
         print("compiled:", compiled, flush=True)
         compiling.compile_guided = compile_guided
 
-        here = compiling.compiled
-        compiled.clear()
-        compiling.compiled = lambda *given: compiled.append(1) or here(*given)
-        share = functools.cache(lambda move: SharedFunction(move, OPTIONS, devices))
-        homes = [Placement.even(2, 4, 4), Placement([[3, 2, 1, 0], [0, 0, 2, 3]], devices=4)]
-        rows = np.arange(12.0, dtype=np.float32)  # three a device, one empty; expert (l, e) is 4 l + e
-        rows[[0, 1, 3, 4, 6, 7, 9, 10]] = [0, 4, 1, 5, 2, 6, 3, 7]
-        state = {"bank": {"segment_0": {"w": jax.make_array_from_callback((12,), split, lambda part: rows[part])}}}
-        for old, new in ((0, 1), (1, 0)):
-            state = reshard(state, homes[old], homes[new], 3, "segment_0", share)
-            held = multihost_utils.process_allgather(state["bank"]["segment_0"]["w"], tiled=True)
-            at = (homes[new].home * 3 + bank_rows(homes[new])).ravel()
-            print("moved", held[at].astype(int).tolist(), len(compiled), flush=True)
-        compiling.compiled = here
         if index == 0:
             held = distributed.global_state.client.key_value_dir_get_bytes("moe_jax/program/")
             print("held:", len({key.rsplit("/", 2)[0] for key, _ in held if key.endswith("/head")}), flush=True)

@@ -17,7 +17,7 @@ def compile_slowly(self, shape=None, common=False):
     """Compile as `Program.compile_step`, but a complete program late; other processes wait for process 0."""
     if common:
         return compile_step(self, shape, common)
-    lowered, compile_guided = self.lower_train_step(shape), compiling.compile_guided
+    lowered, compile_guided = self.trace_step(shape).lower(), compiling.compile_guided
 
     def later(*given):
         time.sleep(SECONDS)

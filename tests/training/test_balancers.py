@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.config import parse_run_config
+from moe_jax.config.gin_files import parse_run_config
 from moe_jax.observe import read_metrics
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.run import run
-from moe_jax.training.watchdog import Hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")]
 

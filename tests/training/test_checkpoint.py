@@ -4,22 +4,17 @@ import os
 import re
 import resource
 import shutil
-import socket
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from support import checkpoint_states as states
+from support.tiny_run import finish_pair, start_pair
 
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.training.checkpoint import Checkpointer
-
-HELPER = Path(states.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +34,8 @@ def saved(tmp_path_factory, here):
     return folder
 
 
-def small_state(here, value=0.0, rows=8):
-    """A state of three leaves, for what does not depend on the model."""
-    sharding = here["step"].sharding
-    fill = lambda shape: jax.device_put(jnp.full(shape, value, jnp.float32), sharding)  # noqa: E731
-    step = jax.device_put(jnp.int32(value), sharding)
-    return {
-        "step": step,
-        "params": {"dense": {"w": fill((rows, 2))}, "bank": {"segment_0": {"w_in": fill((16, 2, 2))}}},
-    }
-
-
-def one_leaf(here, rows=8):
-    """A state of one leaf in one piece, for reads and writes that fail.
+def small_state(here, rows=8):
+    """A state of one leaf in one piece, for what does not depend on the model.
 
     Of several that fail together orbax awaits the first alone; the others would report to an event loop that is gone by
     then, as warnings in whatever test runs next.
@@ -61,9 +45,6 @@ def one_leaf(here, rows=8):
 
 def abstract_of(state):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
-
-
-SMALL_HOME = {"segment_0": np.zeros((2, 8), np.int32)}
 
 
 # Every bit comes back.
@@ -83,9 +64,7 @@ MESHES = {
 def test_restore_gives_back_every_bit(saved, case):
     data, expert, zero, seed, schedule = MESHES[case]
     there, home = states.abstract(data, expert, zero=zero, schedule=schedule), states.homes(expert, seed)
-    checkpointer = Checkpointer(saved, keep=3)
-    assert checkpointer.latest() == 1
-    state, host = checkpointer.restore(1, there, home)
+    state, host = Checkpointer(saved, keep=3).restore(1, there, home)
     states.assert_state(state, there, home)
     assert host == states.HOST
 
@@ -117,7 +96,7 @@ def test_save_keeps_the_newest(here, tmp_path):
     checkpointer = Checkpointer(tmp_path / "new" / "checkpoints", keep=2)
     assert checkpointer.latest() is None
     for step in (3, 6, 9):
-        checkpointer.save(step, small_state(here, step), SMALL_HOME, {"step": step})
+        checkpointer.save(step, small_state(here), {}, {"step": step})
         assert checkpointer.latest() in (step - 3 or None, step)
     checkpointer.wait()
     assert checkpointer.steps() == [6, 9]
@@ -131,22 +110,14 @@ def test_unfinished_checkpoints_do_not_count_and_go_with_the_next_save(here, tmp
     for name in ("00000009.orbax-checkpoint-tmp", "00000003.deleted", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("half")
-    reader = Checkpointer(tmp_path, keep=1)
-    assert reader.latest() is None
-    reader.close()
+    assert Checkpointer(tmp_path, keep=1).latest() is None
     assert len(os.listdir(tmp_path)) == 3, "a reader deletes nothing"
     writer = Checkpointer(tmp_path, keep=1)
-    writer.save(9, small_state(here), SMALL_HOME, {})
+    writer.save(9, small_state(here), {}, {})
+    with pytest.raises(UserError, match="00000009 exists already; move it away"):
+        writer.save(9, small_state(here), {}, {})
     writer.close()
     assert sorted(os.listdir(tmp_path)) == ["00000009", "notes"]
-
-
-def test_save_refuses_a_step_that_exists(here, tmp_path):
-    checkpointer = Checkpointer(tmp_path, keep=2)
-    checkpointer.save(4, small_state(here), SMALL_HOME, {})
-    with pytest.raises(UserError, match="00000004 exists already; move it away"):
-        checkpointer.save(4, small_state(here), SMALL_HOME, {})
-    checkpointer.close()
 
 
 # A disk that will not.
@@ -154,13 +125,13 @@ def test_save_refuses_a_step_that_exists(here, tmp_path):
 
 def test_save_without_space_writes_nothing(here, tmp_path, monkeypatch):
     checkpointer = Checkpointer(tmp_path, keep=2)
-    checkpointer.save(1, small_state(here, 1), SMALL_HOME, {})
+    checkpointer.save(1, small_state(here), {}, {})
     checkpointer.wait()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10))
     with pytest.raises(UserError) as error:
-        checkpointer.save(2, small_state(here, 2), SMALL_HOME, {})
+        checkpointer.save(2, small_state(here), {}, {})
     assert str(error.value) == (
-        f"cannot write {tmp_path}/00000002 (324 bytes needed, 100 free); free space on its disk, then give the same "
+        f"cannot write {tmp_path}/00000002 (64 bytes needed, 10 free); free space on its disk, then give the same "
         "command again; the checkpoint of step 1 is kept"
     )
     assert os.listdir(tmp_path) == ["00000001"]
@@ -170,19 +141,19 @@ def test_save_without_space_writes_nothing(here, tmp_path, monkeypatch):
 def test_disk_that_fails_while_writing(here, tmp_path):
     """The writer's thread meets a real limit of the operating system: no file may grow beyond 4 KiB."""
     checkpointer = Checkpointer(tmp_path, keep=2)
-    checkpointer.save(1, one_leaf(here), SMALL_HOME, {})
+    checkpointer.save(1, small_state(here), {}, {})
     checkpointer.wait()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        checkpointer.save(2, one_leaf(here, rows=8000), SMALL_HOME, {})
+        checkpointer.save(2, small_state(here, rows=8000), {}, {})
         with pytest.raises(UserError, match=r"cannot write .*00000002 \(File too large\); check .*step 1 is kept"):
-            checkpointer.save(3, one_leaf(here), SMALL_HOME, {})
+            checkpointer.save(3, small_state(here), {}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpointer.latest() == 1
-    checkpointer.restore(1, abstract_of(one_leaf(here)), SMALL_HOME)
-    checkpointer.save(4, one_leaf(here), SMALL_HOME, {})
+    checkpointer.restore(1, abstract_of(small_state(here)), {})
+    checkpointer.save(4, small_state(here), {}, {})
     checkpointer.close()
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000004"]
 
@@ -200,8 +171,8 @@ QUOTED = "RESOURCE_EXHAUSTED: Failed to write 29 bytes to file 4: No space left 
 )
 def test_writer_error_is_named(here, tmp_path, monkeypatch, error, kind, message):
     checkpointer = Checkpointer(tmp_path, keep=2)
-    checkpointer.save(1, small_state(here), SMALL_HOME, {})
-    checkpointer.save(2, small_state(here), SMALL_HOME, {})
+    checkpointer.save(1, small_state(here), {}, {})
+    checkpointer.save(2, small_state(here), {}, {})
 
     def fail(finish=checkpointer._writer.wait_until_finished):
         finish()
@@ -246,25 +217,25 @@ def test_restore_refuses_another_model(saved, here):
 
 
 def test_restore_names_a_checkpoint_that_cannot_be_read(here, tmp_path):
-    state = one_leaf(here)
+    state = small_state(here)
     checkpointer = Checkpointer(tmp_path, keep=2)
     for step in (1, 2):
-        checkpointer.save(step, state, SMALL_HOME, {})
+        checkpointer.save(step, state, {}, {})
     checkpointer.close()
     with pytest.raises(UserError, match=r"has no finished checkpoint of step 7, only \[1, 2\]"):
-        checkpointer.restore(7, abstract_of(state), SMALL_HOME)
+        checkpointer.restore(7, abstract_of(state), {})
     for arrays in (tmp_path / "00000001").rglob("d"):
         shutil.rmtree(arrays)
     assert checkpointer.read_host(1) == {}, "needs no array"
     with pytest.raises(UserError, match=r"cannot read checkpoint .*00000001 \(.*\); move it away"):
-        checkpointer.restore(1, abstract_of(state), SMALL_HOME)
+        checkpointer.restore(1, abstract_of(state), {})
     for text in ("{}", "", '{"custom_metadata": null}'):
         (tmp_path / "00000002" / "_METADATA").write_text(text)
         with pytest.raises(UserError, match=r"cannot read checkpoint .*00000002 \(.*\); move it away"):
             checkpointer.read_host(2)
     (tmp_path / "00000002" / "_METADATA").write_text('{"custom_metadata": {"format": "moe_jax checkpoint 9"}}')
     with pytest.raises(UserError, match="has format 'moe_jax checkpoint 9', but this program reads"):
-        checkpointer.restore_params(2, abstract_of(state), SMALL_HOME)
+        checkpointer.restore_params(2, abstract_of(state), {})
 
 
 # Two processes.
@@ -274,32 +245,9 @@ def test_two_processes_share_a_checkpoint(saved, tmp_path):
     """Two processes restore what one wrote, save, and donate; one process restores what two wrote."""
     folder = tmp_path / "shared"
     shutil.copytree(saved, folder)
-    with socket.create_server(("", 0)) as listener:
-        port = listener.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable, str(HELPER), f"--folder={folder}", f"--coordinator=localhost:{port}",
-                "--num_processes=2", f"--process_id={index}",
-            ],
-            env=environment(devices=2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert "['00000003', '00000004']" in outputs[0]
+    done = finish_pair(start_pair([sys.executable, states.__file__, f"--folder={folder}"]))
+    assert [code for code, *_ in done] == [0, 0] and "['00000003', '00000004']" in done[0][1], done
     there, home = states.abstract(1, 8), states.homes(8)
     restored, host = Checkpointer(folder, keep=2).restore(4, there, home)
     states.assert_state(restored, there, home)
     assert host == states.HOST
-
-
-def environment(devices):
-    repository = str(Path(__file__).parents[2])
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")]),
-    }

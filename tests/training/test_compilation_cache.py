@@ -48,13 +48,12 @@ def test_second_start_finds_the_programs_of_the_first(tmp_path):
 import sys, jax, jax.numpy as jnp
 from jax import monitoring
 from moe_jax.training.compiling import set_up_compilation_cache
-from moe_jax.training.compiling import compiled
 heard = []
 monitoring.register_event_listener(lambda event, **_: heard.append(event))
 set_up_compilation_cache(sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 lowered = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
-compiled(lowered, {})
+lowered.compile()
 print("hits", heard.count("/jax/compilation_cache/cache_hits"))
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

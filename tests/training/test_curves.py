@@ -6,21 +6,19 @@ import jax
 import numpy as np
 import pytest
 from support.placements import to_bank
-from support.tiny_run import bindings_of
+from support.tiny_run import one_step, session_of
 
-from moe_jax.config import parse_run_config
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.planning.placement import Placement
 from moe_jax.training.program import build_session
 
-STEPS = 30
+STEPS, MP = 30, ("MoEConfig.schedule = 'parm'", "MeshConfig.model = 2")
 
 
 def curve(folder, devices: int, *changes: str):
     """Return (losses, gradient norms, loads of the last step summed over sources) of STEPS steps."""
-    config, _, _ = parse_run_config((), bindings_of(folder, f"train.steps = {STEPS}", *changes))
-    session = build_session(config, jax.devices()[:devices])
-    executable, _ = session.compile_step()
+    session = session_of(folder, devices, f"train.steps = {STEPS}", *changes)
+    config, (executable, _) = session.config, session.compile_step()
     # start all runs from the one-device initial values: compiled for another mesh, the last bit may differ
     plain = dataclasses.replace(config.moe, schedule="s1")
     one = build_session(dataclasses.replace(config, mesh=type(config.mesh)(), moe=plain), jax.devices()[:1])
@@ -33,8 +31,7 @@ def curve(folder, devices: int, *changes: str):
     state = session.fresh_state(to_devices(params, session.state_shardings.state["params"]))
     losses, norms = [], []
     for step in range(STEPS):
-        batch = to_devices(session.feed.read(step), session.state_shardings.batch)
-        state, metrics = executable(state, batch, session.tables, session.host_signals(0))
+        state, metrics = one_step(session, executable, state, step)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     return np.array(losses), np.array(norms), np.asarray(metrics["loads"]).sum(axis=1)
@@ -55,11 +52,7 @@ def expected(tmp_path_factory):
         (4, ("MeshConfig.data = 2", "train.zero_stage = 3")),
         pytest.param(8, ("train.zero_stage = 0",), marks=pytest.mark.slow),
         (8, ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 8", "train.expert_zero_stage = 3")),
-        pytest.param(
-            8,
-            ("MoEConfig.schedule = 'parm'", "MeshConfig.model = 2", "MeshConfig.expert_shard = 2"),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(8, (*MP, "MeshConfig.expert_shard = 2"), marks=pytest.mark.slow),
         pytest.param(8, ("MoEConfig.schedule = 'pairwise'", "MeshConfig.devices_per_node = 4"), marks=pytest.mark.slow),
         (2, ("train.grad_accum_steps = 2", "MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0")),
     ],

@@ -7,17 +7,16 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from support.tiny_run import bindings_of, run_here
+from support.tiny_run import arrays_of, assert_same_run, config_of, run_here
 
 from moe_jax.analysis.dry_run import dry_run
-from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.observe import read_metrics
 from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 from moe_jax.training.teacher import load_teacher, settle_teacher
-from moe_jax.training.watchdog import Hosts
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 
@@ -41,10 +40,6 @@ def by(teacher) -> str:
     return f"DistillationConfig.teacher = {str(teacher)!r}"
 
 
-def arrays(workdir, step=6):
-    return Checkpointer(workdir / "checkpoints", keep=3).read_arrays(step)
-
-
 def test_the_divergence_is_recorded_while_the_teacher_is_there(taught):
     records = read_metrics(taught / "whole")
     assert [("kl" in record) for record in records] == [True] * 4 + [False] * 2
@@ -61,20 +56,15 @@ def test_resume_on_either_side_equals_a_run_that_never_stopped(taught):
         assert run_here(taught, workdir, *STUDENT, by(teacher), f"train.steps = {stop}")
     shutil.rmtree(teacher)
     assert run_here(taught, workdir, *STUDENT, by(teacher))
-    whole, parts = read_metrics(taught / "whole"), read_metrics(workdir)
-    for field in ("step", "loss", "grad_norm", "kl"):
-        assert [r.get(field) for r in whole] == [r.get(field) for r in parts], field
-    wanted, got = arrays(taught / "whole"), arrays(workdir)
-    assert wanted.keys() == got.keys() and not any("teacher" in name for name in got)
-    for name in wanted:
-        np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
+    assert_same_run(taught / "whole", workdir, 6, "kl")
+    assert not any("teacher" in name for name in arrays_of(workdir, 6))
     held = Checkpointer(workdir / "checkpoints", keep=3).read_host(6)["teacher"]
     assert held["folder"] == str(teacher) and held["step"] == 3
     assert set(held) == {"folder", "step", "config", "parameters"}
 
 
 def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
-    config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher")))
+    config = config_of(taught, *STUDENT, by(taught / "teacher"))
     stepper = build_stepper(config, jax.devices())
     with_teacher = stepper.executable.memory_analysis().argument_size_in_bytes
     assert {leaf.dtype.name for leaf in jax.tree.leaves(stepper.teacher_params["bank"])} == {"bfloat16"}
@@ -92,7 +82,7 @@ def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
 @pytest.mark.slow
 def test_a_planner_keeps_its_plans_across_the_boundary(taught):
     planner = ("PlannerConfig.name = 'eplb'", "PlannerConfig.swap_after = 2", "MeshConfig.data = 2")
-    config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher"), *planner))
+    config = config_of(taught, *STUDENT, by(taught / "teacher"), *planner)
     stepper = build_stepper(config, jax.devices())
     records = stepper.run(6)
     assert stepper.session.teacher is None and [int(np.sum(r["loads"])) for r in records] == [8 * 16 * 2] * 6
@@ -103,16 +93,16 @@ def test_another_teacher_is_refused_in_one_line(taught):
     other = taught / "other"
     assert run_here(taught, other, *STUDENT, by(taught / "teacher"), "train.steps = 2")
     held = Checkpointer(other / "checkpoints", keep=3).read_host(2)
-    alone, *_ = parse_run_config((), bindings_of(taught))
+    alone = config_of(taught)
     with pytest.raises(UserError, match=r"DistillationConfig.teacher \(''\) was '.*teacher' at step 2"):
         settle_teacher(alone, 2, held, Hosts())
     with pytest.raises(UserError, match=r"is not the teacher of this run so far: step 6, .* now, step 3, .* before"):
         run_here(taught, other, *STUDENT, by(taught / "whole"))
-    config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher")))
+    config = config_of(taught, *STUDENT, by(taught / "teacher"))
     with pytest.raises(UserError, match=r"was '' when this run wrote step 2"):
         settle_teacher(config, 2, {"config": ""}, Hosts())
     shutil.copytree(taught / "teacher", taught / "moved")  # only its folder is another
-    moved, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "moved")))
+    moved = config_of(taught, *STUDENT, by(taught / "moved"))
     assert settle_teacher(moved, 2, held, Hosts()) == (moved, {**held["teacher"], "folder": str(taught / "moved")})
 
 
@@ -137,7 +127,7 @@ def test_a_teacher_that_cannot_be_is_refused_before_anything_compiles(taught, ch
     changes = (*STUDENT, "ModelConfig.max_length = 64", by(taught / "teacher"), change.format(taught))
     for refuse in (
         lambda: run_here(taught, taught / "refused", *changes),
-        lambda: dry_run(parse_run_config((), bindings_of(taught, *changes))[0], 8),
+        lambda: dry_run(config_of(taught, *changes), 8),
     ):
         with pytest.raises(UserError, match=says) as caught:
             refuse()
@@ -145,7 +135,7 @@ def test_a_teacher_that_cannot_be_is_refused_before_anything_compiles(taught, ch
 
 
 def test_dry_run_counts_the_teacher(taught):
-    config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher")))
+    config = config_of(taught, *STUDENT, by(taught / "teacher"))
     text = dry_run(config, 8)
     assert f"{taught / 'teacher'}, step 3, up to step 4, then it leaves the memory" in text
     assert "teacher per token" in text

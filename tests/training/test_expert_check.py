@@ -1,18 +1,39 @@
-"""The check of a grouped matmul on one expert FFN: rounding passes, and each error seen in kernels does not."""
+"""The check of a grouped matmul on one expert FFN: rounding passes, each error seen in kernels does not; and a run on a
+kernel that computes something else does not start, or goes on with a proven one.
+"""
 
 import dataclasses
-import itertools
+import json
+import logging
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from support import tiny_run
+from support.tiny_run import run_here
 
+from moe_jax.data import user_cache
+from moe_jax.errors import UserError
 from moe_jax.kernels import grouped as contract
 from moe_jax.kernels.blocked import RaggedMatmul, clear_unowned_rows, split_gradient
 from moe_jax.kernels.grouped import register
 from moe_jax.models.config import ModelConfig
 from moe_jax.training import expert_check
-from moe_jax.training.expert_check import CASES, compare_expert, draw_arrays, of_implementation, rounding_limit
+from moe_jax.training import run as run_module
+from moe_jax.training.expert_check import (
+    CASES,
+    DIFFERS,
+    FAILS,
+    NO_MEMORY,
+    PASSES,
+    compare_expert,
+    draw_arrays,
+    of_implementation,
+    rounding_limit,
+    settle_unproven,
+)
+from moe_jax.training.hosts import Hosts
 
 SMALL = ModelConfig(model_dim=64, hidden_dim=128, dtype="bfloat16")
 TILE = 64
@@ -31,77 +52,53 @@ def in_last_part_of_a_tile(group_sizes, rows):
     return (place >= group_sizes[group] // TILE * TILE)[:, None]
 
 
-class DropsThePartTile(RaggedMatmul):
-    """Rows after the last whole tile of a group stay zero."""
+class Saboteur(RaggedMatmul):
+    """Computes something else, by what is wrong with it."""
+
+    def __init__(self, fault):
+        self.fault = fault
 
     def multiply(self, lhs, group_sizes, operands):
         out = super().multiply(lhs, group_sizes, operands)
-        return jnp.where(in_last_part_of_a_tile(group_sizes, lhs.shape[0]), 0, out)
-
-
-class LeaksUnownedRows(RaggedMatmul):
-    """The gradient of the weights masks rows by multiplication, which keeps a NaN."""
-
-    def gradients(self, lhs, dout, group_sizes, operands):
-        dlhs, dweights = super().gradients(lhs, dout, group_sizes, operands)
-        unowned = clear_unowned_rows(jnp.ones((lhs.shape[0], 1), lhs.dtype), group_sizes) == 0
-        leak = jnp.sum(jnp.where(unowned, lhs, 0) * 0)
-        return dlhs, tuple(dweight + leak.astype(dweight.dtype) for dweight in dweights)
-
-
-class LeavesEmptyGroups(RaggedMatmul):
-    """The gradient of an empty group's weights is what stood in memory."""
+        if self.fault == "rows after the last whole tile of a group stay zero":
+            return jnp.where(in_last_part_of_a_tile(group_sizes, lhs.shape[0]), 0, out)
+        if self.fault == "rows that nobody owns are not zero on exit":
+            return jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(group_sizes), out, jnp.array(1e-3, out.dtype))
+        return out
 
     def gradients(self, lhs, dout, group_sizes, operands):
         dlhs, dweights = super().gradients(lhs, dout, group_sizes, operands)
-        stale = jnp.where(group_sizes == 0, 1e-3, 0)[:, None, None]
-        parts = split_gradient(jnp.broadcast_to(stale, (*group_sizes.shape, *operands[0].bank.shape[1:])), operands)
-        return dlhs, tuple(dweight + part for dweight, part in zip(dweights, parts, strict=True))
+        if self.fault == "gradient of w_in: rows masked by a product, which keeps a NaN":
+            unowned = clear_unowned_rows(jnp.ones((lhs.shape[0], 1), lhs.dtype), group_sizes) == 0
+            leak = jnp.sum(jnp.where(unowned, lhs, 0) * 0)
+            dweights = tuple(dweight + leak.astype(dweight.dtype) for dweight in dweights)
+        if self.fault == "gradient of w_in: of an empty group, what stood in memory":
+            stale = jnp.where(group_sizes == 0, 1e-3, 0)[:, None, None]
+            parts = split_gradient(jnp.broadcast_to(stale, (*group_sizes.shape, *operands[0].bank.shape[1:])), operands)
+            dweights = tuple(dweight + part for dweight, part in zip(dweights, parts, strict=True))
+        if self.fault == "gradient of w_in: whole tiles alone are read":  # marin #8339
+            kept = jnp.where(in_last_part_of_a_tile(group_sizes, lhs.shape[0]), 0, dout)
+            dweights = super().gradients(lhs, kept, group_sizes, operands)[1]
+        return dlhs, dweights
 
 
-class UnalignedWeightGradient(RaggedMatmul):
-    """The gradient of the weights reads whole tiles only: right for groups that a tile divides (marin #8339)."""
-
-    def gradients(self, lhs, dout, group_sizes, operands):
-        dlhs, _ = super().gradients(lhs, dout, group_sizes, operands)
-        kept = jnp.where(in_last_part_of_a_tile(group_sizes, lhs.shape[0]), 0, dout)
-        return dlhs, super().gradients(lhs, kept, group_sizes, operands)[1]
-
-
-class LeavesUnownedRows(RaggedMatmul):
-    """Rows that nobody owns are not zero on exit."""
-
-    def multiply(self, lhs, group_sizes, operands):
-        out = super().multiply(lhs, group_sizes, operands)
-        return jnp.where(jnp.arange(out.shape[0])[:, None] < jnp.sum(group_sizes), out, jnp.array(1e-3, out.dtype))
-
-
-SABOTEURS = (
-    DropsThePartTile, LeaksUnownedRows, LeavesEmptyGroups, UnalignedWeightGradient, LeavesUnownedRows
-)  # fmt: skip
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Return a function that registers an implementation for one test."""
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "rows after the last whole tile of a group stay zero",
+        "rows that nobody owns are not zero on exit",
+        "gradient of w_in: rows masked by a product, which keeps a NaN",
+        "gradient of w_in: of an empty group, what stood in memory",
+        "gradient of w_in: whole tiles alone are read",
+    ],
+)
+def test_a_wrong_kernel_is_found(monkeypatch, fault):
     monkeypatch.setattr(contract, "_REGISTRY", dict(contract._REGISTRY))
-    names = (f"saboteur {number}" for number in itertools.count())
-
-    def add(implementation):
-        name = next(names)
-        register(name, implementation())
-        return name
-
-    return add
-
-
-@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.__name__)
-def test_a_wrong_kernel_is_found(monkeypatch, registered, saboteur):
+    register(fault, Saboteur(fault))
     monkeypatch.setattr(expert_check, "CASES", CASES[1:])  # one case tells, in half the time
-    size, limit, where = compare_expert(registered(saboteur), SMALL, jax.devices()[0])
+    size, limit, where = compare_expert(fault, SMALL, jax.devices()[0])
     assert size > 5 * limit and where.endswith(f"more than {limit:.2g}")
-    if saboteur in (LeaksUnownedRows, LeavesEmptyGroups, UnalignedWeightGradient):
-        assert where.startswith("gradient of w_")
+    assert where.startswith("gradient of w_") or not fault.startswith("gradient of w_")
 
 
 @pytest.mark.parametrize("activation, dtype", [("gelu", "bfloat16"), ("swiglu", "bfloat16"), ("gelu", "float32")])
@@ -130,3 +127,189 @@ def test_the_kernels_for_hopper_take_the_cases(kernels, rows, sizes):
     traced = jax.jit(of_implementation, static_argnums=(0, 1)).trace(kernels, "gelu", counts, *arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 6  # two products forward, two gradients of each
+
+
+# Before a run.
+
+
+RIGHT, WRONG = (0.01, 0.06, "output, row 3, is right"), (1.0, 0.06, "output, row 3, is off")
+NO_ROOM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nmore")
+SMALL_CHIP = jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 278528, available: 232448"
+)
+
+
+class TwoProcesses(Hosts):
+    """This process and another one, whose answers the test sets."""
+
+    def __init__(self, other: str, kept: str = "no"):
+        super().__init__()
+        self.answers = {"kept": kept, "check": json.dumps([other, "theirs"])}
+
+    def gather_text(self, topic, text, timeout_seconds=300.0):
+        return [text, self.answers[topic.split()[0]]]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    user_cache._said.clear()
+    return tmp_path / "xdg" / "moe_jax" / "verdicts"
+
+
+@pytest.fixture
+def compared(cache, monkeypatch):
+    """Return function(outcome): 'auto' is 'blocked', which is unproven; returns the list of its comparisons."""
+
+    def make(outcome):
+        asked = []
+
+        def compare(implementation, *rest):
+            asked.append(implementation)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        choose = lambda wanted, *rest: "blocked" if wanted == "auto" else wanted  # noqa: E731
+        monkeypatch.setattr("moe_jax.training.program.choose_implementation", choose)
+        monkeypatch.setattr(expert_check, "KERNELS", ("blocked", "hopper", "mosaic_sparing"))
+        monkeypatch.setattr(expert_check, "compare_expert", compare)
+        return asked
+
+    return make
+
+
+def session_of(folder, wanted, *changes):
+    small = ("MeshConfig.expert = 2", "ModelConfig.layers = 1", f"MoEConfig.grouped_matmul = {wanted!r}")
+    return tiny_run.session_of(folder, 2, *small, *changes)
+
+
+def test_the_second_start_costs_nothing(tmp_path, compared, cache, monkeypatch):
+    """Unless the file is damaged, or the driver or the flags are others."""
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64  580.65.06\nGCC version: 12\n")
+    monkeypatch.setattr(expert_check, "DRIVER", driver)
+    made, asked = session_of(tmp_path, "auto"), compared(RIGHT)
+    settled, first = settle_unproven(made, Hosts())
+    record = {"wanted": "auto", "compared": "blocked", "used": "blocked", "outcome": PASSES, "detail": ""}
+    assert settled is made and first == {"grouped_matmul": record}
+    assert settle_unproven(made, Hosts())[1] == first and len(asked) == 1
+    (file,) = cache.iterdir()
+    key = json.loads(file.read_text())["key"]
+    assert {"device", "platform", "jax", "jaxlib", "source", "compared"} <= set(key)
+    assert key["driver"] == "NVRM version: NVIDIA UNIX x86_64  580.65.06"
+    file.write_text(file.read_text()[:40])  # damaged
+    assert settle_unproven(made, Hosts())[1] == first and len(asked) == 2
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64  590.10.01\n")
+    settle_unproven(made, Hosts())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exhaustive_tiling_search=true")
+    settle_unproven(made, Hosts())
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    "outcome, said",
+    [
+        (WRONG, "else than 'fused': output, row 3, is off"),
+        (jax.errors.JaxRuntimeError("INTERNAL: no such instruction\nmore"), "INTERNAL: no such instruction; the run"),
+        (NotImplementedError(), "fails before the first step: NotImplementedError; the run"),
+        (SMALL_CHIP, "fails before the first step: RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested"),
+        (NO_ROOM, "not even that fits into memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 byt"),
+    ],
+)
+def test_auto_goes_on_with_the_proven_one(tmp_path, compared, caplog, outcome, said):
+    compared(outcome)
+    with caplog.at_level(logging.WARNING):
+        settled, record = settle_unproven(session_of(tmp_path, "auto"), Hosts())
+    assert settled.config.moe.grouped_matmul == settled.model.moe.grouped_matmul == "fused"
+    assert record["grouped_matmul"]["used"] == "fused" and record["grouped_matmul"]["compared"] == "blocked"
+    (line,) = [record.getMessage() for record in caplog.records if "grouped_matmul" in record.getMessage()]
+    assert line.startswith("MoEConfig.grouped_matmul ('auto'): 'blocked' ") and said in line and "\n" not in line
+    assert line.endswith("; the run takes 'fused', which is slower")
+
+
+def test_a_named_kernel_that_differs_is_refused(tmp_path, compared, cache):
+    made, asked = session_of(tmp_path, "blocked"), compared(WRONG)
+    with pytest.raises(UserError) as caught:
+        settle_unproven(made, Hosts())
+    assert str(caught.value) == (
+        "MoEConfig.grouped_matmul ('blocked') computes something else than 'fused': output, row 3, is off; set "
+        "MoEConfig.grouped_matmul = 'fused'"
+    )
+    with pytest.raises(UserError, match="so it was at an earlier start; delete .*json to compare again"):
+        settle_unproven(made, Hosts())
+    assert len(asked) == 1 and len(list(cache.iterdir())) == 1
+
+
+def test_a_named_kernel_goes_on_unchecked_without_memory(tmp_path, compared, caplog):
+    made, asked = session_of(tmp_path, "blocked"), compared(NO_ROOM)
+    with caplog.at_level(logging.WARNING):
+        settled, record = settle_unproven(made, Hosts())
+    assert settled is made and record["grouped_matmul"]["outcome"] == NO_MEMORY
+    assert "the run goes on with it, unchecked" in caplog.text
+    settle_unproven(made, Hosts())
+    assert len(asked) == 2  # less may stand in the memory next time, so this is not kept
+
+
+def test_a_device_that_a_kernel_ended_is_named(tmp_path, compared, monkeypatch):
+    compared(jax.errors.JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS"))
+    made = session_of(tmp_path, "auto")
+    monkeypatch.setattr(expert_check, "jnp", None)  # nothing computes any more
+    with pytest.raises(UserError, match="ILLEGAL_ADDRESS; the device does not answer any more: give the same command"):
+        settle_unproven(made, Hosts())
+
+
+def test_all_processes_decide_by_the_worst(tmp_path, compared):
+    """This process finds the kernel right; the config is changed if another one did not. All or none run a check."""
+    made, asked = session_of(tmp_path, "auto"), compared(RIGHT)
+    for count, (other, used) in enumerate(
+        [(DIFFERS, "fused"), (FAILS, "fused"), (NO_MEMORY, "fused"), (PASSES, "auto")]
+    ):
+        settled, record = settle_unproven(made, TwoProcesses(other))
+        assert settled.config.moe.grouped_matmul == used and record["grouped_matmul"]["outcome"] == other
+        assert len(asked) == count + 1  # a verdict is kept here, and none there
+    settle_unproven(made, TwoProcesses(PASSES, kept="yes"))
+    assert len(asked) == 4
+
+
+def test_without_a_cache_it_goes_on_and_says_so_once(tmp_path, compared, cache, caplog):
+    cache.parent.mkdir(parents=True)
+    cache.symlink_to(cache.parent)  # a link is not followed
+    made, asked = session_of(tmp_path, "auto"), compared(RIGHT)
+    with caplog.at_level(logging.WARNING):
+        settle_unproven(made, Hosts())
+    assert len(asked) == 1 and caplog.text.count("kernels are compared again at every start") == 1
+
+
+def test_a_run_records_what_was_compared(tmp_path, compared, monkeypatch):
+    """A run on devices that need nothing compared says so; one that falls back trains on what it says."""
+    compared(WRONG)
+    trained = []
+    loop = types.SimpleNamespace(run=lambda: True)
+    monkeypatch.setattr(run_module, "Loop", lambda stepper, *rest: trained.append(stepper.session.model.moe) or loop)
+    monkeypatch.setattr(run_module, "report", lambda folder: None)
+    assert run_here(tmp_path, tmp_path / "run", "ModelConfig.layers = 1", "MeshConfig.expert = 8")
+    assert trained[0].grouped_matmul == "fused"
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["resolved"] == {
+        "MeshConfig.devices_per_node": 8,
+        "ModelConfig.attention": "xla",
+        "ModelConfig.overlap": "none",
+        "MoEConfig.grouped_matmul": "fused",
+        "train.optimistic": False,
+        "train.guide_scheduler": False,
+    }
+    record = {"wanted": "auto", "compared": "blocked", "used": "fused", "outcome": DIFFERS}
+    assert environment["compared_before_first_step"]["grouped_matmul"] == record | {"detail": "output, row 3, is off"}
+
+
+def test_only_what_is_unproven_is_compared(tmp_path, cache):
+    changes = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.hidden_dim = 128", "ModelConfig.model_dim = 64")
+    session = session_of(tmp_path, "reference", *changes)
+    for name, is_unproven in {"reference": False, "hopper": True, "mosaic_sparing": True, "ragged": False}.items():
+        moe = dataclasses.replace(session.config.moe, grouped_matmul=name)
+        other = dataclasses.replace(session, config=dataclasses.replace(session.config, moe=moe))
+        assert [found for found, _ in expert_check.unproven(other, jax.devices()[0])] == [name] * is_unproven
+        if name == "hopper":  # on a CPU
+            with pytest.raises(UserError, match=r"MoEConfig.grouped_matmul \('hopper'\) fails before the first step"):
+                settle_unproven(other, Hosts())

@@ -1,24 +1,18 @@
 """Every process reads the rows of its own devices, whatever the order of the mesh, and no number changes."""
 
 import json
-import socket
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from support import feed_rows
-from support.tiny_run import bindings_of, finish, start, write_corpus
+from support.tiny_run import config_of, finish_pair, session_of, start_pair, write_corpus
 
-from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import evaluate
-from moe_jax.training.program import build_session
-from moe_jax.training.run import check_same_corpus, run
-from moe_jax.training.watchdog import Hosts
-
-HELPER = Path(feed_rows.__file__)
+from moe_jax.training.run import start_session
 
 
 def test_two_processes_read_their_own_rows(tmp_path):
@@ -28,11 +22,7 @@ def test_two_processes_read_their_own_rows(tmp_path):
     for name in feed_rows.EVALUATED:
         session = feed_rows.session_of(tmp_path, name)
         want[name] = evaluate(session, session.evaluation_step(), session.fresh_state()["params"])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    arguments = [sys.executable, str(HELPER), f"--folder={tmp_path}", f"--coordinator=127.0.0.1:{port}"]
-    processes = [start([*arguments, "--num_processes=2", f"--process_id={index}"]) for index in range(2)]
-    for code, out, err in [finish(process) for process in processes]:
+    for code, out, err in finish_pair(start_pair([sys.executable, feed_rows.__file__, f"--folder={tmp_path}"])):
         assert code == 0, err[-4000:]
         lines = [line.split() for line in out.splitlines()]
         found = dict(words for words in lines if words and words[0] in want)
@@ -42,26 +32,22 @@ def test_two_processes_read_their_own_rows(tmp_path):
             assert float(loss) == pytest.approx(want[name], rel=1e-6), name
 
 
-def test_processes_that_read_different_texts_stop(tmp_path):
-    """Before a run compiles anything the hashes of the tokens are compared: names and dates differ on equal copies."""
-    session = feed_rows.session_of(tmp_path, "expert")
-    held = []
+def test_what_processes_compare_before_a_run_compiles(tmp_path, capsys):
+    """The hashes of the tokens, since names and dates differ on equal copies; and their machines, for the nodes."""
+    config, bound = config_of(tmp_path), config_of(tmp_path, "MeshConfig.devices_per_node = 2")
 
-    class Two(Hosts):
+    class Four(Hosts):
         def gather_text(self, topic, text, *_):
-            if topic != "corpus":
-                return [text]
-            held.append(text)
-            return [text, other or text]
+            return [text, *(other or text for _ in range(3))]
 
-    other = ""
-    check_same_corpus(session, Two())
-    assert session.feed.cache.meta.content in held[0]
+    hosts, other = Four(process_count=4, host_ids=["a"] * 4), ""
+    session, compared = start_session(config, hosts)
+    assert session.roles.config.devices_per_node == len(jax.devices()) and compared == {}
+    assert capsys.readouterr().out == "8 devices a node (4 processes on 1 host(s))\n"
+    assert start_session(bound, hosts)[0].roles.config.devices_per_node == 2
     other = "5 tokens in 1 documents, hash 00"
-    config, text, operative = parse_run_config((), bindings_of(tmp_path))
     with pytest.raises(UserError, match=r"DataConfig\.path .* on process 0 and 5 tokens .* on process 1; give every"):
-        run(config, text, operative, Two(), workdir=str(tmp_path / "run"))
-    assert held == [held[0]] * 2
+        start_session(config, hosts)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
@@ -70,8 +56,7 @@ def test_documents_kept_apart(tmp_path, kind):
     texts = tmp_path / "a.jsonl"
     texts.write_text("\n".join(json.dumps({"text": "x" * (3 + i % 11)}) for i in range(300)))
     changes = (f"DataConfig.path = {str(texts)!r}", "ModelConfig.document_mask = True", f"ModelConfig.kind = {kind!r}")
-    config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes, "train.grad_accum_steps = 2"))
-    feed = build_session(config, jax.devices()[:4]).feed
+    feed = session_of(tmp_path, 4, *changes, "train.grad_accum_steps = 2").feed
     for batch in (feed.read(1), next(feed.held_out())):
         documents, ends = np.zeros_like(batch.documents), batch.targets if kind == "bert" else batch.inputs
         inside = np.ones(batch.documents.shape, bool)

@@ -5,25 +5,22 @@ What XLA allocates for an executable does not depend on what the tokens choose; 
 had compiled or asks for on the way, and each of them is held to the prediction for its own shape.
 """
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
-from support.tiny_run import bindings_of
+from support.tiny_run import one_step, session_of
 
-from moe_jax.config import parse_run_config
-from moe_jax.models.counts import Sizes, device_bytes
+from moe_jax.models.counts import device_bytes
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.loop import compiled_peak
-from moe_jax.training.program import build_session
 from moe_jax.training.rejit import build_engine
+from moe_jax.training.replanner import sizes_of
 
 SIZES = (
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",
     "MoEConfig.aux_loss_weight = 0.0", "train.batch_size = 32", "MeshConfig.expert = 4", "train.zero_stage = 0",
-    "PlannerConfig.name = 'balanced'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 3",
 )  # fmt: skip
+PLANNER = ("PlannerConfig.name = 'balanced'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 3")
 HOT = 5
 
 
@@ -40,24 +37,13 @@ def tilt(state):
     return state
 
 
-def predicted(config, session, shape):
-    sizes = Sizes(
-        model=dataclasses.replace(session.model, zero_stage=0), length=config.data.sequence_length,
-        batch_size=config.train.batch_size, grad_accum_steps=1,
-    )  # fmt: skip
-    return device_bytes(sizes, {"segment_0": shape})
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 def test_ten_steps_on_one_expert(tmp_path):
-    config, _, _ = parse_run_config((), bindings_of(tmp_path, *SIZES))
-    devices = jax.devices()[:4]
-    session = build_session(config, devices)
-    engine = build_engine(session, 1)
+    session = session_of(tmp_path, 4, *SIZES, *PLANNER)
+    config = session.config
+    engine = build_engine(session)
     engine.start()
-    plain = build_session(
-        dataclasses.replace(config, planner=dataclasses.replace(config.planner, name="none")), devices
-    )
+    plain = session_of(tmp_path, 4, *SIZES)
     plain_step, _ = plain.compile_step()
     tokens = config.train.batch_size * config.data.sequence_length
     state, used, passes, replicas = session.fresh_state(), {}, [], []
@@ -74,7 +60,7 @@ def test_ten_steps_on_one_expert(tmp_path):
         metrics = jax.device_get(metrics)
         engine.observe(step, metrics)
         # the same training without a planner and without replicas
-        other, want = plain_step(other, batch, plain.tables, plain.host_signals(0))
+        other, want = one_step(plain, plain_step, other, step)
         np.testing.assert_allclose(metrics["loss"], float(want["loss"]), rtol=1e-5)
         assert not metrics["dropped"].any()
         np.testing.assert_array_equal(metrics["loads"].sum((1, 2)), [tokens] * 2)
@@ -85,6 +71,6 @@ def test_ten_steps_on_one_expert(tmp_path):
     assert passes[0] > 1  # nobody had foreseen this
     assert replicas[-1] > 0 and passes[-1] < passes[0]  # the plan followed
     for shape, executable in used.items():
-        want = predicted(config, session, shape)
+        want = device_bytes(sizes_of(config, session.roles, session.model.vocab_size), {"segment_0": shape})
         peak = compiled_peak(executable)
         assert peak <= want.at_most <= 2 * peak, (shape, peak, want)

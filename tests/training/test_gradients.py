@@ -6,11 +6,9 @@ import re
 import jax
 import numpy as np
 import pytest
-from support.tiny_run import bindings_of
+from support.tiny_run import session_of
 
-from moe_jax.config import parse_run_config
 from moe_jax.parallel.mesh import to_devices
-from moe_jax.training.program import build_session
 from moe_jax.training.step import make_gradients
 
 SIZES = (
@@ -20,11 +18,6 @@ SIZES = (
     "MoEConfig.aux_loss_weight = 0.0",  # the balance losses are of each microbatch, and these differ
     "MoEConfig.z_loss_weight = 0.0",
 )
-
-
-def session_of(folder, devices, *changes):
-    config, _, _ = parse_run_config((), bindings_of(folder, *SIZES, *changes))
-    return build_session(config, jax.devices()[:devices])
 
 
 def gradients_of(session, params):
@@ -39,12 +32,11 @@ def gradients_of(session, params):
 @pytest.mark.parametrize(("zero", "microbatches"), [(1, 4), (1, 1), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_device(zero, microbatches, tmp_path):
     with jax.enable_x64(True):
-        one = session_of(tmp_path, 1, "ModelConfig.dtype = 'float64'")
+        sizes = (*SIZES, "ModelConfig.dtype = 'float64'")
+        one = session_of(tmp_path, 1, *sizes)
         params = jax.device_get(one.fresh_state()["params"])
         mesh = ("MeshConfig.data = 2", "MeshConfig.model = 2", f"train.zero_stage = {zero}")
-        several = session_of(
-            tmp_path, 4, "ModelConfig.dtype = 'float64'", f"train.grad_accum_steps = {microbatches}", *mesh
-        )
+        several = session_of(tmp_path, 4, *sizes, f"train.grad_accum_steps = {microbatches}", *mesh)
         want, got = gradients_of(one, params), gradients_of(several, params)
     for name, leaf in jax.tree.leaves_with_path(want):
         other = dict(jax.tree.leaves_with_path(got))[name]
@@ -73,8 +65,8 @@ def test_no_microbatch_sums_gradients_over_devices(tmp_path):
     """
     found = []
     for microbatches in (1, 2):
-        session = session_of(tmp_path, 4, f"train.grad_accum_steps = {microbatches}")
-        text = session.lower_train_step().as_text()
+        session = session_of(tmp_path, 4, *SIZES, f"train.grad_accum_steps = {microbatches}")
+        text = session.trace_step().lower().as_text()
         table = session.model.vocab_size, session.config.model.model_dim
         found.append(summed_elements(text))
         parts = text.split("stablehlo.reduce_scatter")[1:]

@@ -8,49 +8,42 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.ports import free_port
-from support.tiny_run import bindings_of, command, finish, run_here, start
+from support.tiny_run import (
+    assert_same_run,
+    command,
+    config_of,
+    finish,
+    finish_pair,
+    run_here,
+    session_of,
+    start,
+    start_pair,
+)
 
-from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.models.counts import device_bytes
 from moe_jax.observe import read_metrics, summarize_run
 from moe_jax.observe.progress import with_prefix
-from moe_jax.training import stepper as stepper_module
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
 from moe_jax.training.loop import compiled_peak
-from moe_jax.training.plan_cost import sizes_of
-from moe_jax.training.program import Program, build_session
+from moe_jax.training.program import Program, Session
+from moe_jax.training.replanner import sizes_of
 from moe_jax.training.stepper import Stepper, build_stepper
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 
 # with one expert a token, buckets of 0.94 t rows for t tokens: only a batch of equal tokens overflows
 SIZES = (
-    "train.optimistic = True",
-    "ModelConfig.dtype = 'float64'",
-    "ModelConfig.positions = 'rotary'",
-    "MoEConfig.top_k = 1",
-    "MoEConfig.bucket_slack = 1.85",
-    "ModelConfig.max_length = 64",
-    "DataConfig.sequence_length = 64",
-    "train.warmup_steps = 0",
-)
+    "train.optimistic = True", "ModelConfig.dtype = 'float64'", "ModelConfig.positions = 'rotary'",
+    "MoEConfig.top_k = 1", "MoEConfig.bucket_slack = 1.85", "ModelConfig.max_length = 64",
+    "DataConfig.sequence_length = 64", "train.warmup_steps = 0",
+)  # fmt: skip
 EVERY = ("MoEConfig.bucket_slack = 0.4",)
+OFTEN = ("train.grad_accum_steps = 2", "train.zero_stage = 3", "train.ema_decay = 0.9", "train.max_skipped_steps = 1")
 CASES = {
     # name: (steps whose tokens are all alike, step with a NaN, bindings)
-    "now_and_then": (
-        (3, 4),
-        7,
-        (
-            "train.grad_accum_steps = 2",
-            "train.zero_stage = 3",
-            "train.ema_decay = 0.9",
-            "train.max_skipped_steps = 1",
-            "MoEConfig.router = 'sigmoid_bias'",
-        ),
-    ),
+    "now_and_then": ((3, 4), 7, (*OFTEN, "MoEConfig.router = 'sigmoid_bias'")),
     "halves": ((3,), None, ("ModelConfig.overlap = 'halves'", "ModelConfig.stack = 'unrolled'")),
     "prefetch": ((3,), None, ("ModelConfig.prefetch = 'pro_prophet'",)),
     "every": (range(12), None, EVERY),
@@ -61,8 +54,7 @@ CASES = {
 @pytest.fixture
 def three_in_flight(monkeypatch):
     """Metrics are read three steps late, so that two steps behind an overflow are in flight."""
-    monkeypatch.setattr(stepper_module, "lag_of", lambda session: 3)
-    monkeypatch.setattr("moe_jax.training.run.lag_of", lambda session: 3)
+    monkeypatch.setattr(Session, "lag", 3)
 
 
 @pytest.fixture
@@ -109,8 +101,7 @@ def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_i
     alike, poisoned, changes = CASES[case]
     second = [2, 3, 6, 7]  # of two devices with four sequences each: what overflows is in the second half alone
     fed(monkeypatch, alike if case != "every" else (), poisoned, second if case == "halves" else slice(None))
-    config, _, _ = parse_run_config((), bindings_of(tmp_path, *SIZES, *changes))
-    stepper = build_stepper(config, jax.devices()[:2])
+    stepper = build_stepper(config_of(tmp_path, *SIZES, *changes), jax.devices()[:2])
     assert " conditional(" not in stepper.executable.as_text()
     complete = stepper.programs[1].result()[0]
     assert " conditional(" in complete.as_text()
@@ -131,25 +122,18 @@ def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_i
 # what the steps in flight must not disturb: homes that move, several segments' router states, a teacher that leaves
 TOGETHER = {
     "homes_move": (
-        "MoEConfig.top_k = 2",
-        "MoEConfig.bucket_slack = 1.1",
-        "MeshConfig.data = 2",
-        "PlannerConfig.name = 'eplb'",
-        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'",
-        "PlannerConfig.interval = 2",
+        "MoEConfig.top_k = 2", "MoEConfig.bucket_slack = 1.1", "MeshConfig.data = 2", "PlannerConfig.name = 'eplb'",
+        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "PlannerConfig.interval = 2",
         "PlannerConfig.swap_after = 2",
     ),
     "segments": (
-        "ModelConfig.layers = 3",
+        "ModelConfig.layers = 3", "MoEConfig.router = 'sigmoid_bias'", "PlannerConfig.name = 'balanced'",
         "ModelConfig.segments = ('layers=1 num_experts=2', 'layers=2 num_experts=8 hidden_dim=8')",
-        "MoEConfig.router = 'sigmoid_bias'",
-        "PlannerConfig.name = 'balanced'",
-        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'",
-        "PlannerConfig.replica_slots = 2",
+        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "PlannerConfig.replica_slots = 2",
         "PlannerConfig.swap_after = 1",
     ),
     "teacher": ("DistillationConfig.until = 6", "MoEConfig.bucket_slack = 1.1"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -162,7 +146,7 @@ def test_curves_with_planners_segments_and_teachers(case, tmp_path, monkeypatch,
     fed(monkeypatch, alike=(3, 6))
     ran = []
     for optimistic in (True, False):
-        config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes, f"train.optimistic = {optimistic}"))
+        config = config_of(tmp_path, *changes, f"train.optimistic = {optimistic}")
         stepper = build_stepper(config, jax.devices()[:4])
         ran += [stepper, stepper.run(10)]
         if stepper.engine is not None:
@@ -178,14 +162,8 @@ def test_curves_with_planners_segments_and_teachers(case, tmp_path, monkeypatch,
 
 @pytest.mark.slow
 def test_two_processes_run_the_same_steps_again(tmp_path):
-    port = free_port()
     changes = ("train.optimistic = True", "MoEConfig.bucket_slack = 1.1", "MoEConfig.top_k = 1")
-    processes = []
-    for index in range(2):
-        flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={index}"]
-        processes.append(start(command(tmp_path, tmp_path / "two", *changes, devices=2, flags=flags)))
-    for process in processes:
-        code, out, err = finish(process)
+    for code, out, err in finish_pair(start_pair(command(tmp_path, tmp_path / "two", *changes))):
         assert code == 0, out[-2000:] + err[-4000:]
     code, _, err = finish(start(command(tmp_path, tmp_path / "one", *changes[1:], devices=4)))
     assert code == 0, err
@@ -197,16 +175,10 @@ def test_two_processes_run_the_same_steps_again(tmp_path):
 def test_a_short_run_does_not_wait_for_its_complete_program(tmp_path):
     """It is being compiled on process 0, or waited for on process 1, when the run ends; no bucket has overflowed."""
     changes = (SIZES[0], *SIZES[2:], "ModelConfig.layers = 1", "train.steps = 3")
-    port, started = free_port(), []
-    for index in range(2):
-        flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={index}"]
-        arguments = command(tmp_path, tmp_path / "run", *changes, devices=1, flags=flags)
-        module = arguments.index("-m")
-        arguments[module : module + 2] = [str(Path(__file__).with_name("slow_complete_worker.py"))]
-        started.append(start(arguments))
+    python, _, _, *flags = command(tmp_path, tmp_path / "run", *changes, devices=1)
+    started = start_pair([python, str(Path(__file__).with_name("slow_complete_worker.py")), *flags])
     try:
-        for process in started:
-            code, out, err = finish(process)
+        for code, out, err in finish_pair(started):
             assert code == 0, out[-2000:] + err[-4000:]
         written = max(file.stat().st_mtime for file in (tmp_path / "run").rglob("*"))
         assert time.time() - written < 5.0
@@ -271,10 +243,9 @@ def test_memory_of_the_complete_program_is_counted_and_shown(tmp_path, capsys):
         "MeshConfig.expert = 4",
     )
     changes = ("train.optimistic = True", "MoEConfig.bucket_slack = 1.25", *sizes)
-    config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes, "train.steps = 1"))
-    session = build_session(config, jax.devices())
+    session = session_of(tmp_path, 8, *changes, "train.steps = 1")
     common, complete = (compiled_peak(session.compile_step(common=common)[0]) for common in (True, False))
-    more = device_bytes(sizes_of(config, session.roles)).overflow
+    more = device_bytes(sizes_of(session.config, session.roles)).overflow
     assert (complete - common) / 2 < more < 2 * (complete - common)
     assert run_here(tmp_path, tmp_path / "run", *changes, "train.steps = 1")
     line = r"step 0: optimistic steps take (\S+)B of a device's memory, and where a bucket overflows about (\S+)B, .*"
@@ -296,11 +267,8 @@ def test_a_run_that_overflows_goes_on_where_it_stopped(tmp_path, monkeypatch, th
     assert again in out and re.search(r"step 6/6 \| loss \S+ \| run again 2", out)
     for steps in (4, 6):
         assert run_here(tmp_path, tmp_path / "parts", *changes, f"train.steps = {steps}")
-    whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
-    for name in ("loss", "grad_norm", "run_again", "steps_run_again", "overflow_steps"):
-        assert [record[name] for record in whole] == [record[name] for record in parts], name
+    fields = ("run_again", "steps_run_again", "overflow_steps")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6, *fields)
+    whole = read_metrics(tmp_path / "whole")
     assert [record["overflow_steps"] for record in whole] == [0, 1, 1, 0, 0, 1]
     assert summarize_run(tmp_path / "whole")["steps_run_again"] == whole[-1]["steps_run_again"]
-    ends = [Checkpointer(tmp_path / name / "checkpoints", keep=1).read_arrays(6) for name in ("whole", "parts")]
-    for name, leaf in ends[0].items():
-        np.testing.assert_array_equal(leaf, ends[1][name], err_msg=name)

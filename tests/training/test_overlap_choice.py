@@ -10,7 +10,7 @@ from moe_jax.config.train_config import DistillationConfig
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.overlap_choice import layer_seconds, settle_overlap, why_not_halves
+from moe_jax.training.replanner import layer_seconds, settle_overlap, why_not_halves
 
 
 def settled(target="h200:4x8", batch=256, **changes):

@@ -5,20 +5,23 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.tiny_run import evaluate_here, run_here
+from support.tiny_run import assert_same_run, evaluate_here, run_here
 
 from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
 from moe_jax.errors import NonFiniteError, UserError
-from moe_jax.observe import read_loads, read_metrics
+from moe_jax.observe import read_loads, read_metrics, summarize_run
 from moe_jax.training.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 
 
+EMA = "train.ema_decay = 0.75"
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    assert run_here(folder, folder / "work")
+    assert run_here(folder, folder / "work", EMA)
     return folder
 
 
@@ -56,7 +59,7 @@ def test_loads_say_which_run_they_are_of(finished):
 
 
 def test_same_command_says_finished(finished, capsys):
-    assert run_here(finished, finished / "work")
+    assert run_here(finished, finished / "work", EMA)
     assert "finished already, at step 6 of 6" in capsys.readouterr().out
 
 
@@ -67,30 +70,32 @@ def test_resume_equals_a_run_that_never_stopped(finished):
     assert run_here(finished, finished / "whole", *flat)
     assert run_here(finished, finished / "parts", *flat, "train.steps = 3")
     assert run_here(finished, finished / "parts", *flat)
-    whole, parts = read_metrics(finished / "whole"), read_metrics(finished / "parts")
-    for field in ("step", "loss", "grad_norm", "device_load_max_over_mean"):
-        assert [r[field] for r in whole] == [r[field] for r in parts], field
-    arrays = [Checkpointer(finished / name / "checkpoints", keep=3).read_arrays(6) for name in ("whole", "parts")]
-    assert arrays[0].keys() == arrays[1].keys() and len(arrays[0]) > 20
-    for name in arrays[0]:
-        np.testing.assert_array_equal(arrays[0][name], arrays[1][name], err_msg=name)
+    assert_same_run(finished / "whole", finished / "parts", 6, "device_load_max_over_mean")
     np.testing.assert_array_equal(
         read_loads(finished / "whole" / "loads.npz").loads, read_loads(finished / "parts" / "loads.npz").loads
     )
 
 
-def test_eval_only_gives_the_last_evaluation(finished, capsys):
-    last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]["held_out_loss"]
-    evaluate_here(finished, finished / "work")
-    assert f"step 6: held-out loss {last:.4f}" in capsys.readouterr().out
+def test_eval_only_gives_the_last_evaluation_also_of_averaged_parameters(finished, capsys):
+    first, *_, last = read_metrics(finished / "work", file_name="evaluations.jsonl")
+    assert first["held_out_loss_ema"] == first["held_out_loss"]
+    assert abs(last["held_out_loss_ema"] - last["held_out_loss"]) > 1e-4
+    assert summarize_run(finished / "work")["held_out_loss_ema"] == last["held_out_loss_ema"]
+    evaluate_here(finished, finished / "work", EMA)
+    shown = f"{last['held_out_loss']:.4f}, {last['held_out_loss_ema']:.4f} with averaged parameters"
+    assert f"step 6: held-out loss {shown}" in capsys.readouterr().out
 
 
-def test_init_from_starts_where_the_other_ended(finished, capsys):
-    last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]["held_out_loss"]
-    assert run_here(finished, finished / "child", "train.steps = 1", init_from=str(finished / "work"))
-    first = read_metrics(finished / "child", file_name="evaluations.jsonl")[0]
-    assert first["step"] == 0 and first["held_out_loss"] == pytest.approx(last, rel=1e-5)
-    assert "starting from the parameters of" in capsys.readouterr().out
+@pytest.mark.parametrize(("average", "word"), [(False, "parameters"), (True, "averaged parameters")])
+def test_init_from_starts_where_the_other_ended(finished, average, word, capsys):
+    """On another mesh."""
+    last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]
+    child, source = finished / f"child_{average}", str(finished / "work")
+    assert run_here(finished, child, "train.steps = 1", "MeshConfig.data = 2", init_from=source, init_from_ema=average)
+    first = read_metrics(child, file_name="evaluations.jsonl")[0]
+    want = last["held_out_loss_ema" if average else "held_out_loss"]
+    assert first["step"] == 0 and first["held_out_loss"] == pytest.approx(want, rel=1e-5)
+    assert f"starting from the {word} of {source}, step 6" in capsys.readouterr().out
 
 
 def test_masked_model_with_every_option_trains_and_is_profiled(finished, capsys):
@@ -113,7 +118,7 @@ def test_masked_model_with_every_option_trains_and_is_profiled(finished, capsys)
 
 def test_steps_and_mesh_may_differ(finished, capsys):
     before = read_loads(finished / "work" / "loads.npz")
-    assert run_here(finished, finished / "work", "train.steps = 8", "MeshConfig.data = 2")
+    assert run_here(finished, finished / "work", EMA, "train.steps = 8", "MeshConfig.data = 2")
     out = capsys.readouterr().out
     assert "resuming at step 6" in out
     assert "recorded loads: samples of other meshes up to step 6 are kept as they are: 3 of (data 1 x expert 8" in out

@@ -2,25 +2,21 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
-from support.tiny_run import bindings_of, run_here
+from support.tiny_run import config_of, one_step, run_here, session_of
 
 from moe_jax.analysis.dry_run import dry_run
 from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
-from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.observe import read_metrics
 from moe_jax.observe.loads import read_loads
-from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.program import build_session
 
+LAYERS = ("layers=1 num_experts=2 top_k=1", "layers=2 num_experts=8 hidden_dim=8 dense_hidden_dim=24")
 PYRAMID = (
     "ModelConfig.layers = 3",
-    "ModelConfig.segments = ('layers=1 num_experts=2 top_k=1', "
-    "'layers=2 num_experts=8 hidden_dim=8 dense_hidden_dim=24')",
+    f"ModelConfig.segments = {LAYERS}",
     "MoEConfig.router = 'sigmoid_bias'",
     "MoEConfig.bias_rate = 0.125",  # exact in float32
     "train.optimizer = 'adafactor'",
@@ -56,9 +52,8 @@ def test_a_checkpoint_of_eight_devices_is_read_on_any_number(folder):
         moved = 0.125 * np.sign(own.mean(axis=2, keepdims=True) - own).sum(axis=0)
         np.testing.assert_array_equal(want[f"params/dense/units/{name}/gate/choice_bias"], moved)
         assert moved.any()
-    config, _, _ = parse_run_config((), bindings_of(folder, *PYRAMID))
     for devices in (2, 1):
-        session = build_session(config, jax.devices()[:devices])
+        session = session_of(folder, devices, *PYRAMID)
         state, _ = written.restore(3, session.abstract_state(), session.home)
         again = Checkpointer(folder / f"on_{devices}", keep=1)
         again.save(3, state, session.home, {})
@@ -68,9 +63,7 @@ def test_a_checkpoint_of_eight_devices_is_read_on_any_number(folder):
         for name, array in want.items():
             assert np.asarray(got[name]).tobytes() == np.asarray(array).tobytes(), name
         again.close()
-    executable, _ = session.compile_step()
-    batch = to_devices(session.feed.read(3), session.state_shardings.batch)
-    _, metrics = executable(state, batch, session.tables, session.host_signals(0))
+    _, metrics = one_step(session, session.compile_step()[0], state, 3)
     planned = read_metrics(folder / "run")[3]["loss"]
     assert float(metrics["loss"]) == pytest.approx(planned, rel=1e-5)  # float32, sums in another order
     written.close()
@@ -131,10 +124,8 @@ def test_a_dry_run_has_the_replicas_of_each_segment(tmp_path):
 
     def text(slots, *layers):
         planner = ("PlannerConfig.name = 'balanced'", f"PlannerConfig.replica_slots = {slots}")
-        bindings = bindings_of(
-            tmp_path, *layers, *planner, "ModelConfig.vocab_size = 64", "ModelConfig.model_dim = 256"
-        )
-        return dry_run(parse_run_config((), bindings)[0], 8)
+        sizes = ("ModelConfig.vocab_size = 64", "ModelConfig.model_dim = 256")
+        return dry_run(config_of(tmp_path, *layers, *planner, *sizes), 8)
 
     def replicas(slots, *layers):
         return int(re.search(r"replicas +([\d,]+) ", text(slots, *layers)).group(1).replace(",", ""))

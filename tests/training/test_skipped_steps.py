@@ -1,4 +1,4 @@
-"""Steps that are not finite: left out on the device, counted, shown, and one too many ends the run."""
+"""What a step's record holds; steps that are not finite: left out on the device, counted, and one too many is fatal."""
 
 import re
 
@@ -6,17 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_run import bindings_of, run_here
+from support.tiny_run import one_step, run_here, session_of
 
-from moe_jax.config import parse_run_config
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.observe import read_metrics, summarize_run
-from moe_jax.parallel.mesh import to_devices
 from moe_jax.training import loop
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
-from moe_jax.training.program import build_session
+from moe_jax.training.loop import check_finite, step_record
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 
@@ -41,14 +39,12 @@ def poisoned(monkeypatch):
 def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, poisoned):
     """One of two microbatches is poisoned; every leaf but the step counter keeps its bits, and is donated."""
     changes = ("train.grad_accum_steps = 2", "train.max_skipped_steps = 1", "train.warmup_steps = 5")
-    config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes))
-    session = build_session(config, jax.devices()[:2])
+    session = session_of(tmp_path, 2, *changes)
     step, _ = session.compile_step()
     state, before, rates = session.fresh_state(), None, []
     for index in range(4):
         given, before = state, jax.tree.map(jnp.copy, state)
-        batch = to_devices(session.feed.read(index), session.state_shardings.batch)
-        state, metrics = step(state, batch, session.tables, session.host_signals(0))
+        state, metrics = one_step(session, step, state, index)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
         assert bool(metrics["skipped"]) == (index == 2) == bool(np.isnan(metrics["grad_norm"]))
         assert int(state["step"]) == index + 1
@@ -59,70 +55,73 @@ def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, poisoned):
     np.testing.assert_allclose(rates, [0.6e-3, 1.08e-3, 1.56e-3, 1.56e-3], rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_skipped_steps_are_counted_and_outlive_a_stop(tmp_path, poisoned, capsys):
-    """Six steps at once, and four then two: the same bits; both left out steps 3 and 5."""
-    changes = (*FLAT, "train.max_skipped_steps = 2", "train.checkpoint_every = 0")
-    assert run_here(tmp_path, tmp_path / "whole", *changes)
-    out = capsys.readouterr().out
-    assert "step 5: not finite, skipped (2 of at most 2)" in out and re.search(
-        r"step 6/6 \| loss \S+ \| skipped 2", out
-    )
-    assert "skipped steps     2, whose loss or gradient was not finite" in out
-    assert run_here(tmp_path, tmp_path / "parts", *changes, "train.steps = 4")
-    assert run_here(tmp_path, tmp_path / "parts", *changes)
-    whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
-    assert [record["skipped"] for record in whole] == [0, 0, 1, 0, 1, 0]
-    assert [record["skipped_steps"] for record in whole] == [0, 0, 1, 1, 2, 2]
-    assert np.isnan([record["loss"] for record in whole]).tolist() == [False, False, True, False, True, False]
-    for name in ("loss", "grad_norm", "skipped", "skipped_steps"):
-        np.testing.assert_array_equal([r[name] for r in whole], [r[name] for r in parts], err_msg=name)
-    ends = [Checkpointer(tmp_path / name / "checkpoints", keep=1).read_arrays(6) for name in ("whole", "parts")]
-    for name, leaf in ends[0].items():
-        assert np.isfinite(leaf).all(), name
-        np.testing.assert_array_equal(leaf, ends[1][name], err_msg=name)
-    assert summarize_run(tmp_path / "whole")["skipped_steps"] == 2
-
-
-def test_one_step_too_many_ends_the_run(tmp_path, poisoned, monkeypatch):
+def test_skipped_steps_are_counted_over_a_stop_and_one_too_many_ends_the_run(tmp_path, poisoned, monkeypatch, capsys):
     """Every step is saved: the checkpoints of the skipped step and before the fatal one hold finite numbers only.
 
     The devices count their bytes here, more at every step, so that the metrics must show the count of their own step.
     """
-    peaks = iter(range(100, 200))
+    peaks, work = iter(range(100, 200)), tmp_path / "work"
     monkeypatch.setattr(loop, "memory_counts", lambda devices, name: [next(peaks)])
     changes = (*FLAT, "train.max_skipped_steps = 1", "train.checkpoint_every = 1", "train.keep_checkpoints = 9")
+    assert run_here(tmp_path, work, *changes, "train.steps = 4")
+    out = capsys.readouterr().out
+    assert "step 3: not finite, skipped (1 of at most 1)" in out
+    assert re.search(r"step 4/4 \| loss \S+ \| skipped 1", out)
+    assert "skipped steps     1, whose loss or gradient was not finite" in out
+    assert summarize_run(work)["skipped_steps"] == 1
     words = (
         "step 5: the loss is nan, and gradient leaf 'bank/segment_0/w_in' is the first that is not finite; 2 such "
         "steps are more than train.max_skipped_steps (1); the checkpoint of step 4 is kept. Lower train.learning_rate, "
         "or raise train.warmup_steps"
     )
     with pytest.raises(NonFiniteError, match=f"^{re.escape(words)}$"):
-        run_here(tmp_path, tmp_path / "work", *changes)
-    checkpoints = Checkpointer(tmp_path / "work" / "checkpoints", keep=9)
+        run_here(tmp_path, work, *changes)
+    checkpoints, records = Checkpointer(work / "checkpoints", keep=9), read_metrics(work)
     assert checkpoints.steps() == [1, 2, 3, 4]
     assert [checkpoints.read_host(step).get("skipped_steps", 0) for step in (2, 3, 4)] == [0, 1, 1]
     before, after = checkpoints.read_arrays(2), checkpoints.read_arrays(3)
-    differing = [name for name in before if not np.array_equal(before[name], after[name])]
-    assert differing == ["step"]
+    assert [name for name in before if not np.array_equal(before[name], after[name])] == ["step"]
     assert all(np.isfinite(leaf).all() for leaf in checkpoints.read_arrays(4).values())
-    assert [record["peak_device_bytes"] for record in read_metrics(tmp_path / "work")] == [100, 101, 102, 103]
+    for name, want in {"skipped": [0, 0, 1, 0], "skipped_steps": [0, 0, 1, 1]}.items():
+        assert [record[name] for record in records] == want
+    assert np.isnan([record["loss"] for record in records]).tolist() == [False, False, True, False]
+    assert [record["peak_device_bytes"] for record in records] == [100, 101, 102, 103]
 
 
 def test_none_may_be_skipped_by_default(tmp_path):
-    config, _, _ = parse_run_config((), bindings_of(tmp_path))
-    session = build_session(config, jax.devices()[:1])
-    assert "skipped" not in session.lower_train_step().out_info[1]
+    session = session_of(tmp_path, 1)
+    assert "skipped" not in session.trace_step().lower().out_info[1]
     with pytest.raises(UserError, match=r"train.max_skipped_steps \(-1\) must not be negative"):
         TrainConfig(max_skipped_steps=-1)
 
 
-class Device:
-    def __init__(self, stats):
-        self.memory_stats = lambda: stats
+NAMES = ["bank/w_in", "bank/w_out", "dense/norm/scale"]
 
 
-def test_devices_that_count_no_memory_are_left_out():
-    devices = [Device({"peak_bytes_in_use": 5}), Device(None), Device({"bytes_in_use": 3})]
-    assert loop.memory_counts(devices, "peak_bytes_in_use") == [5]
-    assert loop.memory_counts(jax.devices(), "peak_bytes_in_use") == []  # CPUs do not count
+def metrics_of(loss, square_norms):
+    return {"loss": np.float32(loss), "square_norms": np.float32(square_norms)}
+
+
+def test_check_finite_names_the_first_leaf():
+    check_finite(3, metrics_of(1.5, [0.0, 1.0, 1e30]), NAMES, None)
+    words = r"step 7: the loss is 2.5, and gradient leaf 'bank/w_out' is the first .* or let train.max_skipped_steps"
+    with pytest.raises(NonFiniteError, match=words):
+        check_finite(7, metrics_of(2.5, [1.0, np.inf, np.nan]), NAMES, 4)
+    with pytest.raises(NonFiniteError, match="the loss is inf, and every gradient is finite; there is no checkpoint"):
+        check_finite(2, metrics_of(np.inf, [1.0, 1.0, 1.0]), NAMES, None)
+
+
+def test_step_record():
+    """Two layers, two sources, four experts on two devices; every figure by hand."""
+    loads = np.array([[[4, 0, 2, 2], [2, 0, 3, 3]], [[8, 0, 0, 0], [8, 0, 0, 0]]], np.int32)
+    numbers = {"loss": 2.0, "aux_loss": 1.25, "z_loss": 0.5, "learning_rate": 0.25, "grad_norm": 4.0}
+    metrics = {name: np.float32(value) for name, value in numbers.items()}
+    metrics |= {"dropped": np.int32([3, 1]), "passes": np.int32([1, 2]), "gate_entropy": np.float32([1.0, 0.5])}
+    metrics["loads"] = loads
+    homes = [np.array([[0, 0, 1, 1]]), np.array([[0, 1, 0, 1]])]  # two segments of a layer each
+    record = step_record(metrics, 32, homes)  # 8 tokens, 2 each, 2 layers
+    assert record.pop("passes") is metrics["passes"] and record.pop("gate_entropy") is metrics["gate_entropy"]
+    # layer 0: devices compute 6 and 10 of 16; layer 1: 16 and 0
+    np.testing.assert_array_equal(record.pop("device_load_max_over_mean"), [10 / 8, 2])
+    np.testing.assert_array_equal(record.pop("dead_experts"), [1, 3])
+    assert record == {**numbers, "dropped_fraction": 4 / 32, "overflow_steps": 1}
