@@ -333,9 +333,8 @@ def test_dry_run_says_what_it_assumed():
     ],
 )
 def test_dry_run_refuses_what_a_run_would_refuse(bindings, devices, part):
-    run, _, _ = parse_run_config(gin_bindings=bindings)
     with pytest.raises(UserError) as caught:
-        dry_run(run, devices)
+        dry_run(parse_run_config(gin_bindings=bindings)[0], devices)
     assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
