@@ -189,7 +189,9 @@ def own_experts(activation: str, way: str, rows, place, weights, bank: dict, hom
         lines, number = rows[order // top_k], slot.shape[0]
 
         def turn(out, block: RowBlock):
-            return block.write(out, ffn(block.read(lines), functools.partial(block.pick, slots=home_row)))
+            row = home_row[block.group]
+            pick = functools.partial(lax.dynamic_index_in_dim, index=row, axis=0, keepdims=False)
+            return block.write(out, ffn(block.read(lines), pick))
 
         heights = (*(height for height in HEIGHTS if height < number), number)
         out = cast_varying(jnp.zeros(lines.shape, acc_dtype), varying_axes(lines, sizes, bank, home_row))

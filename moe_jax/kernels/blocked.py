@@ -42,46 +42,37 @@ TALLEST_MEAN = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """One block: `count` rows of `group`, in a window of `height` rows that starts at row `start`."""
+    """One block: rows of `group`, in a window of `height` rows that starts at row `start`."""
 
     height: int
     group: Array
     start: Array
-    # The window may also hold `lead` rows before the block's own and rows after them: those belong to other groups or
-    # to none, so they are read as zeros and never written.
-    lead: Array
-    count: Array
-    full: bool  # every row of the window is the block's own, and its group has had its tail
-
-    def _own(self) -> Array:
-        row = lax.broadcasted_iota(jnp.int32, (self.height, 1), 0)
-        return (row >= self.lead) & (row < self.lead + self.count)
+    # bool [height, 1], which rows of the window are the block's own: the others belong to other groups or to none, so
+    # they are read as zeros and never written. None where all are, and the group has had its tail.
+    own: Array | None
 
     def read(self, array: Array) -> Array:
         """Return the window [height, ...] of `array` [R, ...], zero outside the block's own rows."""
         window = lax.dynamic_slice_in_dim(array, self.start, self.height, 0)
-        return window if self.full else jnp.where(self._own(), window, jnp.zeros((), array.dtype))
+        return window if self.own is None else jnp.where(self.own, window, jnp.zeros((), array.dtype))
 
     def write(self, array: Array, values: Array) -> Array:
         """Return `array` [R, ...] with the block's own rows replaced by those of `values` [height, ...]."""
         values = values.astype(array.dtype)
-        if not self.full:
+        if self.own is not None:
             window = lax.dynamic_slice_in_dim(array, self.start, self.height, 0)
-            values = jnp.where(self._own(), values, window)
+            values = jnp.where(self.own, values, window)
         return lax.dynamic_update_slice_in_dim(array, values, self.start, 0)
-
-    def pick(self, bank: Array, slots: Array) -> Array:
-        """Return the weights [K, N] of this block's group from `bank` [Rb, K, N]."""
-        return lax.dynamic_index_in_dim(bank, slots[self.group], 0, keepdims=False)
 
     def multiply(self, rows: Array, operand: GroupedWeights, dims) -> Array:
         """Return rows [height, ...] times the weight of this block's group in their dtype, in at least float32."""
-        return multiply(rows, self.pick(operand.bank, operand.slots).astype(rows.dtype), dims)
+        weight = lax.dynamic_index_in_dim(operand.bank, operand.slots[self.group], 0, keepdims=False)
+        return multiply(rows, weight.astype(rows.dtype), dims)
 
     def add_to_group(self, totals: Array, values: Array) -> Array:
         """Return `totals` [G, K, N], zero for groups not met yet, with `values` [K, N] added to this block's group."""
         values = values.astype(totals.dtype)[None]
-        if self.full:
+        if self.own is None:
             values += lax.dynamic_slice_in_dim(totals, self.group, 1, 0)
         return lax.dynamic_update_slice_in_dim(totals, values, self.group, 0)
 
@@ -153,8 +144,9 @@ def for_each_block(
             group = by_rung[turn]
             first = ends[group] - tails[group]
             start = jnp.minimum(first, rows - height)
-            lead, count = first - start, tails[group]
-            return step(carry, RowBlock(height=height, group=group, start=start, lead=lead, count=count, full=False))
+            row = lax.broadcasted_iota(jnp.int32, (height, 1), 0)
+            own = (row >= first - start) & (row < first - start + tails[group])
+            return step(carry, RowBlock(height=height, group=group, start=start, own=own))
 
         carry = lax.fori_loop(stops[i - 1] if i else jnp.zeros_like(stops[0]), stops[i], tail_step, carry)
 
@@ -165,8 +157,7 @@ def for_each_block(
     def full_step(turn, carry):
         group = jnp.sum(last_turns <= turn, dtype=jnp.int32)
         place = turn - (last_turns[group] - full_blocks[group])
-        start, lead, count = starts[group] + place * top, jnp.zeros_like(place), jnp.full_like(place, top)
-        return step(carry, RowBlock(height=top, group=group, start=start, lead=lead, count=count, full=True))
+        return step(carry, RowBlock(height=top, group=group, start=starts[group] + place * top, own=None))
 
     return lax.fori_loop(jnp.zeros_like(last_turns[-1]), last_turns[-1], full_step, carry)
 
@@ -317,7 +308,9 @@ class FusedBlocks(BlockedMatmul):
             def step(carry, block, part_ins=part_ins, part_out=outs[part]):
                 out, residuals = carry
                 x = block.read(rows)
-                pre = [block.multiply(x, operand, ROWS_BY_WEIGHT).astype(dtype) for operand in part_ins]
+                pre = []
+                for operand in part_ins:
+                    pre.append(block.multiply(x, operand, ROWS_BY_WEIGHT).astype(dtype))
                 if residuals:
                     residuals = tuple(block.write(array, new) for array, new in zip(residuals, pre, strict=True))
                 hidden = activation(*(array.astype(acc_dtype) for array in pre)).astype(dtype)

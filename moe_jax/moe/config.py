@@ -7,15 +7,19 @@ import typing
 
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import COMPUTE, DTYPES, E4M3, bytes_of_row
-from moe_jax.moe.routers.config import RouterConfig
+from moe_jax.moe.routers import find, router_knobs
+from moe_jax.moe.routers.options import RouterOptions
 from moe_jax.parallel.exchange import TRANSPORTS
 
 RESIDUALS = ("sum", "learned")
+_KNOBS = router_knobs()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig(RouterConfig):
-    """One MoE layer: its router (the attributes of `RouterConfig` come first) and how it moves bytes.
+class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIssues]
+    """One MoE layer: its router and how it moves bytes.
+
+    The attributes of `RouterOptions` come first, then the knobs that routers' files declare.
 
     Attributes:
       aux_loss_weight: weight of the load-balancing loss.
@@ -63,6 +67,10 @@ class MoEConfig(RouterConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        for knobs in _KNOBS:
+            if any(getattr(self, field.name) != field.default for field in dataclasses.fields(knobs)):
+                knobs.check(self)
+        find(self.router).check(self)
         if self.bucket_slack <= 0:
             raise UserError(f"MoEConfig.bucket_slack ({self.bucket_slack}) must be positive; 1.5 suits most runs")
         if not 0 <= self.overflow_chance < 1:

@@ -128,9 +128,7 @@ class MoE:
         """Run what follows the combine of pass 0, whose result is y: later passes, leave; returns [t, M]."""
         schedule = self.schedule
 
-        def one_pass(index):
-            return schedule.run_pass(routed, index, experts)
-
+        one_pass = functools.partial(schedule.run_pass, routed, experts=experts)
         y = add_later_passes(y, one_pass, routed.passes, schedule.run_passes, before=lax.stop_gradient(stats))
         return schedule.leave(y)
 

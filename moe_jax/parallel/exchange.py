@@ -62,28 +62,25 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int, 
     inner = size if inside is None else min(inside, size)
     if inner == 1:
         return lambda x: x
+    all_to_all = functools.partial(lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     neighbours = [list(range(first, first + inner)) for first in range(0, size, inner)] if inner < size else None
     nodes, in_node = size // local, [list(range(first, first + local)) for first in range(0, size, local)]
 
     def move(x):
         if transport != "two_level" or inner < size:
-            return _all_to_all(x, axes, neighbours)
+            return all_to_all(x, axis_index_groups=neighbours)
         # within the node to the member in the target's place, then once between the nodes
         here = jnp.swapaxes(x.reshape((nodes, local) + x.shape[1:]), 0, 1)  # [Ll target place, Nn target node, ...]
         if local > 1:  # two collectives, each with one start-up: rounds of messages would have one each
-            here = _all_to_all(here, axes, in_node)  # [Ll source place, Nn target node, ...]
+            here = all_to_all(here, axis_index_groups=in_node)  # [Ll source place, Nn target node, ...]
         there = jnp.swapaxes(here, 0, 1)
         if nodes > 1:
-            there = _all_to_all(there, axes, list(map(list, zip(*in_node, strict=True))))
+            there = all_to_all(there, axis_index_groups=list(map(list, zip(*in_node, strict=True))))
         return there.reshape(x.shape)  # [Nn source node, Ll source place, ...]
 
     symmetric = jax.custom_vjp(move)
     symmetric.defvjp(lambda x: (move(x), None), lambda _, d: (move(d),))
     return lambda x: symmetric(cast_varying(x, axes))
-
-
-def _all_to_all(x, axes, groups):
-    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, axis_index_groups=groups, tiled=True)
 
 
 def exchange_counts(counts, axes: tuple[str, ...], size: int):

@@ -3,12 +3,10 @@
 import importlib
 import pkgutil
 
-# Every file is imported, so that one which declares a router is known by being there; `config` collects their knobs.
+# Every file is imported, so that one which declares a router is known by being there.
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name != "config":
-        importlib.import_module(f"{__name__}.{_module.name}")
+    importlib.import_module(f"{__name__}.{_module.name}")
 
-from moe_jax.moe.routers.config import RouterConfig  # noqa: E402
 from moe_jax.moe.routers.contract import (  # noqa: E402
     Router,
     RouterInputs,
@@ -17,6 +15,7 @@ from moe_jax.moe.routers.contract import (  # noqa: E402
     check_knobs,
     choose_experts,
     find,
+    router_knobs,
     routers,
 )
 from moe_jax.moe.routers.statistics import (  # noqa: E402
@@ -29,7 +28,6 @@ from moe_jax.moe.routers.statistics import (  # noqa: E402
 __all__ = [
     "GateStats",
     "Router",
-    "RouterConfig",
     "RouterInputs",
     "RouterPlace",
     "balance_loss",
@@ -37,6 +35,7 @@ __all__ = [
     "check_knobs",
     "choose_experts",
     "find",
+    "router_knobs",
     "routers",
     "share_statistics",
     "z_loss",

@@ -176,6 +176,11 @@ def register(name: str, knobs: type | None = None) -> typing.Callable[[type[Rout
     return declare
 
 
+def router_knobs() -> tuple[type, ...]:
+    """Return the dataclasses of the knobs that routers' files declare."""
+    return tuple(dict.fromkeys(router.knobs for router in ROUTERS.values() if router.knobs is not None))
+
+
 def routers() -> tuple[str, ...]:
     """Return the names of all routers."""
     return tuple(sorted(ROUTERS))

@@ -1,7 +1,7 @@
 """The options of routing that every router reads: how many experts, how many a token takes, capacity, noise.
 
-Host side; no arrays. `config.py` adds the knobs that routers' files declare; `MoEConfig` is all of these and what the
-rest of the layer needs, so that users bind one class, which is the one that errors name.
+Host side; no arrays. `MoEConfig` is these, the knobs that routers' files declare, and what the rest of the layer needs,
+so that users bind one class, which is the one that errors name.
 """
 
 from __future__ import annotations

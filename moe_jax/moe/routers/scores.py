@@ -1,6 +1,8 @@
-"""Scores of all experts for every token, and random numbers that depend on the token alone.
+"""Scores of all experts for every token, which choices a capacity admits, and random numbers that depend on the token
+alone.
 
-Inputs: tokens x [t, M] and a gate weight [M, E], or a key and the tokens' global indices. Outputs: float [t, E] or [t].
+Inputs: tokens x [t, M] and a gate weight [M, E], choices [t, K] of one drop group, or a key and the tokens' global
+indices. Outputs: float [t, E] or [t], bool [t, K].
 Letters: docs/notation.md.
 """
 
@@ -12,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.moe.routers.options import RouterOptions
+from moe_jax.moe.routing import rank_within
 from moe_jax.parallel.varying import match_varying
 
 _DRAWS = 0xFFFFFFFF  # folded into a key for draws beside the noise; no token has this index
@@ -97,3 +101,27 @@ def token_draws(key, token_ids, dtype):
     """Return one number of [0, 1) per token [t]; it depends on `key` and the token's index alone, and on no noise."""
     draws = jax.random.fold_in(key, _DRAWS)
     return jax.vmap(lambda token: jax.random.uniform(jax.random.fold_in(draws, token), (), dtype))(token_ids)
+
+
+def keep_within_capacity(expert_ids, probs, config: RouterOptions):
+    """Return bool [t, K]: the choices that their expert's capacity admits.
+
+    By position, an expert takes its first tokens; by probability its most probable ones, ties to the lowest global
+    token id, which is the order of a drop group's tokens on every mesh. Tokens that tie are computed in different
+    orders, and the last bits in which they then differ depend on the mesh: three quarters of the bits decide.
+
+    Args:
+      expert_ids: int32 [t, K].
+      probs: [t, K] softmax probabilities of the choices, before any renormalisation, or their scores.
+      config: capacity_factor, min_capacity and drop are read.
+    """
+    t, k = expert_ids.shape
+    if config.dropless:
+        return jnp.ones((t, k), bool)
+    order = None
+    if config.drop == "probability":
+        bits = jnp.finfo(probs.dtype)
+        certain = lax.reduce_precision(lax.stop_gradient(probs), bits.nexp, 3 * bits.nmant // 4)
+        order = jnp.argsort(-certain.reshape(-1), stable=True).astype(jnp.int32)
+    rank = rank_within(expert_ids.reshape(-1), order)
+    return (rank < config.capacity(t)).reshape(t, k)

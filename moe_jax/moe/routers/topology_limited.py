@@ -20,9 +20,8 @@ from jax import lax
 
 from moe_jax.cluster import read_cluster
 from moe_jax.errors import UserError
-from moe_jax.moe.routers.capacity import keep_within_capacity
 from moe_jax.moe.routers.contract import RouterPlace, register
-from moe_jax.moe.routers.scores import gate_logits
+from moe_jax.moe.routers.scores import gate_logits, keep_within_capacity
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice
 
