@@ -1,7 +1,7 @@
 """A corpus as one memory-mapped array of token ids, built by the first process, whole or not at all.
 
-Inputs: a DataConfig and a tokenizer. Outputs: a TokenCache. A cache is a folder `tokens-<fingerprint>` with tokens.bin
-(ids, each document closed by end_id), documents.bin (where each document ends) and meta.json.
+A cache is a folder `tokens-<fingerprint>` with tokens.bin (ids, each document closed by end_id), documents.bin (where
+each document ends) and meta.json.
 """
 
 # It is written in a folder of another name, synced, and renamed: the rename is what makes it a cache, so a killed
@@ -85,11 +85,7 @@ _PURPOSE = 3  # keeps these numbers apart from the other purposes in stream.py
 def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Divide a corpus, whose documents end before `ends` (int64 [documents]), between training and held-out text.
 
-    Returns:
-      train, held_out: int64 [runs, 2], start and end of each run of tokens, ascending; no token in both.
-
-    Raises:
-      UserError: for a corpus of fewer than 4 tokens.
+    Returns (train, held_out), int64 [runs, 2] each: start and end of each run of tokens, ascending; no token in both.
     """
     # Whether a document is held out is decided by a hash of its index, not by the seed or by the documents after it.
     # Where the documents so chosen hold less than half or more than twice the share that was asked for (few documents,
@@ -109,12 +105,7 @@ def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndar
 
 
 class TokenSpan:
-    """Read some runs of the corpus as one array of tokens.
-
-    Args:
-      tokens: ids of the whole corpus, integers [n].
-      runs: int64 [runs, 2], start and end of each run.
-    """
+    """Read some runs (starts and ends, int64 [runs, 2]) of the corpus (ids [n]) as one array of tokens."""
 
     def __init__(self, tokens: np.ndarray, runs: np.ndarray):
         self._tokens = tokens
@@ -159,22 +150,16 @@ class CacheMeta:
 
 
 class TokenCache:
-    """Hold the ids of a corpus, memory-mapped, and which of them are held out.
-
-    Attributes:
-      meta: what it holds.
-      tokens: ids, uint16 or uint32 [meta.tokens], on the disk.
-      ends: int64 [meta.documents], one past the last token of each document, on the disk.
-      train, held_out: the two parts, each to be read as one array.
-    """
+    """Hold the ids of a corpus, memory-mapped, and which of them are held out."""
 
     def __init__(self, folder: Path, meta: CacheMeta, held_out_fraction: float):
         self.meta = meta
-        self.tokens = np.memmap(folder / "tokens.bin", np.dtype(meta.dtype), "r")
+        self.tokens = np.memmap(folder / "tokens.bin", np.dtype(meta.dtype), "r")  # uint16 or uint32 [meta.tokens]
+        # int64 [meta.documents], one past the last token of each
         self.ends = np.memmap(folder / "documents.bin", np.dtype("<i8"), "r")
-        train, held_out = split_documents(self.ends, held_out_fraction)
-        self.train = TokenSpan(self.tokens, train)
-        self.held_out = TokenSpan(self.tokens, held_out)
+        self.train, self.held_out = (
+            TokenSpan(self.tokens, runs) for runs in split_documents(self.ends, held_out_fraction)
+        )
 
 
 def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab_size: int | None = None) -> TokenCache:
@@ -183,7 +168,6 @@ def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab
     Any number of processes may call this at once.
 
     Args:
-      config: names the text, the held-out share and the folder for caches.
       tokenizer: what config.tokenizer names; None builds it.
       vocab_size: the model's; None leaves it unchecked.
 

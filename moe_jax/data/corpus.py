@@ -1,8 +1,4 @@
-"""From DataConfig.path to documents: which files there are, in which order, and the text in them.
-
-Inputs: a DataConfig. Outputs: an ordered list of sources, and from each source its text in pieces. The order is that of
-the names, never that of the file system. Tokens are made elsewhere.
-"""
+"""From DataConfig.path to documents: which files there are, in the order of their names, and the text in them."""
 
 import codecs
 import glob
@@ -68,19 +64,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Name one file and what it was when it was found.
+    """Name one file and what it was when it was found."""
 
-    Args:
-      path: how to open it, as the user wrote it, so that messages repeat it.
-      size: bytes.
-      mtime_ns: time of the last change.
-      field: the key of the text in each line of a .jsonl file; '' for a file that is one text.
-    """
-
-    path: str
-    size: int
-    mtime_ns: int
-    field: str
+    path: str  # as the user wrote it, so that messages repeat it
+    size: int  # bytes
+    mtime_ns: int  # time of the last change
+    field: str  # the key of the text in each line of a .jsonl file; '' for a file that is one text
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Yield (text, whether it ends its document); a document without any text is left out.

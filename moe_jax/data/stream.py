@@ -1,7 +1,6 @@
 """Windows of tokens by step: what a training step and an evaluation read. Letters: docs/notation.md.
 
-Inputs: a TokenCache and a step. Outputs: int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Documents
-are packed one after the other; whether a model keeps them apart is not decided here.
+Windows are int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Documents are packed one after the other.
 """
 
 # Windows lie Sq apart and share one token, so each token is a target once an epoch, but for the first and the fewer
@@ -34,16 +33,11 @@ def mask_tokens(
     Ends of documents are neither hidden nor drawn.
 
     Args:
-      tokens: integers [b, Sq].
-      step: the training step.
-      rows: the global row of each, int [b].
-      seed: `train.seed`.
-      rate: the chance of each token to be hidden.
+      tokens: integers [b, Sq]; rows: the global row of each, int [b].
 
     Returns:
-      inputs: int32 [b, Sq], tokens with some hidden.
-      targets: int32 [b, Sq], the tokens as they were.
-      weights: float32 [b, Sq], 1 where a token was chosen and the loss counts, else 0.
+      inputs int32 [b, Sq], with some hidden; targets int32 [b, Sq], the tokens as they were; weights float32 [b, Sq], 1
+      where a token was chosen and the loss counts, else 0.
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018), section 3.1.
     """
@@ -53,9 +47,8 @@ def mask_tokens(
 
     chosen = (uniform(_MASKS, seed, step, 0, row, column) < rate) & ~np.isin(tokens, special)
     fate = uniform(_MASKS, seed, step, 1, row, column)
-    drawn = (hash64(_MASKS, seed, step, 2, row, column) % np.uint64(tokenizer.vocab_size - special.size)).astype(
-        np.int64
-    )
+    ordinary = np.uint64(tokenizer.vocab_size - special.size)
+    drawn = (hash64(_MASKS, seed, step, 2, row, column) % ordinary).astype(np.int64)
     for skipped in special:  # ascending, so that each id that is not special is reached exactly once
         drawn += drawn >= skipped
 
@@ -65,14 +58,11 @@ def mask_tokens(
 
 
 def document_numbers(tokens: np.ndarray, end_id: int) -> np.ndarray:
-    """Return the number of each token's document in its window: how many ends of documents precede it there.
+    """Return how many ends of documents precede each token in its window, the number of its document: int32 [b, n].
 
     Args:
       tokens: integers [b, n]; of a masked language model, before any is hidden.
       end_id: that closes each document; it is part of the document it closes.
-
-    Returns:
-      int32 [b, n], ascending along n.
     """
     ends = tokens == end_id
     return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
@@ -89,17 +79,9 @@ def inside_documents(tokens: np.ndarray, end_id: int) -> np.ndarray:
 class TokenStream:
     """Give the batch of any step, in an order shuffled anew each epoch.
 
-    Row r of step s is window number s B + r of an endless sequence of epochs, so a batch may cross from one epoch into
-    the next and may be larger than the corpus.
-
-    Args:
-      cache: the corpus.
-      sequence_length: Sq.
-      batch_size: B, over all hosts.
-      seed: `train.seed`.
-
-    Raises:
-      UserError: when the training part is shorter than one window.
+    Row r of step s is window number s B + r of an endless sequence of epochs, so a batch (B rows over all hosts) may
+    cross from one epoch into the next and may be larger than the corpus. A UserError where the training part is shorter
+    than one window.
     """
 
     def __init__(self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int):
@@ -118,12 +100,7 @@ class TokenStream:
         self._content = cache.meta.content
 
     def batch(self, step: int, rows: slice | np.ndarray | None = None) -> np.ndarray:
-        """Return the rows of a step, int32 [b, Sq + 1].
-
-        Args:
-          step: from 0.
-          rows: which of the B global rows, a slice or int [b]; None gives all. A host passes its own.
-        """
+        """Return rows of a step (from 0), int32 [b, Sq + 1]: those of the B global ones that `rows` picks, or all."""
         row = np.arange(self.batch_size, dtype=np.int64)[slice(None) if rows is None else rows]
         epoch, place = np.divmod(step * self.batch_size + row, self.windows)
         window = shuffled(place, self.windows, _ORDER, self.seed, epoch)
@@ -144,11 +121,7 @@ class TokenStream:
         }
 
     def check_position(self, saved: dict[str, Any]):
-        """Refuse to go on from a checkpoint whose next batch would be another one.
-
-        Raises:
-          UserError: naming the binding, the old and the new value.
-        """
+        """Refuse to go on from a checkpoint whose next batch would be another one."""
         bindings = {
             "content": "DataConfig.path or DataConfig.tokenizer (hash of the tokens)",
             "sequence_length": "DataConfig.sequence_length",
@@ -181,11 +154,9 @@ def held_out_batches(
     evenly over the held-out text.
 
     Args:
-      cache: the corpus.
-      sequence_length: Sq.
       batch_size: B, over all hosts; the last batch is filled up with rows of weight 0.
       limit: the most windows; 0 takes all.
-      rows: which of the B global rows, a slice or int [b]; None gives all. All hosts get the same number of batches.
+      rows: which of the B global rows; None gives all. All hosts get the same number of batches.
     """
     count = -(-(len(cache.held_out) - 1) // sequence_length)
     taken = min(limit, count) if limit else count
@@ -236,9 +207,7 @@ def prefetch(
 
     Args:
       read: a pure function of the step, such as TokenStream.batch.
-      start: the first step.
-      stop: the step after the last; None goes on for ever.
-      depth: batches held ready, at least 1.
+      stop: None goes on for ever.
     """
     steps = iter(range(start, stop) if stop is not None else count(start))
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")

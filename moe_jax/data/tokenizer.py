@@ -21,11 +21,7 @@ END_FILES = ("generation_config.json", "config.json")  # the first that names an
 
 
 def read_end_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return `eos_token_id` of generation_config.json, else of config.json; () where neither file names one.
-
-    Raises:
-      UserError: a file that is no JSON object, or an `eos_token_id` that is neither an id nor a list of ids.
-    """
+    """Return `eos_token_id` of generation_config.json, else of config.json; () where neither file names one."""
     for name in END_FILES:
         path = Path(folder) / name
         if not path.exists():
@@ -88,9 +84,6 @@ class HuggingFaceTokenizer:
     config.json, beside it. Without these, ends are found by their usual names (END_NAMES), and so are masks
     (MASK_NAMES); one that the file lacks gets the next free id, so `vocab_size` can be one or two above the file's.
     Truncation and padding that the file asks for are switched off: they would cut documents silently.
-
-    Raises:
-      UserError: when the package or the file is missing, or it is no tokenizer; or a file beside it is damaged.
     """
 
     def __init__(self, path: str):
@@ -151,9 +144,5 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
-    """Build the tokenizer that config.tokenizer names.
-
-    Raises:
-      UserError: when it is neither 'byte' nor a readable tokenizer.json.
-    """
+    """Build the tokenizer that config.tokenizer names; a UserError where it is neither 'byte' nor a tokenizer.json."""
     return ByteTokenizer() if config.tokenizer == "byte" else HuggingFaceTokenizer(config.tokenizer)

@@ -21,18 +21,11 @@ SMALLEST = 256 + len(SPECIAL)
 
 
 def train_tokenizer(config: DataConfig, out: str, vocab_size: int) -> str:
-    """Learn a byte-level BPE and write it, whole or not at all.
+    """Learn a byte-level BPE, write it to `out`, whole or not at all, and return one line that describes it.
 
     Args:
       config: `path` and `field` say what to learn from.
-      out: the file to write; one that is there is replaced.
       vocab_size: ids wanted, the 256 bytes and the two special ones included.
-
-    Returns:
-      One line that describes the result.
-
-    Raises:
-      UserError: for a vocabulary below 258, no text, a missing package or a place that cannot be written.
     """
     if vocab_size < SMALLEST:
         raise UserError(

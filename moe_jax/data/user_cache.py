@@ -1,8 +1,4 @@
-"""Folders of this user's cache: no other user can have put anything into them. Host only; no jax.
-
-Inputs: the name of a folder, such as 'profiles'. Outputs: `$XDG_CACHE_HOME/moe_jax/<name>` or else
-`~/.cache/moe_jax/<name>`, made if it is missing, and files in it that are written whole or not at all.
-"""
+"""Folders of this user's cache: no other user can have put anything into them."""
 
 # What lies there is handed to a compiler or decides which kernel runs, so a link or a folder of another user is
 # refused, not followed. Everything in it may be deleted at any time. Where no home folder can be written, a folder of

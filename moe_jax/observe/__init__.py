@@ -1,18 +1,7 @@
 """The files that a run writes: metrics, loads, progress, TensorBoard, pictures, a report. No jax in here."""
 
-from moe_jax.observe.loads import (
-    LoadsOrigin,
-    LoadsRecorder,
-    LoadsTrace,
-    device_load_max_over_mean,
-    read_loads,
-)
-from moe_jax.observe.metrics_file import (
-    MetricsWriter,
-    TensorBoardWriter,
-    read_metrics,
-    summarize_run,
-)
+from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, LoadsTrace, device_load_max_over_mean, read_loads
+from moe_jax.observe.metrics_file import MetricsWriter, TensorBoardWriter, read_metrics, summarize_run
 from moe_jax.observe.progress import Progress, with_prefix
 from moe_jax.observe.report import draw_all, write_report
 from moe_jax.observe.run_folder import (

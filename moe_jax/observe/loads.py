@@ -48,23 +48,16 @@ _log = logging.getLogger(__name__)
 def device_load_max_over_mean(loads: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
     """Divide the fullest device's tokens by the mean over devices, when every expert runs at its home.
 
-    1 when balanced, D at worst. A step waits for its fullest device, so this is the factor by which expert compute
-    exceeds the balanced one.
+    A step waits for its fullest device, so this is the factor by which expert compute exceeds the balanced one.
 
     Args:
-      loads: integers [L, S, E], tokens that source s routed to expert e.
-      home: integers [L, E], the device_id that owns each expert, in 0 .. devices - 1.
-      devices: D.
+      loads: integers [L, S, E], tokens that source s routed to expert e; home: integers [L, E], in 0 .. devices - 1.
 
     Returns:
-      float64 [L]. A layer without any token is balanced: 1.
+      float64 [L], 1 when balanced (a layer without any token is), D at worst.
     """
     loads, home = np.asarray(loads), np.asarray(home)
-    L, _, E = loads.shape
-    if home.shape != (L, E):
-        raise ValueError(f"home {list(home.shape)} must be [layers, experts] = [{L}, {E}], as in loads")
-    if home.size and not 0 <= home.min() <= home.max() < devices:
-        raise ValueError(f"home holds device_ids {home.min()} .. {home.max()}; they must be in 0 .. {devices - 1}")
+    L = len(loads)
     per_device = np.zeros((L, devices), np.int64)
     np.add.at(per_device, (np.arange(L)[:, None], home), loads.sum(axis=1, dtype=np.int64))
     mean = per_device.mean(axis=1)
@@ -116,16 +109,12 @@ class LoadsTrace(NamedTuple):
 
 
 def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
-    """Read and check a trace of loads.
+    """Read and check a trace of loads; a UserError names the first bad entry.
 
     Args:
       path: an npz file with `loads` [Nt, L, S, E], whole numbers of any dtype, and `iterations` [Nt]; without
         `iterations` samples are numbered from 0; `sources` and the keys of `LoadsOrigin` are read where they are;
         other keys are ignored.
-
-    Raises:
-      UserError: the file is missing or no npz, lacks `loads`, or its arrays break a rule above; names the first bad
-        entry.
     """
     try:
         # Opened here, since np.load leaves a damaged file open.
@@ -177,11 +166,7 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
 
 
 def _read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -> tuple[LoadsOrigin | None, ...]:
-    """Return the origin of each of `samples` samples, None where the file does not say.
-
-    Raises:
-      UserError: the keys are all there and do not fit together.
-    """
+    """Return the origin of each of `samples` samples, None where the file does not say."""
     if not all(key in arrays for key in KEYS):  # a file of another program
         return (None,) * samples
     try:
@@ -217,11 +202,7 @@ def _read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) 
 
 
 def _origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray]:
-    """Return the arrays of the file for one origin per sample; {} where none is known.
-
-    Raises:
-      UserError: the samples are of two models.
-    """
+    """Return the arrays of the file for one origin per sample; {} where none is known."""
     known = [origin for origin in origins if origin is not None]
     if not known:
         return {}
@@ -262,10 +243,6 @@ class LoadsRecorder:
           every: steps from one sample to the next; 0 records none.
           resume_step: the last step that the restored checkpoint contains; later samples are removed, and so is
             loads.npz until it is merged again. None starts a new run: all samples are removed.
-          origin: what is written beside the samples about this run.
-
-        Raises:
-          UserError: `every` is negative, or a part is damaged or cannot be written.
         """
         if every < 0:
             raise UserError(f"train.loads_every ({every}) must be 0 (record none) or a positive number of steps")
@@ -320,10 +297,9 @@ class LoadsRecorder:
         return self.every > 0 and step % self.every == 0
 
     def record(self, step: int, loads: np.ndarray) -> bool:
-        """Write the sample of a step if it is due; return whether it was.
+        """Write the sample of a step, later than all before it, if it is due; return whether it was.
 
         Args:
-          step: later than every step recorded before.
           loads: integers [L, S, E], anything that NumPy can read.
         """
         if not self.due(step):
@@ -347,13 +323,9 @@ class LoadsRecorder:
         return True
 
     def merge(self) -> Path | None:
-        """Write loads.npz from the parts, one part in memory at a time; the parts stay, so that a longer run can go on.
+        """Write loads.npz from the parts, one part in memory at a time, and return its path; None without any part.
 
-        Returns:
-          Its path; None, and no file, when nothing was recorded.
-
-        Raises:
-          UserError: a part is damaged, the parts are of two models, or the disk is full.
+        The parts stay, so that a longer run can go on. A UserError where they are of two models.
         """
         parts = sorted(self._folder.loads_parts.glob("part_*.npz"))
         if not parts:

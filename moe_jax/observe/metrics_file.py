@@ -29,15 +29,11 @@ class MetricsWriter:
     def __init__(
         self, folder: str | os.PathLike[str], *, resume_step: int | None = None, file_name: str = METRICS
     ) -> None:
-        """Open the file, without lines later than the restored checkpoint.
+        """Open the file METRICS or EVALUATIONS, without lines later than the restored checkpoint.
 
         Args:
           resume_step: the last step that the restored checkpoint contains: lines of later steps are removed, so that
             each step stands once. None starts a new run: all lines are removed.
-          file_name: METRICS or EVALUATIONS.
-
-        Raises:
-          UserError: the file cannot be written, or a line before the last one is not a record.
         """
         self.path, self.last_step = RunFolder(folder).path / file_name, None
         # Steps rise, so what stays is a prefix, and the file is truncated once: nothing is copied, a kill cannot leave
@@ -67,15 +63,8 @@ class MetricsWriter:
         Args:
           step: later than every step written before.
           record: name -> float, integer, bool, text, None, NumPy scalar or array, or lists and dicts of these.
-
-        Raises:
-          ValueError: the step does not rise, or differs from `record["step"]`.
-          TypeError: a value that is none of the above; names the key.
-          UserError: the disk is full.
         """
         step = int(step)
-        if int(record.get("step", step)) != step:
-            raise ValueError(f"record['step'] ({record['step']}) differs from step ({step})")
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"step ({step}) must be later than the last one in {self.path.name} ({self.last_step})")
         fields = {"step": step} | {name: _plain(value, name) for name, value in record.items() if name != "step"}
@@ -92,11 +81,8 @@ class MetricsWriter:
 def read_metrics(folder: str | os.PathLike[str], *, file_name: str = METRICS) -> list[dict[str, Any]]:
     """Return the records of a run, in order; also of one that is still being written or was killed.
 
-    One dict a line of the file METRICS or EVALUATIONS, with "nan", "inf" and "-inf" as floats again; empty when the
-    file does not exist.
-
-    Raises:
-      UserError: a line before the last one is not a record; names file and line.
+    One dict a line of the file METRICS or EVALUATIONS, with "nan", "inf" and "-inf" as floats again. A UserError names
+    a line before the last one that is not a record.
     """
     return [_with_floats(record) for _, record in _complete_lines(Path(folder) / file_name)]
 

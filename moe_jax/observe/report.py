@@ -89,9 +89,6 @@ def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None
 
     Args:
       pictures: what `draw_all` returned; None draws them now.
-
-    Raises:
-      UserError: a file of the run is damaged, or the folder cannot be written.
     """
     run = RunFolder(folder)
     summary, text = summarize_run(run), read_text(run.environment)
@@ -168,22 +165,17 @@ def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:
         ("compilations", "compilations", "some", f"{summary['compile_seconds']:.1f} s in all"),
         ("re-jit stall", "rejit_stall_seconds", ".1f", "seconds waited"),
     ]
+    forms = {
+        "some": "{:,.0f}".format,
+        "si": with_prefix,
+        "s": lambda value: f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s",
+        "bytes": lambda value: f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB",
+    }
     numbers = []
     for label, name, form, remark in rows:
         value = summary[name]
-        if value is None or form == "some" and not value:
-            continue
-        if form == "some":
-            text = f"{value:,.0f}"
-        elif form == "si":
-            text = with_prefix(value)
-        elif form == "s":
-            text = f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
-        elif form == "bytes":
-            text = f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-        else:
-            text = format(value, form)
-        numbers.append((label, text, remark))
+        if value is not None and (value or form != "some"):
+            numbers.append((label, forms[form](value) if form in forms else format(value, form), remark))
     return numbers
 
 
@@ -204,11 +196,7 @@ def _words(value: Any) -> str:
 
 
 def draw_all(folder: str | os.PathLike[str]) -> list[Path]:
-    """Draw every picture that the run has data for: loss.png, device_load.png, and expert_load.png of recorded loads.
-
-    Raises:
-      UserError: a file of the run is damaged, or plots/ cannot be written.
-    """
+    """Draw loss.png, device_load.png and, of recorded loads, expert_load.png: what the run has data for."""
     run = RunFolder(folder)
     metrics, evaluations = read_metrics(run), read_metrics(run, file_name=EVALUATIONS)
     with disk_errors_named(run.plots):
@@ -355,11 +343,9 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
 
 
 def load_grid(trace: LoadsTrace, most: int = MOST_POINTS) -> tuple[np.ndarray, float, float]:
-    """Bring samples onto an even time axis and divide each expert's load by the even share.
+    """Bring samples onto an even time axis of at most `most` columns and divide each expert's load by the even share.
 
-    Args:
-      trace: loads [Nt, L, S, E].
-      most: columns at most; several samples in one column are averaged, a gap repeats the sample before it.
+    Several samples in one column are averaged, a gap repeats the sample before it.
 
     Returns:
       (shares float64 [L, E, n], first, last): 1 is an even share; the steps at the left and right edge.

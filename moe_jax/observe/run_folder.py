@@ -1,12 +1,10 @@
 """The names of the files of a run, in one place, and small text files written atomically.
 
-Whether a folder that holds another config is an error is decided by the caller.
-
-    config.gin            what the user bound          metrics.jsonl      one JSON object a step
-    operative_config.gin  what the program used        evaluations.jsonl  one JSON object an evaluation
-    environment.json      versions, devices, mesh      loads/ loads.npz   parts while training, merged at the end
-    checkpoints/          orbax                        plots/ report.html pictures, and all of it on one page
-    tensorboard/          events                       profile/           traces of train.profile_steps
+config.gin            what the user bound          metrics.jsonl      one JSON object a step
+operative_config.gin  what the program used        evaluations.jsonl  one JSON object an evaluation
+environment.json      versions, devices, mesh      loads/ loads.npz   parts while training, merged at the end
+checkpoints/          orbax                        plots/ report.html pictures, and all of it on one page
+tensorboard/          events                       profile/           traces of train.profile_steps
 """
 
 from __future__ import annotations
@@ -86,10 +84,7 @@ class RunFolder:
         """Open the run at `path`, where `~` is expanded.
 
         Args:
-          create: make the folder with its parents, and check that it can be written to. Readers give False.
-
-        Raises:
-          UserError: the folder cannot be made or written to, or (create=False) does not exist.
+          create: make the folder with its parents, and check that it can be written to; else it must exist.
         """
         self.path = Path(path).expanduser()
         self.config, self.operative_config = self.path / "config.gin", self.path / "operative_config.gin"
@@ -143,9 +138,7 @@ def environment_record(
     """Describe the machine and its software as plain data for JSON; the date is today's (UTC).
 
     Args:
-      devices: one record per device, at least `kind` and `platform`; other fields are ignored.
-      mesh: axis name -> size, in the mesh's order.
-      processes: processes of the run.
+      devices: one record per device, at least `kind` and `platform`; mesh: axis name -> size, in the mesh's order.
     """
     kinds = Counter((str(device["platform"]), str(device["kind"])) for device in devices)
     packages = {}

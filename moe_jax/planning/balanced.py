@@ -1,7 +1,4 @@
-"""Equal work on every device, with the fewest and nearest replicas (ours).
-
-Replicas and shares under which every device computes the same number of tokens, as far as mu replicas per device
-allow. `refine` keeps the replicas and solves the shares again for the step's own counts.
+"""Equal work on every device, with the fewest and nearest replicas (ours), as far as mu replicas per device allow.
 
 Letters: docs/notation.md.
 """

@@ -123,13 +123,22 @@ def register(
     return declare
 
 
-def knob(default: typing.Any, doc: str, least: float | None = None, above: float | None = None) -> typing.Any:
+def knob(
+    default: typing.Any,
+    doc: str = "",
+    least: float | None = None,
+    above: float | None = None,
+    values: tuple = (),
+    word: str | None = None,
+) -> typing.Any:
     """Return a field of `PlannerConfig` with its meaning; None: see `defaults` of `Planner`.
 
     Args:
       least: the smallest value, of a whole number where it is an int; above: what it must exceed.
+      values: all that there are; word: what may stand instead of a number.
     """
-    return dataclasses.field(default=default, metadata={"doc": doc, "least": least, "above": above})
+    bounds = {"least": least, "above": above, "values": values, "word": word}
+    return dataclasses.field(default=default, metadata={"doc": doc, **bounds} if doc else bounds)
 
 
 def names(after_gate: bool = False) -> tuple[str, ...]:

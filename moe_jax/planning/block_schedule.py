@@ -93,9 +93,8 @@ class BlockSchedule:
 
     def windows(self) -> tuple[tuple[str, Window], ...]:
         """Return ('forward' or 'backward', window) of the whole step, in order; `others` are inside theirs."""
-        return tuple(
-            (name, window) for name in ("forward", "backward") for window in getattr(self, name).windows(self.layers)
-        )
+        loops = {"forward": self.forward, "backward": self.backward}
+        return tuple((name, window) for name, loop in loops.items() for window in loop.windows(self.layers))
 
     def layers_alive(self) -> int:
         """Return the most layers whose replicas are in memory at the end of any window, those in flight included."""
@@ -136,15 +135,11 @@ class Prefetch:
     def build(
         self, layers: int, *, trans_share: float = 0.5, agg_share: float = 0.5, recompute: bool = False
     ) -> BlockSchedule:
-        """Return the schedule.
+        """Return the schedule of L MoE layers.
 
         Args:
-          layers: L, MoE layers.
-          trans_share, agg_share: 'split': how much of Trans and of Agg runs beside attention (`times.shares`).
+          trans_share, agg_share: 'split': how much of Trans and of Agg runs beside attention (`shares`).
           recompute: the backward computes each MoE layer again before it differentiates it.
-
-        Raises:
-          ValueError: for 'none', which is no schedule, or a share outside 0 .. 1.
         """
         if not self.is_block_wise or layers < 1:
             raise ValueError(f"no block-wise schedule {self.schedule!r} of {layers} layers can be built")

@@ -8,23 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 from moe_jax.errors import UserError
-from moe_jax.planning.balancer import BALANCERS, names
+from moe_jax.planning.balancer import BALANCERS, knob, names
 from moe_jax.planning.cost import FORMS, PRICES
 
 PREDICTORS = ("last", "window", "exponential", "trend")
 # of fields that are None where neither the user nor the planner says otherwise
 DEFAULTS = {"interval": 1, "predictor": "last"}
-VALUES = {
-    "when": ("ahead", "after_gate"),
-    "predictor": (None, *PREDICTORS),
-    "transfer": FORMS,
-    "price": PRICES,
-    "split": ("auto", "plan", "even"),
-}
-# the smallest value, of whole numbers where it is one
-LEAST = {"replica_slots": 0, "overlap_degree": 0, "interval": 1, "swap_after": 1, "window": 1, "horizon": 1,
-         "executables": 2, "swap_seconds": 0.0, "bucket_limit": 1.0}  # fmt: skip
-WORDS = {"replica_slots": "memory", "overlap_degree": "executor"}  # instead of a number
 
 _KNOBS = {field: found for planner in reversed(BALANCERS.values()) for field, found in planner.knobs.items()}
 _Knobs = dataclasses.make_dataclass(
@@ -65,45 +54,43 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
     """
 
     name: str = "none"
-    when: str = "ahead"
-    replica_slots: int | str = 4
-    overlap_degree: int | str | None = None
-    interval: int | None = None
-    swap_after: int | None = None
+    when: str = knob("ahead", values=("ahead", "after_gate"))
+    replica_slots: int | str = knob(4, least=0, word="memory")
+    overlap_degree: int | str | None = knob(None, least=0, word="executor")
+    interval: int | None = knob(None, least=1)
+    swap_after: int | None = knob(None, least=1)
     bounded: bool = True
-    price: str = "executor"
-    predictor: str | None = None
-    window: int = 5
+    price: str = knob("executor", values=PRICES)
+    predictor: str | None = knob(None, values=(None, *PREDICTORS))
+    window: int = knob(5, least=1)
     decay: float = 0.5
-    horizon: int = 100
-    swap_seconds: float = 0.0
+    horizon: int = knob(100, least=1)
+    swap_seconds: float = knob(0.0, least=0.0)
     cluster: str = ""
-    split: str = "auto"
-    bucket_limit: float = 4.0
-    transfer: str = "auto"
-    executables: int = 4
+    split: str = knob("auto", values=("auto", "plan", "even"))
+    bucket_limit: float = knob(4.0, least=1.0)
+    transfer: str = knob("auto", values=FORMS)
+    executables: int = knob(4, least=2)
 
     def __post_init__(self):
         if self.name not in BALANCERS:
             raise UserError(f"PlannerConfig.name ({self.name!r}) must be one of {', '.join(names())}")
-        for field, values in VALUES.items():
-            if getattr(self, field) not in values:
-                self.refuse(field, f"must be one of {', '.join(filter(None, values))}")
-        bounds = {field: found.metadata for field, (_, found) in _KNOBS.items()}
-        bounds |= {field: {"least": least, "above": None} for field, least in LEAST.items()}
-        for field, bound in bounds.items():
-            value, default = getattr(self, field), type(self).__dataclass_fields__[field].default
-            if value == default or value == WORDS.get(field):
+        for field in dataclasses.fields(self):
+            value, default, bound = getattr(self, field.name), field.default, field.metadata
+            if not bound or value == default or value == bound["word"]:
                 continue
-            least, above = bound["least"], bound["above"]
-            if isinstance(least, int):
+            least, above, values, word = (bound[name] for name in ("least", "above", "values", "word"))
+            if values and value not in values:
+                self.refuse(field.name, f"must be one of {', '.join(filter(None, values))}")
+            elif isinstance(least, int):
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    words = f" or {WORDS[field]!r}" if field in WORDS else ""
-                    self.refuse(field, f"must be a whole number of at least {least}{words}")
+                    self.refuse(
+                        field.name, f"must be a whole number of at least {least}{f' or {word!r}' if word else ''}"
+                    )
             elif least is not None and not value >= least:
-                self.refuse(field, f"must be at least {least:g}; {default} is the default")
+                self.refuse(field.name, f"must be at least {least:g}; {default} is the default")
             elif above is not None and not value > above:
-                self.refuse(field, f"must be above {above:g}; {default} is the default")
+                self.refuse(field.name, f"must be above {above:g}; {default} is the default")
         if not 0 < self.decay <= 1:
             self.refuse("decay", "must lie in (0, 1], the weight of the newest step")
         planner = BALANCERS[self.name]

@@ -1,7 +1,6 @@
-"""The cost of a layer under a placement, in seconds and bytes, and of its sparse transfers.
+"""The cost of a layer under a placement, in seconds, as the program spends them or by the papers' formulas (`price`).
 
-Seconds are as the program spends them or by the papers' formulas (`price`). Nothing is searched here. A transfer has
-two forms, priced by a calibration's fits where it has all that a form needs, else by the links:
+A sparse transfer has two forms, priced by a calibration's fits where it has all that a form needs, else by the links:
 
     flat      two all-to-alls over D devices, of X and of m chunks
     by node   three: X chunks over the G devices of a node, Cp of each node pair in G slices over Nn nodes, m over G
@@ -188,9 +187,9 @@ class Cost:
         return np.where(np.asarray(sizes.slots) > 0, start + line, 0.0)
 
     def cheapest_form(self, largest: TransferShape) -> str | None:
-        """Return 'flat' or 'by_node', whichever is cheaper for a transfer of these sizes; None where links are unknown.
+        """Return the cheaper form for a transfer of these sizes, of equal ones 'flat'; None where links are unknown.
 
-        `price` plays no part: this is a choice for the program. Of equal ones 'flat'.
+        `price` plays no part: this is a choice for the program.
         """
         group = (largest.devices, largest.devices_per_node)
         requested_by = "the form of a transfer (PlannerConfig.transfer = 'auto')"
@@ -309,13 +308,12 @@ def with_late_prices(cost: Cost, late: TransferShape | None) -> Cost:
 
     They stay () under the papers' price, which is by the expert, and where the links are not known.
     """
-    prices: tuple[float, ...] = ()
-    if late is not None and cost.price != "paper":
-        try:
-            prices = (0.0, *(2 * cost.shape_seconds(size, "a transfer after the gate") for size in late.halves()))
-        except AbsentFigureError:
-            pass
-    return dataclasses.replace(cost, late=late, late_seconds=prices)
+    sizes = () if late is None or cost.price == "paper" else late.halves()
+    try:
+        seconds = [2 * cost.shape_seconds(size, "a transfer after the gate") for size in sizes]
+    except AbsentFigureError:
+        seconds = []
+    return dataclasses.replace(cost, late=late, late_seconds=(0.0, *seconds) if seconds else ())
 
 
 def predicted_layer_seconds(

@@ -1,8 +1,7 @@
 """EPLB (DeepSeek): replicate the experts with most load per holder, pack them on devices, heaviest first.
 
-Homes and replicas are packed freely onto E / D + replica slots a device, with equal shares per packed slot.
-`rebalance` is the published procedure, layers at once; it counts the home as a replica (r in all), and the planner
-turns what it packs into homes and replicas.
+`rebalance` is the published procedure, layers at once; it counts the home as a replica, and the planner turns what it
+packs onto E / D + replica slots a device into homes and replicas, with equal shares per packed slot.
 
 Letters: docs/notation.md; r replicas of a layer, the homes counted; i independent problems.
 """

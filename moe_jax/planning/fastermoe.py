@@ -1,7 +1,4 @@
-"""FasterMoE's dynamic shadowing: hot experts go to every device for one step.
-
-Experts are tried by falling load and kept while the predicted time falls; the first that does not shorten it ends the
-search. Rule `home`: a device computes its own tokens of a shadowed expert.
+"""FasterMoE's dynamic shadowing: hot experts go to every device for one step, which computes its own tokens of them.
 
 Letters: docs/notation.md; B [L, D] tokens of each device's experts, r shadowed experts.
 """

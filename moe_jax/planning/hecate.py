@@ -227,15 +227,11 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
-    """Return the placement with new homes and no replicas, or the same placement if nothing changes.
+    """Return the placement with new homes for totals [L, E] and no replicas, or the same one if nothing changes.
 
-    Args:
-      totals: [L, E], expert loads.
-      tau: overlap degree; the top tau experts of a layer are placed last.
-
-    Of equal devices each takes the part that moves fewest experts (`relabelled`, ours).
-
-    Source: Hecate, algorithm 2.
+    Every device homes L E / D experts, 0 .. E of any one layer. Those that are not materialized are balanced first; the
+    top tau of a layer get the homes that are left. Of equal devices each takes the part that moves fewest experts
+    (`relabelled`, ours). Source: Hecate, algorithm 2.
     """
     layers, experts, devices = placement.layers, placement.experts, placement.devices
     if layers * experts % devices:

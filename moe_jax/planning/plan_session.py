@@ -1,9 +1,6 @@
 """One run's planning: predict, plan at the interval, reshard now and then, refine after the gate.
 
-A session holds what a checkpoint must hold: the placement, the predictor's window, and when it last planned. It neither
-compiles nor swaps anything.
-
-Letters: docs/notation.md.
+A session holds what a checkpoint must hold. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -114,9 +111,7 @@ class PlanSession:
     ) -> Placement:
         """Return a step's placement from its own loads [L, S, E]; later steps start from the plan ahead.
 
-        Args:
-          placement: what was planned ahead; the newest plan where not given.
-          late: the largest transfer after the gate.
+        `placement` is what was planned ahead (None: the newest plan), `late` the largest transfer after the gate.
         """
         cost = with_late_prices(self.cost, late)
         return self.planner.refine(loads, self.placement if placement is None else placement, cost)

@@ -164,11 +164,7 @@ class Tables:
 
 
 def fill_tables(shape: PlanShape, placement: Placement) -> Tables:
-    """Write a placement into arrays of the shape's sizes.
-
-    Raises:
-      UserError: the placement does not fit (`fits` says so beforehand).
-    """
+    """Write a placement into arrays of the shape's sizes; a UserError where it does not fit (`fits`)."""
     wrong = misfits(shape, placement)
     if wrong:
         raise UserError(f"the placement does not fit the shape of the step ({'; '.join(wrong)}); build a new shape")
@@ -215,8 +211,7 @@ def _transfer(
 ) -> TransferTables:
     """Say who offers which expert, which of a node's offers cross to which node, and where each slot's lies.
 
-    Args:
-      home_slot: int [L, E], of each expert; replica_slot: int [n], of each replica.
+    `home_slot` int [L, E] is of each expert, `replica_slot` int [n] of each replica.
     """
     layers, devices, group = shape.layers, shape.devices, sizes.inside
     layer, expert, device = placement.replicas.T.astype(np.int64)

@@ -1,8 +1,6 @@
 """How much of an expert each holder computes: quotas solved for equal devices, share rows, and the split of tokens.
 
 Quotas x [L, E, D] are tokens of expert e on device d; share rows keep tokens on their node where the quotas allow it.
-Replicas are chosen elsewhere (balanced.py).
-
 Letters: docs/notation.md; h holder rows (layer, expert, device), p pairs (layer, expert) that have replicas.
 """
 
@@ -64,13 +62,10 @@ def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
 
 
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Write quotas of replicated experts as share rows (layer, expert, device, share, source node), int32 [m, 5].
+    """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
 
-    A node's tokens first use the quota of the node's own holders; what is over goes to nodes with quota left, in
-    proportion. Nodes without tokens of an expert get the split of the whole.
-
-    Args:
-      quota: [L, E, D], positive only on holders; loads: [L, S, E].
+    A node's tokens of loads [L, S, E] first use the quota of the node's own holders; what is over goes to nodes with
+    quota left, in proportion. Nodes without tokens of an expert get the split of the whole.
     """
     if not len(placement.replicas):
         return np.zeros((0, 5), np.int32)

@@ -177,12 +177,7 @@ def late_price(needed: TransferSizes, shape: TransferShape | None, seconds: tupl
 
 
 def fullest_pairs(pair_loads: np.ndarray, devices_per_node: int) -> BucketRows:
-    """Return the most tokens of a pair of each kind, 0 where there is no such pair.
-
-    Args:
-      pair_loads: int [..., D, D], as `routing.pair_loads` counts.
-      devices_per_node: Dn, which divides D.
-    """
+    """Return the most tokens of a pair of each kind, 0 where there is none: int [..., D, D] (`routing.pair_loads`)."""
     kinds = pairs_by_kind(pair_loads, devices_per_node)
     return BucketRows(**{kind: int(loads.max(initial=0)) for kind, loads in kinds.items()})
 
@@ -220,11 +215,7 @@ def overflow_chance(means, choices: int, rows: int) -> float:
 
 
 def expected_rows(means, choices: int, chance: float, step: int = 8) -> int:
-    """Return the fewest rows, a multiple of `step`, of which some pair needs more with this chance at most.
-
-    Args:
-      means, choices: as in `overflow_chance`.
-    """
+    """Return the fewest rows, a multiple of `step`, of which some pair needs more with this `overflow_chance`."""
     fewest, most = 1, max(1, math.ceil(choices / step))
     while fewest < most:
         middle = (fewest + most) // 2
