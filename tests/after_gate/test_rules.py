@@ -127,12 +127,6 @@ def destinations(tables, slots, loads):
     return found, (e, slot)
 
 
-def assert_slots_hold(used, holders):
-    """Every slot that gets tokens of an expert holds that expert."""
-    expert, slot = used
-    np.testing.assert_array_equal(holders.reshape(-1)[slot], expert)
-
-
 def holders_of(shape, placement):
     """Return who is in which slot before the gate: int [D, G]."""
     return np.asarray(fill_tables(shape, placement).slot_expert)[:, 0]
@@ -160,13 +154,13 @@ def arrivals(transfer, late, homes_there):
     return np.concatenate([places[node][want[node, 0]] for node in range(late.nodes)])
 
 
-def assert_brings(decided, shape, holders, added):
+def assert_brings(decided, shape, holders, home, added):
     """The transfer fills late slots with the replicas `added` bool [E, D] and no others; returns holders with them."""
     late = shape.late
     used = np.array(decided.used[:3]).T
     assert (used == used[0]).all()  # all devices take the same branch
     used = used[0]
-    replicas = transfer_sizes(holders_home(holders, shape), added, late.inside)
+    replicas = transfer_sizes(home, added, late.inside)
     if not added.any():
         assert not used[1]
         return holders
@@ -187,18 +181,6 @@ def assert_brings(decided, shape, holders, added):
     assert (came[:, small.slots :] < 0).all()
     assert (holders[:, shape.home_slots + shape.ahead_slots :] < 0).all()  # slots of their own
     return np.concatenate([holders[:, : shape.home_slots + shape.ahead_slots], came], axis=1)
-
-
-def holders_home(holders, shape):
-    home = np.full(EXPERTS, -1)
-    device, slot = np.nonzero(holders[:, : shape.home_slots] >= 0)
-    home[holders[device, slot]] = device
-    return home
-
-
-def added_by(want, ahead):
-    """Return the replicas of one layer that come late: bool [E, D]."""
-    return want.holds[0] & ~ahead.holds[0]
 
 
 WANTED = ["all", "one_home", "one_node", "random"]
@@ -244,7 +226,7 @@ def test_what_fits_the_late_transfer_is_taken_whole(late):
             added, slot, transfer, used = jax.tree.map(np.asarray, got)
             want = fitting(wanted, order, home, late)
             np.testing.assert_array_equal(added[0], want)
-            filled = assert_brings(types.SimpleNamespace(transfer=transfer, used=used), shape, holders, want)
+            filled = assert_brings(types.SimpleNamespace(transfer=transfer, used=used), shape, holders, home, want)
             expert, device = np.nonzero(want)
             np.testing.assert_array_equal(filled[device, slot[0][expert, device]], expert)
             left += (wanted & ~want).any()
@@ -267,11 +249,30 @@ RULE_CASES += [("calibration", late, {"name": "hecate"}) for late in ("flat_offe
 RULE_CASES += [("quotas", late, {"name": "llep"}) for late in ("flat", "flat_offers", "by_node_crossing")]
 
 
+def compared(planner, cost, shape, ahead, loads, rounding=0):
+    """Return (what is decided, the planner's placement, tokens by device), after comparing where every token goes.
+
+    Shares round: a token, and in float32, as training runs, 0.5% of a device's mean load.
+    """
+    want = planner.refine(loads, ahead, cost)
+    decided = decide(planner, cost, shape, ahead, loads)
+    found, (expert, slot) = destinations(decided.tables, shape.slots, loads)
+    assert np.abs(found - routing.destinations(want, loads)[0]).max() <= rounding
+    if rounding:
+        single = destinations(decide(planner, cost, shape, ahead, loads, double=False).tables, shape.slots, loads)[0]
+        assert np.abs(single.sum((0, 1)) - found.sum((0, 1))).max() <= 0.005 * loads.sum() / DEVICES
+    holders, added = holders_of(shape, ahead), want.holds[0] & ~ahead.holds[0]
+    if shape.late:
+        holders = assert_brings(decided, shape, holders, ahead.home[0], added)
+    np.testing.assert_array_equal(holders.reshape(-1)[slot], expert)  # what gets tokens holds their expert
+    return decided, want, found.sum((0, 1))
+
+
 @pytest.mark.parametrize(
     ("rule", "late", "knobs"), RULE_CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_late_replicas_are_those_of_the_planner(rule, late, knobs):
-    """Whom the rule serves where, by which late replicas; whole numbers but for quotas, which round a token."""
+    """Whom the rule serves where, by which late replicas; whole numbers but for quotas."""
     numbers, cut, late = set(), 0, LATE[late]
     for seed, kind in enumerate(KINDS * (3 if rule == "calibration" else 2)):
         placement = homes(seed)
@@ -287,27 +288,14 @@ def test_late_replicas_are_those_of_the_planner(rule, late, knobs):
             cost, loads = cost_of(late, *rates), loads_of(kind, seed)
             ahead = planner.propose(loads_of(kind), placement, cost)
             assert not len(ahead.replicas)
-        want = planner.refine(loads, ahead, cost)
         shape = shape_of(ahead, late, ahead=rule == "calibration")
-        decided = decide(planner, cost, shape, ahead, loads)
-        found, used = destinations(decided.tables, shape.slots, loads)
-        assert np.abs(found - routing.destinations(want, loads)[0]).max() <= (rule == "quotas")
-        assert_slots_hold(used, assert_brings(decided, shape, holders_of(shape, ahead), added_by(want, ahead)))
-        if rule == "quotas":
-            assert_float32_is_near(planner, cost, shape, ahead, loads, found)
+        want = compared(planner, cost, shape, ahead, loads, rounding=int(rule == "quotas"))[1]
         numbers.add(len(want.replicas) - len(ahead.replicas))
         cut += planner.counters["late_cut"]
     roomy = late in (LATE["flat"], LATE["by_node"])
     assert cut or roomy
     assert len(numbers) > (2 if rule == "quotas" else 1) or rule == "shadows" and not roomy
     assert rule != "calibration" or (0 in numbers and max(numbers) > 3)
-
-
-def assert_float32_is_near(planner, cost, shape, ahead, loads, found):
-    """In float32, as training runs, the devices' loads are those of float64 within 0.5% of the mean."""
-    single = decide(planner, cost, shape, ahead, loads, double=False)
-    rounded = destinations(single.tables, shape.slots, loads)[0]
-    assert np.abs(rounded.sum((0, 1)) - found.sum((0, 1))).max() <= 0.005 * loads.sum() / DEVICES
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,13 +306,7 @@ def test_shares_are_those_of_the_planner(kind):
         planner = build_planner(PlannerConfig(name="balanced", when="after_gate", replica_slots=SLOTS))
         ahead = planner.propose(loads_of(kind, seed), placement, cost)
         loads = loads_of(kind, seed + 100 if seed % 2 else seed) + loads_of("mild", seed)
-        want = planner.refine(loads, ahead, cost)
-        shape = shape_of(ahead)
-        decided = decide(planner, cost, shape, ahead, loads)
+        decided, _, found = compared(planner, cost, shape_of(ahead), ahead, loads, rounding=1)
         assert decided.transfer is None and decided.used is None
-        found, used = destinations(decided.tables, shape.slots, loads)
-        assert_slots_hold(used, holders_of(shape, ahead))
-        assert np.abs(found - routing.destinations(want, loads)[0]).max() <= 1
-        assert_float32_is_near(planner, cost, shape, ahead, loads, found)
-        better += found.sum((0, 1)).max() < routing.pair_loads(ahead, loads).sum(axis=1)[0].max()
+        better += found.max() < routing.pair_loads(ahead, loads).sum(axis=1)[0].max()
     assert better

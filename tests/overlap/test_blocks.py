@@ -6,24 +6,18 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.planning.block_schedule import CASES, Prefetch, Times, exposed, shares, stage_seconds
+from moe_jax.planning.block_schedule import CASES, SCHEDULES, STAGES, Prefetch, Times, exposed, shares, stage_seconds
 
 EVERY = [
     Prefetch(schedule=name, case=case, refetch_replicas=again, halves=halves)
-    for name, case, again, halves in itertools.product(
-        ("none", "hecate", "pro_prophet"), CASES, (False, True), (False, True)
-    )
+    for name, case, again, halves in itertools.product(SCHEDULES, CASES, (False, True), (False, True))
     if (name == "pro_prophet" or case == "split") and (name != "none" or (halves and not again))
 ]
 
 
 def written(schedule):
     """Return the step as words: 'A0|T0' is attention of layer 0 beside Trans of layer 0; a prime marks the way back."""
-    letters = {
-        "attention": "A", "dispatch": "D", "experts": "E", "combine": "C", "recompute": "R", "route": "G", "send": "S",
-        "send_back": "B", "unpack": "U",
-    }  # fmt: skip
-    words = []
+    letters, words = {name: letter for letter, name in STAGES.items()}, []
     for direction, pair in schedule.windows():
         sides = []
         for window in pair.pair:
@@ -44,6 +38,8 @@ def test_hecate_by_hand():
         "A0|T0 D0 E0 C0 A1|T1 D1 E1 C1 A2|T2 D2 E2 C2 C'2 E'2 D'2 A'2|G2|T1 C'1 E'1 D'1 A'1|G1|T0 C'0 E'0 D'0 A'0|G0"
     )
     assert "T" not in written(Prefetch(schedule="hecate").build(3)).split("C'2")[1]
+    for name, again, layers in (("hecate", True, 1), ("pro_prophet", True, 2), ("hecate", False, 6)):
+        assert Prefetch(schedule=name, refetch_replicas=again).build(6).layers_alive() == layers
 
 
 def test_pro_prophet_by_hand():
@@ -105,14 +101,6 @@ def test_every_schedule_keeps_the_order_of_data(prefetch, layers, recompute):
     assert come == dict.fromkeys([*((False, layer) for layer in range(layers)), *again], 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "again", "layers"),
-    [("hecate", True, 1), ("pro_prophet", True, 2), ("hecate", False, 6), ("pro_prophet", False, 6)],
-)
-def test_layers_whose_replicas_are_alive(name, again, layers):
-    assert Prefetch(schedule=name, refetch_replicas=again).build(6).layers_alive() == layers
-
-
 def test_exposed_time_is_that_of_the_papers():
     """Equation 8 of Pro-Prophet: max(0, Trans - FEC - FNEC) + max(0, Agg - BEC - BNEC); the other cases by hand."""
     rng = np.random.default_rng(0)
@@ -126,9 +114,8 @@ def test_exposed_time_is_that_of_the_papers():
     got = exposed(Prefetch(schedule="hecate"), times)
     np.testing.assert_allclose(got, [np.maximum(0, trans - attention), np.maximum(0, agg - 2 * attention)])
     both = sum(exposed(Prefetch(schedule="hecate", refetch_replicas=True), times))
-    np.testing.assert_allclose(
-        both, np.maximum(0, trans - attention) + np.maximum(0, agg + trans - 2 * attention), atol=1e-12
-    )
+    late = np.maximum(0, trans - attention) + np.maximum(0, agg + trans - 2 * attention)
+    np.testing.assert_allclose(both, late, atol=1e-12)
     np.testing.assert_array_equal(exposed(Prefetch(), times), [trans, agg])
 
 
@@ -179,14 +166,9 @@ def test_the_split_that_a_program_gets_hides_what_the_formula_promises():
         prefetch = Prefetch(schedule="pro_prophet")
         np.testing.assert_allclose(middle_layer_exposes(prefetch, times), sum(exposed(prefetch, times)), atol=1e-12)
         assert shares(times)[0] == min(1, attention / trans)  # attention's window is filled first
-
-
-def test_the_split_with_refetch_replicas_by_hand():
-    """Windows of 1 and 1 forward, 2 and 2 backward, for transfers of 2.5.
-
-    Forward: 1 of Trans beside attention, 1.5 beside the experts, 0.5 of that late. Backward: 1 of Trans and 1 of Agg
-    beside attention, 1.5 of each beside the experts, 1 of that late.
-    """
+    # With refetch: windows of 1 and 1 forward, 2 and 2 backward, for transfers of 2.5. Forward: 1 of Trans beside
+    # attention, 1.5 beside the experts, 0.5 of that late. Backward: 1 of Trans and 1 of Agg beside attention, 1.5 of
+    # each beside the experts, 1 of that late.
     times = Times(attention=1.0, experts=1.0, trans=2.5, agg=2.5)
     prefetch = Prefetch(schedule="pro_prophet", refetch_replicas=True)
     assert shares(times, True) == (0.4, 0.4)

@@ -7,6 +7,7 @@ from support.placements import random_placement
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 
 
 def placement_of(seed):
@@ -49,12 +50,26 @@ def walk_tokens(placement, loads):
     return counts
 
 
+def read_tables(placement, loads):
+    """Count tokens as a step reads the tables: [L, S, E, D]; every slot that gets some must hold their expert."""
+    shape = build_shape(placement)
+    tables, n = fill_tables(shape, placement), loads.transpose(1, 0, 2)[..., None].astype(np.uint32)
+    tokens = np.diff(np.minimum(tables.dest_num * n // tables.dest_den[..., None], n).astype(int), axis=3, prepend=0)
+    source, layer, expert, q = np.nonzero(tokens)
+    device, slot = np.divmod(tables.dest_slot[source, layer, expert, q], shape.slots)
+    np.testing.assert_array_equal(tables.slot_expert[device, layer, slot], expert)
+    counts = np.zeros((*loads.shape, placement.devices), int)
+    np.add.at(counts, (layer, source, expert, device), tokens[source, layer, expert, q])
+    return counts
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_destinations_match_walked_tokens(seed):
     rng, placement = np.random.default_rng(seed), placement_of(seed)
     loads = rng.integers(0, 30, (3, 8, 8)) * (rng.random((3, 8, 8)) < 0.7)
     counts = routing.destinations(placement, loads)
     np.testing.assert_array_equal(counts, walk_tokens(placement, loads))
+    np.testing.assert_array_equal(counts, read_tables(placement, loads))
     pairs = routing.pair_loads(placement, loads)
     np.testing.assert_array_equal(pairs, counts.sum(2))
     computed, received = routing.expected(placement, loads)  # within one token of a source and expert

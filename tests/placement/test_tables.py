@@ -7,7 +7,6 @@ import pytest
 from support.placements import random_placement
 
 from moe_jax.errors import UserError
-from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
 from moe_jax.planning.sizes import RunningSizes, placement_sizes, sizes_everywhere, transfer_sizes
@@ -66,33 +65,6 @@ def test_what_does_not_fit_is_named():
         size = getattr(shape.ahead, name)
         assert misfits(dataclasses.replace(shape, ahead=small), first) == [f"{name}: {size} > {size - 1}"]
     assert misfits(shape, Placement.even(2, 8, 8, 4)) == ["layers: 2 is not 3"]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_destination_tables_repeat_the_host_rule(seed):
-    rng = np.random.default_rng(seed)
-    placement = random_placement(seed, **SIZES)
-    if seed % 2:
-        expert, device = 5, int(placement.home[1, 5])
-        other = (device + 1) % 8
-        rest = [row for row in placement.replicas.tolist() if row != [1, expert, other]]
-        shares = [(1, expert, device, 20000, 1), (1, expert, other, 45536, 1)]
-        placement = placement.replace(
-            replicas=[*rest, (1, expert, other)], shares=shares, rule=("nearest", "shares", "home")
-        )
-    shape = build_shape(placement)
-    tables = fill_tables(shape, placement)
-    loads = rng.integers(0, 40, (3, 8, 8))
-    counts = np.zeros((*loads.shape, 8), int)
-    for layer, source, expert in np.ndindex(loads.shape):
-        n = loads[layer, source, expert].astype(np.uint32)
-        for i in range(n):
-            limit = tables.dest_num[source, layer, expert] * n // tables.dest_den[source, layer, expert]
-            slot = tables.dest_slot[source, layer, expert, int(np.argmax(limit > i))]
-            device, slot = divmod(int(slot), shape.slots)
-            assert tables.slot_expert[device, layer, slot] == expert
-            counts[layer, source, expert, device] += 1
-    np.testing.assert_array_equal(counts, routing.destinations(placement, loads))
 
 
 def test_reshard_permutation_moves_every_expert_to_its_new_row():

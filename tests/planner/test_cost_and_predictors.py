@@ -123,24 +123,17 @@ def loads_at(step):
     return np.random.default_rng(step).multinomial(500, np.random.default_rng(step // 3).dirichlet(np.ones(8)), (2, 4))
 
 
-def test_session_plans_at_its_interval_only():
-    run = session(name="balanced", interval=10)
-    planned = []
+def test_session_plans_and_reshards_at_its_own_intervals():
+    planning, sharding = session(name="balanced", interval=10), session(name="hecate", shard_every=8)
+    planned, resharded = [], []
     for iteration in range(1, 32):
-        run.predictor.observe(loads_at(iteration))
-        run.propose(iteration)
-        planned += [iteration] if run.last_planned == iteration else []
-    assert planned == [1, 10, 20, 30]
-
-
-def test_session_reshards_at_its_own_interval():
-    run = session(name="hecate", shard_every=8)
-    resharded = []
-    for iteration in range(1, 25):
-        run.predictor.observe(loads_at(iteration))
-        before = run.placement.home
-        resharded += [iteration] if (run.propose(iteration).home != before).any() else []
-    assert resharded == [8, 16, 24]
+        before = sharding.placement.home
+        for one in (planning, sharding):
+            one.predictor.observe(loads_at(iteration))
+            one.propose(iteration)
+        planned += [iteration] if planning.last_planned == iteration else []
+        resharded += [iteration] if (sharding.placement.home != before).any() else []
+    assert (planned, resharded) == ([1, 10, 20, 30], [8, 16, 24])
 
 
 def test_restored_session_continues_with_the_same_plans():
@@ -154,13 +147,8 @@ def test_restored_session_continues_with_the_same_plans():
             one.predictor.observe(loads_at(iteration))
         assert first.propose(iteration) == second.propose(iteration)
     np.testing.assert_array_equal(first.predictor.error(), second.predictor.error())
-
-
-def test_restoring_a_plan_of_another_model_is_an_error():
-    state = session().state()
-    state["home"] = np.zeros((3, 8), int)
     with pytest.raises(UserError, match=r"the saved plan has \[layers, experts\] = \(3, 8\), this run \(2, 8\)"):
-        session().restore(state)
+        first.restore({**first.state(), "home": np.zeros((3, 8), int)})
 
 
 def test_predicted_seconds_follow_the_placement():
@@ -184,9 +172,8 @@ def test_predicted_seconds_follow_the_placement():
 
 def test_tau_by_the_executor_is_what_hides_behind_attention():
     """Two nodes of two, by node, a card of 20 bytes/s: every crossing is two slices of 5 bytes, half a second."""
-    cluster = Cluster(
-        name="two by two", nodes=2, devices_per_node=2, intra_bandwidth=1e9, inter_bandwidth=20.0, cards_per_node=2
-    )
+    links = {"intra_bandwidth": 1e9, "inter_bandwidth": 20.0, "cards_per_node": 2}
+    cluster = Cluster(name="two by two", nodes=2, devices_per_node=2, **links)
     cost = Cost(cluster=cluster, model_dim=1, hidden_dim=5, dtype_bytes=1, replica_slots=4, transfer="by_node")
     assert cost.expert_bytes == 10
 

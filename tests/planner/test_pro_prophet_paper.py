@@ -68,10 +68,8 @@ def algorithm_1(loads, n, hides):
 def planned(loads, **knobs):
     """Return (planner, cost, even homes, the plan) for loads [S, E] of one layer."""
     cluster = Cluster(name="one W", nodes=D // NODE, devices_per_node=NODE, flat=True, intra_bandwidth=W, flops=FLOPS)
-    cost = Cost(
-        cluster=cluster, model_dim=M, hidden_dim=F, dtype_bytes=BYTES, replica_slots=4, price="paper",
-        attention_seconds=ATTENTION, prefetch=Prefetch(schedule="pro_prophet"),
-    )  # fmt: skip
+    sizes = {"model_dim": M, "hidden_dim": F, "dtype_bytes": BYTES, "attention_seconds": ATTENTION}
+    cost = Cost(cluster=cluster, replica_slots=4, price="paper", prefetch=Prefetch(schedule="pro_prophet"), **sizes)
     planner = build_planner(PlannerConfig(name="pro_prophet", bounded=False, balance_threshold=ALPHA, **knobs))
     start = Placement.even(1, loads.shape[1], D, NODE)
     return planner, cost, start, planner.propose(loads[None], start, cost)
