@@ -1,6 +1,5 @@
 """Fits from synthetic times are exact; a small real calibration writes a file that parm and the cost model read."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,11 @@ import pytest
 from moe_jax.analysis import calibrate as measure
 from moe_jax.analysis.calibrate import CalibrationOptions, _cluster, calibrate
 from moe_jax.analysis.timed import Case, LayerCase, build_layer, layer_cases, mesh_groups, predict, schedules_of
-from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
+from moe_jax.cluster import Cluster, Fit, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import HalfWork, LayerShape, layer_seconds
 from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.schedule import LayerSizes
+from moe_jax.moe.schedule import LayerSizes, build_schedule
 from moe_jax.moe.schedules.parm import by_equations, choose
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -55,10 +54,11 @@ def test_calibrate_recovers_lines_from_synthetic_times(monkeypatch):
     def measure_case(seconds, count, x, y=0):
         return Case(lambda: empty + count * seconds, count, x, y)
 
+    def interleaved_seconds(calls, rounds):
+        return {name: [call()] * rounds for name, call in calls.items()}
+
     monkeypatch.setattr(measure, "collective_cases", collective_cases)
-    monkeypatch.setattr(
-        measure, "interleaved_seconds", lambda calls, rounds: {name: [call()] * rounds for name, call in calls.items()}
-    )
+    monkeypatch.setattr(measure, "interleaved_seconds", interleaved_seconds)
     options = CalibrationOptions(compute=False, devices_per_node=4)
     cluster, points = calibrate(jax.devices()[:8], options, Hosts())
     assert cluster.fit("call", "test").alpha == empty
@@ -120,25 +120,16 @@ def test_layer_seconds_by_hand():
 
 
 def test_whole_layers_scale_the_parts():
-    """Times made of two starts, 0.5 communication and 2 computation give these four numbers back, and predict."""
-    names = ["s1", "s1", "s1", "s2", "s2", "s2"]
-    predicted = [1.0, 2.0, 4.0, 3.0, 1.0, 5.0], [2.0, 1.0, 3.0, 1.0, 6.0, 2.0]
-    starts = {"s1": 7.0, "s2": 9.0}
-    fits = fit_layers(
-        names, *predicted, [starts[n] + 0.5 * x + 2 * y for n, x, y in zip(names, *predicted, strict=True)]
-    )
-    for name, start in starts.items():
-        fit = fits[name]
-        assert (fit.alpha, fit.beta, fit.gamma, fit.r2) == pytest.approx((start, 0.5, 2.0, 1.0))
+    """A layer that was timed whole takes 7 s, half of its communication and twice its computation."""
     parts = {"all_to_all:2": (1.0, 0.0), "expert_step": (3.0, 0.0), "gate": (4.0, 0.0), "regroup": (5.0, 0.0)}
     shape = LayerShape(tokens=16, model_dim=4, rows=8, ep_size=2)
-    whole = Cluster(fits={**parts, "call": (6.0, 0.0), "layer:s1": fits["s1"]})
+    whole = Cluster(fits={**parts, "call": (6.0, 0.0), "layer:s1": (7.0, 0.5, 2.0)})
     seconds = layer_seconds("s1", shape, (1.0, 1.0), whole)
     assert seconds == pytest.approx((0.5 * 5, 2 * 3, 2 * 4, 2 * 5, 7.0))
 
 
 def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):
-    """Layers on a clock that takes 3 ms, half of the predicted communication and twice the computation."""
+    """Layers on a clock that takes a start, half of the predicted communication and twice the computation."""
     mesh = MeshConfig(expert=2, expert_shard=2, model=2)
     line = (1e-4, 1e-9)
     names = [timed.name for timed in mesh_groups(2, 2, 2) if timed.collective != "saa"]
@@ -149,14 +140,18 @@ def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):
     predicted = [predict(name, case, 4, alone) for case, name in wanted]
     monkeypatch.setattr(measure, "build_layer", lambda schedule, case, devices: (schedule, case))
 
+    starts = {"deepspeed": 3e-3, "s1": 4e-3, "s2": 5e-3}
+
     def clock(calls, rounds):
         assert calls == [(name, case) for case, name in wanted]
-        return [3e-3 + 0.5 * t.communication + 2 * (t.experts + t.gate + t.rows) for t in predicted]
+        parts = [0.5 * t.communication + 2 * (t.experts + t.gate + t.rows) for t in predicted]
+        return [starts[name] + seconds for (_, name), seconds in zip(wanted, parts, strict=True)]
 
     _, fits = measure.time_layers(jax.devices()[:4], CalibrationOptions(layers=5), mesh, alone, clock)
-    assert sorted(fits) == ["layer:deepspeed", "layer:s1", "layer:s2"]
-    for fit in fits.values():
-        assert (fit.alpha, fit.beta, fit.gamma) == pytest.approx((3e-3, 0.5, 2.0), rel=1e-6)
+    assert sorted(fits) == [f"layer:{name}" for name in starts]
+    for name, fit in fits.items():
+        start = starts[name.removeprefix("layer:")]
+        assert (fit.alpha, fit.beta, fit.gamma, fit.r2) == pytest.approx((start, 0.5, 2.0, 1.0), rel=1e-6)
 
 
 def test_a_layer_is_built_and_runs():
@@ -165,100 +160,96 @@ def test_a_layer_is_built_and_runs():
     assert y.shape == dx.shape == (2 * 64, 16)  # two MP groups
 
 
-def test_parm_counts_the_gate_when_it_was_timed():
-    """s2 gathers a quarter of s1's bytes here, but gates four times the tokens: with a slow gate s1 is right."""
-    roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    sizes = LayerSizes(config=MoEConfig(num_experts=8, top_k=1), tokens=64, groups=1, capacity=2, row_bytes=256)
-    fits = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-6), "saa:8,4,1": (0, 1e-9, 1e-6)}
-    choice = choose(roles, sizes, Cluster(fits=fits))
-    assert (choice.schedule, choice.rule) == ("s2", "equations")
-    compute = {"gate": (0, 1.0), "regroup": (0, 0), "expert_step": (0, 0), "call": (0, 0)}
-    counted = Cluster(fits={**fits, **compute})
-    choice = choose(roles, sizes, counted)
-    assert (choice.schedule, choice.rule) == ("s1", "parts")
-    assert by_equations(roles, sizes, counted).schedule == "s2"  # Parm's rule does not read the gate
-    assert choose(roles, sizes, None).rule == "bytes"
-
-
 EXCHANGES = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-9)}
 PARTS = {name: (0, 0) for name in ("gate", "regroup", "expert_step", "call")}
 
 
-def in_halves(attention, experts, recompute=False, fits=None, flops=1.0, **sizes):
-    """Return the choice of a layer whose other half computes for so many seconds."""
+def chosen(fits, half=None, flops=1.0, rule=choose, capacity=None, top_k=2, gather="auto", **sizes):
+    """Return the choice on 8 devices, N_MP = 4, beside a half whose attention and experts take so many seconds."""
     roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    moe = MoEConfig(num_experts=8, top_k=2)
-    beside = None if attention is None else HalfWork(attention, experts, recompute)
-    sizes = LayerSizes(config=moe, tokens=64, groups=1, row_bytes=256, beside=beside, **sizes)
-    return choose(roles, sizes, Cluster(fits={**EXCHANGES, **(fits or {})}, flops=flops))
+    moe, beside = MoEConfig(num_experts=8, top_k=top_k, gather=gather), None if half is None else HalfWork(*half)
+    layer = LayerSizes(config=moe, tokens=64, groups=1, capacity=capacity, row_bytes=256, beside=beside, **sizes)
+    return rule(roles, layer, None if fits is None else Cluster(fits=fits, flops=flops))
+
+
+def test_parm_counts_the_gate_when_it_was_timed():
+    """s2 gathers a quarter of s1's bytes here, but gates four times the tokens: with a slow gate s1 is right."""
+    fits, small = {**EXCHANGES, "all_gather:4": (0, 1e-6), "saa:8,4,1": (0, 1e-9, 1e-6)}, {"capacity": 2, "top_k": 1}
+    choice = chosen(fits, **small)
+    assert (choice.schedule, choice.rule) == ("s2", "equations")
+    counted = {**fits, **PARTS, "gate": (0, 1.0)}
+    choice = chosen(counted, **small)
+    assert (choice.schedule, choice.rule) == ("s1", "parts")
+    assert chosen(counted, rule=by_equations, **small).schedule == "s2"  # Parm's rule does not read the gate
+    assert chosen(None, **small).rule == "bytes"
 
 
 def test_parm_counts_no_exchange_that_the_other_half_hides():
     """s2 gathers more bytes than s1 here, but beside the other half's computation, where s1's gather is not."""
-    alone, hidden = in_halves(None, None), in_halves(1.0, 1.0)
+    alone, hidden = chosen(EXCHANGES), chosen(EXCHANGES, (1.0, 1.0))
     gathered = 64 * 256 * 1e-9
     exchange = (alone.s1_seconds - gathered) / 2
     assert alone.schedule == "s1" and alone.s2_seconds > alone.s1_seconds
     assert hidden.schedule == "s2" and hidden[1:3] == pytest.approx((gathered, 0.0), abs=1e-15)
     # an exchange stands once beside half of attention and once beside half of the experts, which take twice as long in
     # the backward: 1/2 and 3/4 of it beside, then all of it and all of it
-    some = in_halves(exchange / 2, exchange * 3 / 4)
+    some = chosen(EXCHANGES, (exchange / 2, exchange * 3 / 4))
     assert some.s1_seconds == pytest.approx(2 * exchange * (1 / 2 + 1 / 4) / 4 + gathered)
-    assert in_halves(0.0, 0.0)[1:3] == pytest.approx(alone[1:3])
-    assert in_halves(1.0, 1.0, flops=None) == alone  # who does not know how long a half computes hides nothing
+    assert chosen(EXCHANGES, (0.0, 0.0))[1:3] == pytest.approx(alone[1:3])
+    assert (
+        chosen(EXCHANGES, (1.0, 1.0), flops=None) == alone
+    )  # who does not know how long a half computes hides nothing
     # computed again: an exchange has unpacking alone beside it in the forward, and goes back twice in the backward
-    assert in_halves(exchange, exchange, recompute=True).s1_seconds > in_halves(exchange, exchange).s1_seconds
-    assert in_halves(0.0, 0.0, recompute=True).s1_seconds == pytest.approx(3 * exchange + gathered)
+    once, again = (chosen(EXCHANGES, (exchange, exchange, recompute)) for recompute in (False, True))
+    assert again.s1_seconds > once.s1_seconds
+    assert chosen(EXCHANGES, (0.0, 0.0, True)).s1_seconds == pytest.approx(3 * exchange + gathered)
 
 
 @pytest.mark.parametrize("planned", [None, BucketRows(own=64, node=32, far=8)])
 @pytest.mark.parametrize("sent_bytes", [0, 64])
 def test_parm_hides_what_its_parts_and_layers_charge(planned, sent_bytes):
     """Forward and backward with gate and moved rows: what is hidden is what was charged, whatever travels."""
-    fits = {**PARTS, "gate": (1.0, 0), "all_to_all:4": (0, 1e-12), "saa:8,4,1": (0, 1e-9, 1e-9)}
-    how = {"planned_rows": planned, "sent_bytes": sent_bytes}
-    parts = in_halves(1.0, 1.0, fits=fits, **how)
+    fits = {**EXCHANGES, **PARTS, "gate": (1.0, 0), "all_to_all:4": (0, 1e-12), "saa:8,4,1": (0, 1e-9, 1e-9)}
+    how = {"half": (1.0, 1.0), "planned_rows": planned, "sent_bytes": sent_bytes}
+    parts = chosen(fits, **how)
     assert (parts.rule, parts.schedule) == ("parts", "s2")
     counts = 8 * 8 * 4 * 1e-9 / 8  # of rows per expert, ahead of them
     assert parts[1:3] == pytest.approx((1.0 + 2 * 64 * 256e-9 + counts, 1.0 + counts), abs=1e-6)
     # a layer that was timed whole keeps its start; what hides is of its communication
     layers = {f"layer:{name}": (start, 2.0, 1.0) for name, start in (("s1", 5.0), ("s2", 6.0), ("deepspeed", 4.0))}
-    whole = in_halves(1.0, 1.0, fits={**fits, **layers, "all_gather:4": (0, 1e-5)}, **how)
+    whole = chosen({**fits, **layers, "all_gather:4": (0, 1e-5)}, **how)
     assert whole.rule == "layers" and whole.s2_seconds == pytest.approx(6.0 + 1.0, abs=0.01)
     assert whole.s1_seconds == pytest.approx(5.0 + 1.0 + 2 * 2 * 64 * 256e-5, abs=0.01)
     assert whole.deepspeed_seconds is not None and whole.schedule in ("s2", "deepspeed")
 
 
-def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
-    """With whole layers timed the baseline is asked too: here a layer of s1 or s2 takes a second to start."""
-    roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    sizes = LayerSizes(config=MoEConfig(num_experts=8, top_k=1), tokens=64, groups=1, capacity=2, row_bytes=256)
-    free = (0, 0)
-    fits = {"all_to_all:8": free, "all_gather:4": free, "saa:8,4,1": (0, 0, 0)}
-    fits |= {name: free for name in ("gate", "regroup", "expert_step", "call")}
-    layers = {"layer:s1": (1.0, 1.0, 1.0), "layer:s2": (1.0, 1.0, 1.0)}
-    assert choose(roles, sizes, Cluster(fits={**fits, **layers})).schedule == "s1"
-    layers["layer:deepspeed"] = (0.5, 1.0, 1.0)
-    assert choose(roles, sizes, Cluster(fits={**fits, **layers})) == ("deepspeed", 1.0, 1.0, 0.5, "layers")
-    layers |= {"layer:deepspeed": (2.0, 1.0, 1.0), "layer:s2": (0.5, 1.0, 1.0)}
-    fits["saa:8,4,1"] = (1.0, 0, 0)  # s2 was timed with SAA: what its layers take to start is no reason for AAS
-    assert choose(roles, sizes, Cluster(fits={**fits, **layers}))[:3] == ("s1", 1.0, 2.5)
-    aas = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, gather="aas"))
-    assert choose(roles, aas, Cluster(fits={**fits, **layers}))[:3] == ("s2", 1.0, 0.5)
+@pytest.mark.parametrize(
+    ("deepspeed", "s2", "saa", "gather", "choice"),
+    [
+        (None, 1.0, 0, "auto", ("s1", 1.0, 1.0, None, "parts")),
+        (0.5, 1.0, 0, "auto", ("deepspeed", 1.0, 1.0, 0.5, "layers")),
+        # s2 was timed with SAA: what its layers take to start is no reason for AAS
+        (2.0, 0.5, 1.0, "auto", ("s1", 1.0, 2.5, 2.0, "layers")),
+        (2.0, 0.5, 1.0, "aas", ("s2", 1.0, 0.5, 2.0, "layers")),
+    ],
+)
+def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so(deepspeed, s2, saa, gather, choice):
+    """With whole layers timed the baseline is asked too: here a layer of s1 takes a second to start."""
+    fits = {"all_to_all:8": (0, 0), "all_gather:4": (0, 0), "saa:8,4,1": (saa, 0, 0), **PARTS}
+    starts = {"s1": 1.0, "s2": s2, "deepspeed": deepspeed}
+    fits |= {f"layer:{name}": (start, 1.0, 1.0) for name, start in starts.items() if start is not None}
+    assert chosen(fits, capacity=2, top_k=1, gather=gather) == choice
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--out=x.json", "--smallest=10", "--largest=5"], "--smallest (10) must be above 0 and below --largest (5)"),
-        (
-            ["--out=x.json", "--host_devices=8", "--devices_per_node=3"],
-            "--devices_per_node (3) must divide the 8 devices",
-        ),
+        (["--smallest=10", "--largest=5"], "--smallest (10) must be above 0 and below --largest (5)"),
+        (["--host_devices=8", "--devices_per_node=3"], "--devices_per_node (3) must divide the 8 devices"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(flags, message, tmp_path):
-    command = [sys.executable, "-m", "moe_jax.calibrate", *flags]
+    command = [sys.executable, "-m", "moe_jax.calibrate", "--out=x.json", *flags]
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 2
@@ -266,8 +257,6 @@ def test_mistakes_are_one_line_and_exit_code_2(flags, message, tmp_path):
 
 
 def test_file_of_another_machine_is_refused(tmp_path):
-    from moe_jax.moe.schedule import build_schedule
-
     write_cluster(Cluster(name="there", nodes=2, devices_per_node=2), tmp_path / "c.json")
     moe = MoEConfig(num_experts=8, top_k=2, cluster=str(tmp_path / "c.json"))
     roles = build_mesh(MeshConfig(expert=4, expert_shard=2, model=2), jax.devices()[:8])

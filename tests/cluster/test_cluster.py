@@ -43,26 +43,24 @@ def test_presets_count_nvlink_one_way(name, device):
 
 
 def test_json_keeps_every_field(tmp_path):
-    (tmp_path / "c.json").write_text("[]")
-    with pytest.raises(UserError, match="c.json is not a calibration file"):
-        read_cluster(tmp_path / "c.json")
     cluster = Cluster(name="here", nodes=2, devices_per_node=4, flops=1e12, fits={"all_to_all:expert": (1e-5, 2e-9)})
     write_cluster(cluster, tmp_path / "cluster.json")
     assert read_cluster(tmp_path / "cluster.json") == cluster
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message"),
     [
-        ("Cluster.nodes = 2\nnodes = 3", r"c.gin:2: 'nodes = 3' is not a line 'Cluster.field = value'"),
-        ("Cluster.flop = 1e12", r"Cluster has no field 'flop'; its fields are name, nodes"),
-        ("Cluster.flops = -1.0", r"Cluster.flops \(-1.0\) must be above 0"),
+        ("c.gin", "Cluster.nodes = 2\nnodes = 3", r"c.gin:2: 'nodes = 3' is not a line 'Cluster.field = value'"),
+        ("c.gin", "Cluster.flop = 1e12", r"Cluster has no field 'flop'; its fields are name, nodes"),
+        ("c.gin", "Cluster.flops = -1.0", r"Cluster.flops \(-1.0\) must be above 0"),
+        ("c.json", "[]", "c.json is not a calibration file"),
     ],
 )
-def test_wrong_files_are_named(tmp_path, text, message):
-    (tmp_path / "c.gin").write_text(text)
+def test_wrong_files_are_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
-        read_cluster(tmp_path / "c.gin")
+        read_cluster(tmp_path / name)
 
 
 def test_absent_field_names_field_cluster_and_requester():
@@ -72,9 +70,8 @@ def test_absent_field_names_field_cluster_and_requester():
 
 
 def test_bandwidth_is_the_slow_links():
-    assert read_cluster(PRESETS / "flat_3gbs_30tflops.gin").bandwidth("test") == 3e9
-    assert read_cluster(PRESETS / "johnny.gin").bandwidth("test") == 6.25e9
-    assert read_cluster(PRESETS / "hecate_a.gin").bandwidth("test") == 12.5e9
+    for name, bandwidth in (("flat_3gbs_30tflops", 3e9), ("johnny", 6.25e9), ("hecate_a", 12.5e9)):
+        assert read_cluster(PRESETS / f"{name}.gin").bandwidth("test") == bandwidth
 
 
 def test_the_slowest_link_of_the_tree_decides():
@@ -111,16 +108,13 @@ def test_cards_and_switches_are_shared_links():
     assert uniform_seconds(rails.part_of(2), 0.0, 2.0, "test") == 8
 
 
-def test_fit_recovers_a_line_and_its_r2():
+def test_fit_recovers_its_constants_and_r2():
     sizes = np.array([1e3, 1e5, 1e6, 1e7])
     fit = fit_alpha_beta(sizes, 2e-5 + 3e-10 * sizes)
     np.testing.assert_allclose([fit.alpha, fit.beta, fit.r2], [2e-5, 3e-10, 1.0], rtol=1e-9)
     # Residuals +-1 around a flat line through 4 points: no slope explains them, R^2 = 0.
     flat = fit_alpha_beta([0, 1, 2, 3], [1, -1, -1, 1])
     np.testing.assert_allclose([flat.alpha, flat.beta, flat.r2], 0, atol=1e-12)
-
-
-def test_fit_recovers_three_constants():
     rng = np.random.default_rng(0)
     x, y = rng.uniform(1e4, 1e7, (2, 12))
     fit = fit_alpha_beta(x, 1e-4 + 2e-9 * x + 5e-10 * y, y)
@@ -166,9 +160,8 @@ def test_bound_of_pairwise_by_hand():
     flat = pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0, flops=100.0))
     assert flat[:2] == ((4 * 64 + 4 * 128 / 2 + 2 * 32) / 4, 3.0)
     # two nodes: the ring's steps share a node's card, the rest takes the links inside
-    nodes = pairwise_seconds(
-        shape, load, Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, inter_bandwidth=4.0, flops=100.0)
-    )
+    links = Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, inter_bandwidth=4.0, flops=100.0)
+    nodes = pairwise_seconds(shape, load, links)
     assert nodes[:2] == (4 * 64 * 2 / 4 + (4 * 128 / 2 + 2 * 32) / 8, 3.0)
     with pytest.raises(UserError, match="the bound of MoEConfig.schedule 'pairwise' needs Cluster.flops"):
         pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0))

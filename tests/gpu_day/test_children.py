@@ -25,9 +25,8 @@ def part(name, call="", **fields):
 
 def run(workspace, *parts, seconds=60.0):
     reported = []
-    return children.run_parts(
-        parts, workspace, time.monotonic() + seconds, lambda records: reported.append(len(records))
-    ), reported
+    until = time.monotonic() + seconds
+    return children.run_parts(parts, workspace, until, lambda records: reported.append(len(records))), reported
 
 
 def test_what_goes_wrong_is_recorded_and_the_next_runs(workspace):
@@ -59,7 +58,7 @@ workspace = children.Workspace(out=pathlib.Path({str(tmp_path)!r}), scratch=path
 children.run_parts([plan.Part(name="a", call="bad_parts:hangs")], workspace, time.monotonic() + 60, print)
 """
     here = pathlib.Path(__file__).parent
-    paths = os.pathsep.join([str(here.parents[1] / "scripts"), str(here.parents[1]), str(here)])
+    paths = os.pathsep.join(map(str, (here.parents[1] / "scripts", here.parents[1], here)))
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths})
     mark, limit = tmp_path / "hanging", time.monotonic() + 60
     while not (mark.exists() and mark.read_text()) and time.monotonic() < limit:
@@ -86,9 +85,8 @@ def test_unless_and_after(workspace):
         part("instead", "well", unless="raises"), part("flags", "well", flags="--xla_gpu_deterministic_ops=true"),
         part("never", "well", after="raises"),
     )  # fmt: skip
-    record = day.run_item(
-        Item(number=1, name="a", title="A", budget=60, least=1, parts=parts), workspace, time.monotonic() + 60, print
-    )
+    item = Item(number=1, name="a", title="A", budget=60, least=1, parts=parts)
+    record = day.run_item(item, workspace, time.monotonic() + 60, print)
     assert record["status"] == "ok" and [(own["name"], own["status"]) for own in record["parts"]] == [
         ("well", "ok"), ("same", "ok"), ("raises", "failed"), ("instead", "ok"), ("flags", "ok"), ("never", "skipped"),
     ]  # fmt: skip
@@ -112,13 +110,9 @@ def test_time_that_is_spent_skips_parts_and_items(workspace):
 def test_what_is_not_finite_leaves_strict_json(tmp_path):
     """A kernel that is wrong makes NaN, and a part may record it."""
     items = [{"parts": [{"loss": float("nan"), "errors": (1.0, float("inf"), -float("inf"))}]}]
-
-    def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
-
     with mock.patch.object(day, "page", lambda day: ""):
         day.write(tmp_path, {"items": items})
-    found = json.loads((tmp_path / "gpu_day.json").read_text(), parse_constant=refuse)
+    found = json.loads((tmp_path / "gpu_day.json").read_text(), parse_constant=pytest.fail)
     assert found == {"items": [{"parts": [{"loss": "nan", "errors": [1.0, "inf", "-inf"]}]}]}
 
 

@@ -1,4 +1,4 @@
-"""The command line, as far as it works without a GPU and without the CUDA wheels."""
+"""Targets by name, and the command line, as far as it works without a GPU and without the CUDA wheels."""
 
 import json
 import os
@@ -9,19 +9,68 @@ import sys
 import pytest
 from support.tiny_run import bindings_of
 
+from moe_jax.analysis import cuda_wheels
+from moe_jax.cluster.targets import check_run, device_named, parse_target, read_device, target_names
+from moe_jax.errors import UserError
+from moe_jax.parallel.mesh import MeshConfig
+
 SAVED = pathlib.Path(__file__).parent / "fixtures" / "expert_parallel.hlo.xz"
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+def test_every_device_has_figures_and_a_description():
+    assert set(target_names()) == {"b200", "h100", "h200", "a100", "v100", "2080ti", "3090", "4090"}
+    for name in target_names():
+        target = read_device(name)
+        assert target.source and target.device in target.config
+        rates = [target.intra_bandwidth, target.node_bandwidth, target.memory_bandwidth, target.flops_bf16]
+        assert min(rates) > 1e9 and target.adapters >= 1
+        assert f"memory_bandwidth: {int(target.memory_bandwidth)}" in target.config  # said twice, and alike
+        assert device_named(target.device) == name
+    assert device_named("NVIDIA B9") is None
+
+
+def test_runs_fit_their_target():
+    target, turing = parse_target("h200:4x8"), parse_target("2080ti:1x8")
+    assert (target.nodes, target.per_node, target.devices) == (4, 8, 32)
+    for mesh in (MeshConfig(), MeshConfig(expert=32, devices_per_node=8), MeshConfig(data=4, expert_shard=2)):
+        check_run(target, mesh, "bfloat16")
+    with pytest.raises(UserError, match="has 8 devices a node, but MeshConfig.devices_per_node is 4; set it to 8 or 0"):
+        check_run(target, MeshConfig(devices_per_node=4), "bfloat16")
+    check_run(turing, MeshConfig(), "float32")
+    with pytest.raises(UserError, match="'2080ti' .* has no bfloat16 matmuls, .* set ModelConfig.dtype = 'float32'"):
+        check_run(turing, MeshConfig(), "bfloat16")
+    turing.check_compilable(13)
+    parse_target("v100:1x8").check_compilable(12)
+    with pytest.raises(UserError, match="'v100' .* was dropped by CUDA 13"):
+        parse_target("v100:1x8").check_compilable(13)
+
+
+def test_parse_target_refuses():
+    with pytest.raises(UserError, match="names no known device; choose one of 2080ti, 3090, 4090, a100, b200"):
+        parse_target("h300:4x8")
+    for text in ("h200", "h200:0x8"):
+        with pytest.raises(UserError, match="needs a topology NODESxDEVICES.*h200:4x8"):
+            parse_target(text)
+
+
+def test_the_environment_is_the_one_that_the_scripts_make(tmp_path, monkeypatch):
+    """make_environment of scripts/environment.sh writes requirements.txt and the wheels; `ready` asks for these."""
+    place = tmp_path / "x-cuda"
+    place.mkdir()
+    assert not cuda_wheels.ready(place)
+    for wheels, ready in (("jax[cuda13]==0.0.1", False), (cuda_wheels.WHEELS, True)):
+        (place / cuda_wheels.MARK).write_text(f"-e .\n{wheels}\n")
+        assert cuda_wheels.ready(place) == ready
+    monkeypatch.setenv("MOE_JAX_VENV", str(tmp_path / "x"))
+    assert cuda_wheels.folder(cuda_wheels.RECORDED) == place
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    assert f"\nrecorded={cuda_wheels.RECORDED} " in script and 'make_environment "$venv" "jax[cuda13]==$jax"' in script
+
+
 def inspect(*flags, **environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_jax.inspect", *flags],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command, env = [sys.executable, "-m", "moe_jax.inspect", *flags], {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -80,12 +129,7 @@ def test_bad_input_is_one_line(flags, message, tmp_path):
 
 
 def test_a_saved_schedule_is_read_without_wheels(tmp_path):
-    code, out, err = inspect(
-        f"--hlo={SAVED}",
-        "--target=h200:2x2",
-        f"--out={tmp_path}",
-        MOE_JAX_VENV="/nowhere",
-    )
+    code, out, err = inspect(f"--hlo={SAVED}", "--target=h200:2x2", f"--out={tmp_path}", MOE_JAX_VENV="/nowhere")
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
     assert "all-to-all" in {total["role"] for total in report["totals"]["by_role"]} and "all-to-all" in out
@@ -97,26 +141,23 @@ def test_a_saved_schedule_is_read_without_wheels(tmp_path):
 def test_real_devices_are_run_and_measured(tmp_path):
     """On CPU devices, the only real ones here: the rates are an H200's and mean nothing, the path is that of a GPU."""
     bindings = [f"--gin_bindings={binding}" for binding in bindings_of(tmp_path)]
-    code, out, err = inspect(
-        *bindings, "--host_devices=2", "--rates=h200", "--profile", f"--out={tmp_path / 'out'}", JAX_PLATFORMS="cpu"
-    )
+    out, again = tmp_path / "out", tmp_path / "again"
+    flags = ("--host_devices=2", "--rates=h200", "--profile", f"--out={out}")
+    code, said, err = inspect(*bindings, *flags, JAX_PLATFORMS="cpu")
     assert code == 0, err
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text())
     measured = report["measured"]
     assert measured["devices"] == 2 and measured["steps"] == 5
     assert 0 < measured["exposed_seconds"] <= measured["collective_seconds"] < measured["step_seconds"]
     found = [record for record in report["collectives"] if record["measured"]]
     assert found and all(record["measured"]["executions"] >= 1 for record in found)
-    assert "measured over 5 steps on 2 devices" in out
+    assert "measured over 5 steps on 2 devices" in said
     instructions = report["instructions"]
     assert instructions["step_seconds"] > 0 and instructions["launches"] > 10
     assert {"matmul", "fusion", "collective"} <= {group["group"] for group in instructions["groups"]}
-    assert len(instructions["worst"]) == 20 and "instructions that differ most" in out
-    again = tmp_path / "again"
-    constants = f"--constants={tmp_path / 'out' / 'report.json'}"
-    code, _, err = inspect(
-        f"--hlo={tmp_path / 'out' / 'schedule.hlo.gz'}", "--target=h200:1x2", constants, f"--out={again}", *bindings
-    )
+    assert len(instructions["worst"]) == 20 and "instructions that differ most" in said
+    flags = (f"--hlo={out / 'schedule.hlo.gz'}", "--target=h200:1x2", f"--constants={out / 'report.json'}")
+    code, _, err = inspect(*flags, f"--out={again}", *bindings)
     assert code == 0, err
     saved = json.loads((again / "report.json").read_text())
     model = saved["model"]

@@ -137,10 +137,9 @@ def test_run_files_compile_for_gpus(target, name, tmp_path, request):
     bindings = [*bindings_of(name, request), *MESHES[target], f"MeshConfig.devices_per_node = {described.per_node}"]
     config = compile_ahead.on_target(parse_run_config([file_of(name)], bindings)[0], described)
     flags = [f"--gin_bindings={binding}" for binding in bindings]
-    command = [sys.executable, "-m", "moe_jax.inspect", f"--gin_file={file_of(name)}", *flags, "--complete"]
-    done = subprocess.run(
-        [*command, f"--target={target}", f"--out={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=1800
-    )
+    flags += [f"--gin_file={file_of(name)}", "--complete", f"--target={target}", f"--out={tmp_path}"]
+    command = [sys.executable, "-m", "moe_jax.inspect", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     program = build_program(config, stand_ins(described))

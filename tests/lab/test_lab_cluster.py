@@ -9,32 +9,22 @@ import time
 from pathlib import Path
 
 import pytest
-from network import find_missing, lab_names, processes_in, start_ticks
+from network import lab_names, processes_in, start_ticks
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "scripts" / "lab" / "cluster.py"
+_FOREVER = "echo up; while :; do sleep 0.05; done"
 _JAX_WORKER = _ROOT / "tests" / "distributed" / "hosts_worker.py"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def lab_machine() -> None:
-    """Skip where no lab can be built; the reason says what is missing."""
-    if missing := find_missing(shaped=True):
-        pytest.skip(missing)
+pytestmark = pytest.mark.usefixtures("lab_machine")
 
 
 class Lab:
     """A running scripts/lab/cluster.py."""
 
     def __init__(self, *arguments: str):
-        environment = os.environ | {"PYTHONPATH": str(_ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, str(_SCRIPT), *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command, env = [sys.executable, str(_SCRIPT), *arguments], os.environ | {"PYTHONPATH": str(_ROOT)}
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.said: list[str] = []
 
     def names(self) -> list[str]:
@@ -79,12 +69,8 @@ def test_each_host_has_its_name_address_and_output(start_lab, tmp_path):
     script = "hostname; hostname -I; echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES >&2"
     code, out, err = start_lab("--hosts=2", f"--logs={tmp_path}/logs", "--", "sh", "-c", script).end()
     assert code == 0
-    assert sorted(line.split()[:2] for line in out.splitlines()) == [
-        ["[host0]", "10.99.0.1"],
-        ["[host0]", "host0"],
-        ["[host1]", "10.99.1.1"],
-        ["[host1]", "host1"],
-    ]
+    said = {"[host0] 10.99.0.1", "[host0] host0", "[host1] 10.99.1.1", "[host1] host1"}
+    assert {" ".join(line.split()[:2]) for line in out.splitlines()} == said
     assert sorted(err.splitlines()) == ["[host0] 0 of 2", "[host1] 1 of 2"]
     assert "1 of 2\n" in (tmp_path / "logs" / "host1.log").read_text()
 
@@ -111,25 +97,24 @@ def test_a_mistake_is_one_line_and_code_2(start_lab, arguments, words):
     assert re.search(f"^lab_cluster: {words}", err)
 
 
-def test_the_first_failure_decides_the_code_and_the_others_are_killed_after_their_grace(start_lab):
-    script = "[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 100"
-    code, _, err = start_lab("--hosts=2", "--grace=1", "--", "sh", "-c", script).end(20)
-    assert code == 7
-    assert "host1: exit code 7" in err and "killing host0: still running after 1 s" in err
-    assert "host0: killed by SIGKILL" in err
-
-
-def test_timeout_kills_all(start_lab):
-    code, _, err = start_lab("--hosts=2", "--timeout=0.5", "--", "sleep", "100").end(20)
-    assert code == 124 and "killing all hosts: still running after --timeout=0.5 s" in err
+@pytest.mark.parametrize(
+    ("flag", "script", "code", "said"),
+    [
+        ("--timeout=0.5", "sleep 100", 124, ["killing all hosts: still running after --timeout=0.5 s"]),
+        # the first failure decides the code, and the others are killed after their grace
+        ("--grace=1", "[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 100", 7,
+         ["host1: exit code 7", "killing host0: still running after 1 s", "host0: killed by SIGKILL"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_end_is_killed(start_lab, flag, script, code, said):
+    got, _, err = start_lab("--hosts=2", flag, "--", "sh", "-c", script).end(20)
+    assert got == code and all(line in err for line in said), err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_every_host_which_may_end_well(start_lab, number):
     name = signal.Signals(number).name[3:]
-    lab = start_lab(
-        "--hosts=2", "--", "bash", "-c", f"trap 'echo saved; exit 0' {name}; echo up; while :; do sleep 0.05; done"
-    )
+    lab = start_lab("--hosts=2", "--", "bash", "-c", f"trap 'echo saved; exit 0' {name}; {_FOREVER}")
     for _ in range(2):
         lab.read_until("up")
     lab.process.send_signal(number)
@@ -138,7 +123,7 @@ def test_a_signal_reaches_every_host_which_may_end_well(start_lab, number):
 
 
 def test_a_second_signal_kills(start_lab):
-    lab = start_lab("--hosts=2", "--", "bash", "-c", "trap '' INT; echo up; while :; do sleep 0.05; done")
+    lab = start_lab("--hosts=2", "--", "bash", "-c", f"trap '' INT; {_FOREVER}")
     for _ in range(2):
         lab.read_until("up")
     lab.process.send_signal(signal.SIGINT)
@@ -178,8 +163,7 @@ def test_a_dead_host_ends_a_job_of_jax_and_is_named(start_lab, how):
         [name] = [name for name in lab.names() if name.endswith("-h1")]
         subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True)
     code, _, err = lab.end(30)
-    assert re.search(
-        r"\[host0\] moe_jax: process 1 \(host1\) (died|is lost).*process 0 \(host0\) ends with exit code 4", err
-    )
+    lost = r"\[host0\] moe_jax: process 1 \(host1\) (died|is lost).*process 0 \(host0\) ends with exit code 4"
+    assert re.search(lost, err)
     assert "host0: exit code 4" in err
     assert code == (128 + signal.SIGKILL if how == "killed" else 4)

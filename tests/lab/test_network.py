@@ -10,17 +10,9 @@ from network import LabShape, build_network, find_missing
 from processes import host_command, host_environment
 
 
-@pytest.fixture(scope="module")
-def lab_machine() -> None:
-    """Skip where no lab can be built; the reason says what is missing."""
-    if missing := find_missing(shaped=True):
-        pytest.skip(missing)
-
-
 def lab_hosts(count: int) -> list[network.LabHost]:
-    return [
-        network.LabHost(namespace=f"n{i}", host_name=f"host{i}", address=f"10.99.{i}.1", host=i) for i in range(count)
-    ]
+    names = [{"namespace": f"n{i}", "host_name": f"host{i}", "address": f"10.99.{i}.1"} for i in range(count)]
+    return [network.LabHost(**own, host=i) for i, own in enumerate(names)]
 
 
 def test_host_command_gives_flags_to_programs_of_moe_jax_only():
@@ -97,11 +89,7 @@ def build(lab_machine):
 
 def test_links_inside_a_host_have_their_own_rate(build):
     hosts = build(LabShape(hosts=2, devices_per_host=2, rate="8mbit", intra_rate="200mbit"))
-    assert [(host.host_name, host.host) for host in hosts] == [
-        ("host0-device0", 0),
-        ("host0-device1", 0),
-        ("host1-device0", 1),
-        ("host1-device1", 1),
-    ]
+    names = [(f"host{host}-device{device}", host) for host in (0, 1) for device in (0, 1)]
+    assert [(host.host_name, host.host) for host in hosts] == names
     inside, across = seconds_for_300_kb(hosts[0], hosts[1]), seconds_for_300_kb(hosts[1], hosts[2])
     assert across > 0.28 and inside < across / 3  # 300 ms across; 12 ms inside, and a busy machine

@@ -21,23 +21,15 @@ def test_sbatch_asks_for_gpus_by_node_and_for_a_signal_before_the_end():
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "restarts", "requeued", "expected"),
-    [
-        (0, 0, False, 0),
-        (2, 0, False, 2),
-        (3, 0, False, 3),
-        (75, 0, True, 0),
-        (4, 0, True, 0),
-        (137, 0, True, 0),
-        (75, 100, False, 75),
-    ],
+    ("exit_code", "restarts", "requeued"),
+    [(0, 0, False), (2, 0, False), (3, 0, False), (75, 0, True), (4, 0, True), (137, 0, True), (75, 100, False)],
 )
-def test_sbatch_requeues_what_a_restart_can_heal(tmp_path, exit_code, restarts, requeued, expected):
-    for name, body in {
-        "srun": f'echo "$@" > {tmp_path}/srun; exit {exit_code}',
-        "scontrol": f"echo $@ > {tmp_path}/scontrol",
-    }.items():
-        (tmp_path / "bin").mkdir(exist_ok=True)
+def test_sbatch_requeues_what_a_restart_can_heal(tmp_path, exit_code, restarts, requeued):
+    expected = 0 if requeued else exit_code
+    (tmp_path / "bin").mkdir()
+    ends = {"srun": f"; exit {exit_code}", "scontrol": ""}
+    for name, end in ends.items():
+        body = f'echo "$@" > {tmp_path}/{name}{end}'
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     environment = os.environ | {

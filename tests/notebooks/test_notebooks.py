@@ -36,13 +36,8 @@ def execute(path, folder):
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     }
     result = folder / "executed.ipynb"
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTE, str(path), str(result)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    command = [sys.executable, "-c", EXECUTE, str(path), str(result)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     cells = nbformat.read(result, as_version=4).cells
     outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]

@@ -37,16 +37,8 @@ def write_gpu_trace(folder, module, target, model, steps):
             begin, length = offset + event.begin, event.end - event.begin
             kernel = event.name.replace(".", "_").replace("-", "_")
             events.append(_span(DEVICE, stream, kernel, begin, length, _fields(module, event.name, len(events))))
-            events.append(
-                _span(
-                    DEVICE,
-                    OPS,
-                    event.name,
-                    begin,
-                    length,
-                    {"hlo_op": event.name, "hlo_module": module.name, "group_id": step},
-                )
-            )
+            again = {"hlo_op": event.name, "hlo_module": module.name, "group_id": step}
+            events.append(_span(DEVICE, OPS, event.name, begin, length, again))
     path = folder / "plugins" / "profile" / "2026_11_22" / "host.trace.json.gz"
     path.parent.mkdir(parents=True)
     trace = {"displayTimeUnit": "ns", "metadata": {"highres-ticks": True}, "traceEvents": [*events, {}]}
@@ -59,9 +51,8 @@ def _named(what, process, thread, name):
 
 
 def _span(process, thread, name, begin, length, fields):
-    return {
-        "ph": "X", "pid": process, "tid": thread, "name": name, "ts": begin * 1e6, "dur": length * 1e6, "args": fields,
-    }  # fmt: skip
+    when = {"ts": begin * 1e6, "dur": length * 1e6}
+    return {"ph": "X", "pid": process, "tid": thread, "name": name, **when, "args": fields}
 
 
 def _fields(module, name, correlation):
