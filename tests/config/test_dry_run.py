@@ -12,8 +12,6 @@ from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import bound_in
 from moe_jax.errors import UserError
-from moe_jax.parallel.mesh import build_mesh
-from moe_jax.training.replanner import Replanner
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.gin"))
@@ -65,11 +63,20 @@ def test_every_model_file_has_its_paper():
     assert set(MODELS) == {*PAPERS, *DEEPSPEED, *PUBLISHED, "demo"}
 
 
+def config_of(file, *bindings):
+    return parse_run_config([f"configs/{file}.gin"] if file else (), bindings)[0]
+
+
+def number(title, text) -> int:
+    """Return the number behind a title."""
+    return int(re.search(rf"{title} +([\d,]+)", text)[1].replace(",", ""))
+
+
 def counted(name, devices, title):
     """Return (config, dry run, the count under a title, header of the file) of a model's file."""
-    run, _, _ = parse_run_config([f"configs/model/{name}.gin"])
+    run = config_of(f"model/{name}")
     text, header = dry_run(run, devices), (ROOT / "configs" / "model" / f"{name}.gin").read_text()
-    return run, text, int(re.search(rf"{title} +([\d,]+)", text)[1].replace(",", "")), header
+    return run, text, number(title, text), header
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -104,9 +111,6 @@ def test_named_size_counts_as_its_paper(name):
     assert not printed or re.search(r"as the papers count +[\d,]+  (\S+ [BM])", text)[1] == printed
 
 
-ALONE = ("DistillationConfig.teacher = ''", "DistillationConfig.until = None")
-
-
 @pytest.mark.parametrize("path", [f"model/{name}" for name in MODELS] + [f"run/{name}" for name in RUNS])
 def test_config_header_states_its_command(path):
     """The command in the header names the file, and its dry run works on the number of devices that it gives."""
@@ -114,10 +118,10 @@ def test_config_header_states_its_command(path):
     assert f"python -m moe_jax.train --gin_file=configs/{path}.gin" in header
     devices = int(re.search(r"--host_devices=(\d+)", header).group(1))
     bindings = re.findall(r"--host_devices=\d+ --gin_bindings='([^']+)'", header)
-    run, _, _ = parse_run_config([f"configs/{path}.gin"], bindings)
+    run = config_of(path, *bindings)
     if teacher := run.distillation.teacher:  # a run that the header trains first
         assert f"--workdir={teacher}" in header
-        run, _, _ = parse_run_config([f"configs/{path}.gin"], [*bindings, *ALONE])
+        run = config_of(path, *bindings, "DistillationConfig.teacher = ''", "DistillationConfig.until = None")
     assert re.search(rf"^  {devices} devices = data 1 x expert \d+", dry_run(run, devices), re.MULTILINE)
 
 
@@ -130,26 +134,19 @@ def test_config_header_states_its_command(path):
     ],
 )
 def test_transfers_by_node_need_nodes(devices, bindings, why):
-    """A dry run and a program refuse them before anything compiles; without a planner nothing is transferred."""
+    """Refused before anything compiles; without a planner nothing is transferred."""
     sizes = ("MeshConfig.devices_per_node = 4", "MoEConfig.num_experts = 24", "train.batch_size = 24", *bindings)
     sizes = (*sizes, "PlannerConfig.transfer = 'by_node'", "ModelConfig.vocab_size = 64")
-    run, _, _ = parse_run_config(["configs/run/hecate.gin"], sizes)
-    for refused in (
-        lambda: dry_run(run, devices),
-        lambda: Replanner(run, build_mesh(run.mesh, devices), "segment_0"),
-    ):
-        with pytest.raises(UserError, match=why) as error:
-            refused()
-        assert "\n" not in str(error.value)
-    flat, _, _ = parse_run_config(["configs/run/hecate.gin"], [*sizes, "PlannerConfig.transfer = 'flat'"])
-    bare, _, _ = parse_run_config(["configs/run/hecate.gin"], [*sizes, "PlannerConfig.name = 'none'"])
-    assert dry_run(flat, devices) and dry_run(bare, devices)
+    with pytest.raises(UserError, match=why) as error:
+        dry_run(config_of("run/hecate", *sizes), devices)
+    assert "\n" not in str(error.value)
+    for other in ("PlannerConfig.transfer = 'flat'", "PlannerConfig.name = 'none'"):
+        assert dry_run(config_of("run/hecate", *sizes, other), devices)
 
 
 @pytest.mark.parametrize(
     ("name", "bindings", "why"),
     [
-        ("pro_prophet", ("PlannerConfig.cluster = ''",), "needs Cluster.flops.* configs/cluster/: .*h200"),
         ("hecate", ("PlannerConfig.cluster = ''",), "PlannerConfig.calibrate = False does without"),
         (
             "fastermoe",
@@ -159,9 +156,8 @@ def test_transfers_by_node_need_nodes(devices, bindings, why):
     ],
 )
 def test_a_planner_without_prices_or_memory_is_refused(name, bindings, why):
-    run, _, _ = parse_run_config([f"configs/run/{name}.gin"], ("ModelConfig.hidden_dim = 16384", *bindings))
     with pytest.raises(UserError, match=why) as error:
-        dry_run(run, 8)
+        dry_run(config_of(f"run/{name}", "ModelConfig.hidden_dim = 16384", *bindings), 8)
     assert "\n" not in str(error.value)
 
 
@@ -175,26 +171,19 @@ def test_dry_run_has_all_sections():
         assert part in out, part
     assert "assumed" not in out
     assert "8 devices a node" in out and "a run on several hosts takes the devices of a host" in out
-    bound = dry_run(parse_run_config(["configs/run/demo.gin"], ["MeshConfig.devices_per_node = 4"])[0], 8)
+    bound = dry_run(config_of("run/demo", "MeshConfig.devices_per_node = 4"), 8)
     assert "4 devices a node" in bound and "a run on several hosts" not in bound
 
 
 def test_dry_run_says_what_auto_attention_is_and_counts_it():
     """Scores of t x Sq x heads, written and read in the backward, are most of what xla's attention keeps."""
-    run, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], ["train.batch_size = 256"])
-    texts = {"h200": dry_run(run, target="h200:4x8"), "cpu": dry_run(run, 32)}
-    kept = {}
-    for name, text in texts.items():
-        kept[name], said = re.search(r"activations +([\d,]+) .*, attention '(\w+)'\)", text).groups()
-        assert said == {"h200": "cudnn", "cpu": "xla"}[name]
-    assert int(kept["cpu"].replace(",", "")) > 3 * int(kept["h200"].replace(",", ""))
-    assert "ModelConfig.attention 'auto' is 'cudnn' on NVIDIA H200\n" in texts["h200"]
-    assert "32 devices = data 1 x expert 32 x expert_shard 1; model 1; 8 devices a node" in texts["h200"]
-    assert "'auto' is 'xla' on CPU devices, 'cudnn' on GPUs that have it, see --target\n" in texts["cpu"]
-    float32_run, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], ["ModelConfig.dtype = 'float32'"])
-    assert "'auto' is 'xla' on NVIDIA H200: cuDNN's attention takes 16-bit floats" in dry_run(
-        float32_run, target="h200:1x8"
-    )
+    run = config_of("model/hecate_gpt_moe_s", "train.batch_size = 256")
+    gpu, cpu = dry_run(run, target="h200:4x8"), dry_run(run, 32)
+    assert ", attention 'cudnn')" in gpu and ", attention 'xla')" in cpu
+    assert number("activations", cpu) > 3 * number("activations", gpu)
+    assert "ModelConfig.attention 'auto' is 'cudnn' on NVIDIA H200\n" in gpu
+    assert "32 devices = data 1 x expert 32 x expert_shard 1; model 1; 8 devices a node" in gpu
+    assert "'auto' is 'xla' on CPU devices, 'cudnn' on GPUs that have it, see --target\n" in cpu
     with pytest.raises(UserError, match="--target=h200:1x2 and --host_devices=2 both count devices; give one of them"):
         dry_run(run, 2, "h200:1x2")
 
@@ -213,11 +202,9 @@ def test_dry_run_says_hecates_tau_by_its_papers_formula(cluster, name):
     said = []
     for tokens in (4096, 16384):
         length = 512 if "bert" in name else 2048
-        run, _, _ = parse_run_config(
-            [f"configs/model/{name}.gin"],
-            ["PlannerConfig.name = 'hecate'", f"PlannerConfig.cluster = 'configs/cluster/hecate_{cluster}.gin'",
-             f"train.batch_size = {32 * tokens // length}", "MeshConfig.devices_per_node = 8"],
-        )  # fmt: skip
+        planner = ("PlannerConfig.name = 'hecate'", f"PlannerConfig.cluster = 'configs/cluster/hecate_{cluster}.gin'")
+        sizes = (f"train.batch_size = {32 * tokens // length}", "MeshConfig.devices_per_node = 8")
+        run = config_of(f"model/{name}", *planner, *sizes)
         said.append(re.search(r"PlannerConfig.name 'hecate' for \S+: tau (\d+)(.*)\n", dry_run(run, 32)).groups())
     assert tuple(int(tau) for tau, _ in said) == HECATES_TAU[cluster, name]
     for tau, why in said:
@@ -232,35 +219,31 @@ def test_dry_run_counts_the_masks_of_documents():
     for attention in ("xla", "cudnn"):
         for mask in (False, True):
             bindings = [f"ModelConfig.document_mask = {mask}", f"ModelConfig.attention = {attention!r}"]
-            run, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], [*bindings, "train.batch_size = 256"])
+            run = config_of("model/hecate_gpt_moe_s", *bindings, "train.batch_size = 256")
             text = dry_run(run, target="h200:4x8")
-            kept[attention, mask] = int(re.search(r"activations +([\d,]+)", text)[1].replace(",", ""))
+            kept[attention, mask] = number("activations", text)
             assert ("a document ends with the id 256" in text) == mask
             length = run.data.sequence_length
     added = {attention: kept[attention, True] - kept[attention, False] for attention in ("xla", "cudnn")}
     tokens = 256 // 32 * length
     assert added == {"xla": tokens * length, "cudnn": 4 * tokens * length}
-    run, _, _ = parse_run_config((), [*bindings, "ModelConfig.dtype = 'bfloat16'", "DataConfig.sequence_length = 63"])
+    odd = config_of("", *bindings, "ModelConfig.dtype = 'bfloat16'", "DataConfig.sequence_length = 63")
     with pytest.raises(UserError, match=r"sequence_length \(63\) must be even where ModelConfig.document_mask"):
-        dry_run(run, target="h200:1x8")
+        dry_run(odd, target="h200:1x8")
 
 
 def test_dry_run_of_pairwise_tells_its_bound(tmp_path):
     """From a preset, from a calibration, from a preset that lacks a figure, and from nothing."""
 
     def section(*bindings):
-        run, _, _ = parse_run_config(["configs/run/fastermoe.gin"], bindings)
-        return dry_run(run, 8).split("Schedule\n")[1].split("\n\n")[0]
+        return dry_run(config_of("run/fastermoe", *bindings), 8).split("Schedule\n")[1].split("\n\n")[0]
 
     lines = section()
     assert "8 expert-parallel devices in 2 group(s), 6 tasks" in lines and "FLOP/s in configs/cluster/host" in lines
-    moving, computing = (float(number) for number in re.findall(r"([\d.]+) ms", lines))
+    moving, computing = (float(seconds) for seconds in re.findall(r"([\d.]+) ms", lines))
     bound = float(re.search(r"= ([\d.]+):", lines).group(1))
     assert bound == pytest.approx((moving + computing) / max(moving, computing), abs=0.01) and 1 < bound < 2
-    lines = section("MoEConfig.cluster = 'docs/bench/cluster_host.json'")
-    assert (
-        "by its fits in docs/bench/cluster_host.json" in lines and "bound (comm + comp) / max(comm, comp) = 1." in lines
-    )
+    assert "by its fits in docs/bench" in section("MoEConfig.cluster = 'docs/bench/cluster_host.json'")
     (tmp_path / "bare.gin").write_text("Cluster.intra_bandwidth = 1e9\n")
     assert "unknown: the bound of" in section(f"MoEConfig.cluster = '{tmp_path / 'bare.gin'}'")
     bare = ("PlannerConfig.name = 'none'", "PlannerConfig.when = 'ahead'", "PlannerConfig.cluster = ''")
@@ -276,8 +259,7 @@ def test_dry_run_says_which_rule_parm_goes_by(tmp_path):
             cluster = fits["cluster"] | {"fits": {k: v for k, v in fits["cluster"]["fits"].items() if kept(k)}}
             (tmp_path / "cluster.json").write_text(json.dumps({"cluster": cluster}))
             bindings += (f"MoEConfig.cluster = '{tmp_path / 'cluster.json'}'",)
-        run, _, _ = parse_run_config(["configs/run/parm.gin"], bindings)
-        return dry_run(run, *where).split("Schedule\n")[1].split("\n\n")[0]
+        return dry_run(config_of("run/parm", *bindings), *where).split("Schedule\n")[1].split("\n\n")[0]
 
     assert "takes s1 by the closed form of Parm's equations 13 and 14 on bytes (no MoEConfig.cluster)" in section(None)
     collectives = section(lambda name: ":" in name and not name.startswith("layer:"))
@@ -296,8 +278,7 @@ def test_dry_run_says_which_rule_parm_goes_by(tmp_path):
 
 
 def test_dry_run_says_what_it_assumed():
-    run, _, _ = parse_run_config(gin_bindings=["MeshConfig.data = 2", "MeshConfig.model = 4"])
-    text = dry_run(run)
+    text = dry_run(config_of("", "MeshConfig.data = 2", "MeshConfig.model = 4"))
     assert "assumed: MeshConfig.expert = 2, so 4 device(s)" in text and "--host_devices=N" in text
 
 
@@ -334,7 +315,7 @@ def test_dry_run_says_what_it_assumed():
 )
 def test_dry_run_refuses_what_a_run_would_refuse(bindings, devices, part):
     with pytest.raises(UserError) as caught:
-        dry_run(parse_run_config(gin_bindings=bindings)[0], devices)
+        dry_run(config_of("", *bindings), devices)
     assert part in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -362,16 +362,6 @@ def test_calibration_has_slots_with_and_without_replicas_ahead(started, material
     assert (shapes[-1].ahead is not None) == materialize
 
 
-def test_every_plan_of_hecate_says_why_its_tau_is_0(started):
-    """M = F = Sq = 32, 64 tokens a device: an expert is 8,192 bytes at 3 GB/s, attention 64 x 12,288 FLOPs at 30 T."""
-    engine = started(name="hecate", overlap_degree=None, cluster=FLAT)
-    for _, placement, record in drive(engine, drifting_loads(8)):
-        assert record["plan_remark"] == "tau 0: an expert travels 0.00273 ms, attention takes 2.62e-05 ms"
-        assert not len(placement.replicas)
-    alone = session_of(name="hecate", overlap_degree=None, cluster=FLAT, materialize=False)
-    assert RejitEngine(alone).remark == ""  # homes alone are moved, which tau has no part in
-
-
 def test_a_warm_start_gives_the_first_step_its_replicas():
     loads = list(drifting_loads(8))
     session = session_of(name="topk_all", top_k=1)
