@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 
 import pytest
@@ -66,3 +67,13 @@ def test_sigterm_to_one_process_stops_both_at_one_step(tmp_path):
     for code, _, err in finish_pair(processes):
         assert code == 0, err
     assert Checkpointer(work / "checkpoints", keep=3).latest() == read_metrics(work)[-1]["step"]
+
+
+def test_three_kills_change_nothing(tmp_path):
+    """Killed once in each way, a run ends bit for bit where an undisturbed one ends."""
+    command = [sys.executable, "scripts/kill_test.py", "--times=3", f"--workdir={tmp_path}"]
+    code, out, err = finish(start(command), 900)
+    assert code == 0, out[-4000:] + err[-4000:]
+    result = json.loads(out.splitlines()[-1])
+    assert result["ok"] and not result["faults"]
+    assert [result[f"kills_while_{kind}"] for kind in ("saving", "training", "starting")] == [1, 1, 1]

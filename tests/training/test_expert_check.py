@@ -21,18 +21,7 @@ from moe_jax.kernels.grouped import register
 from moe_jax.models.config import ModelConfig
 from moe_jax.training import expert_check
 from moe_jax.training import run as run_module
-from moe_jax.training.expert_check import (
-    CASES,
-    DIFFERS,
-    FAILS,
-    NO_MEMORY,
-    PASSES,
-    compare_expert,
-    draw_arrays,
-    of_implementation,
-    rounding_limit,
-    settle_unproven,
-)
+from moe_jax.training.expert_check import CASES, compare_expert, draw_arrays, of_implementation, settle_unproven
 from moe_jax.training.hosts import Hosts
 
 SMALL = ModelConfig(model_dim=64, hidden_dim=128, dtype="bfloat16")
@@ -113,9 +102,9 @@ def test_rounding_passes(monkeypatch, activation, dtype):
 
 def test_the_limit_is_the_dtypes():
     wide = dataclasses.replace(SMALL, dtype="float32")
-    assert rounding_limit(SMALL, "gpu") == pytest.approx(16 * 2**-8, rel=0.01)
-    assert rounding_limit(wide, "gpu") == pytest.approx(16 * 2**-11, rel=0.01)  # TF32 rounds so
-    assert rounding_limit(wide, "cpu") < 1e-4
+    assert expert_check.rounding_limit(SMALL, "gpu") == pytest.approx(16 * 2**-8, rel=0.01)
+    assert expert_check.rounding_limit(wide, "gpu") == pytest.approx(16 * 2**-11, rel=0.01)  # TF32 rounds so
+    assert expert_check.rounding_limit(wide, "cpu") < 1e-4
 
 
 @pytest.mark.parametrize("rows, sizes", CASES)
@@ -191,7 +180,7 @@ def test_the_second_start_costs_nothing(tmp_path, compared, cache, monkeypatch):
     monkeypatch.setattr(expert_check, "DRIVER", driver)
     made, asked = session_of(tmp_path, "auto"), compared(RIGHT)
     settled, first = settle_unproven(made, Hosts())
-    record = {"wanted": "auto", "compared": "blocked", "used": "blocked", "outcome": PASSES, "detail": ""}
+    record = {"wanted": "auto", "compared": "blocked", "used": "blocked", "outcome": "passes", "detail": ""}
     assert settled is made and first == {"grouped_matmul": record}
     assert settle_unproven(made, Hosts())[1] == first and len(asked) == 1
     (file,) = cache.iterdir()
@@ -245,7 +234,7 @@ def test_a_named_kernel_goes_on_unchecked_without_memory(tmp_path, compared, cap
     made, asked = session_of(tmp_path, "blocked"), compared(NO_ROOM)
     with caplog.at_level(logging.WARNING):
         settled, record = settle_unproven(made, Hosts())
-    assert settled is made and record["grouped_matmul"]["outcome"] == NO_MEMORY
+    assert settled is made and record["grouped_matmul"]["outcome"] == "no memory"
     assert "the run goes on with it, unchecked" in caplog.text
     settle_unproven(made, Hosts())
     assert len(asked) == 2  # less may stand in the memory next time, so this is not kept
@@ -262,13 +251,12 @@ def test_a_device_that_a_kernel_ended_is_named(tmp_path, compared, monkeypatch):
 def test_all_processes_decide_by_the_worst(tmp_path, compared):
     """This process finds the kernel right; the config is changed if another one did not. All or none run a check."""
     made, asked = session_of(tmp_path, "auto"), compared(RIGHT)
-    for count, (other, used) in enumerate(
-        [(DIFFERS, "fused"), (FAILS, "fused"), (NO_MEMORY, "fused"), (PASSES, "auto")]
-    ):
+    for count, other in enumerate(("differs", "fails", "no memory", "passes")):
         settled, record = settle_unproven(made, TwoProcesses(other))
-        assert settled.config.moe.grouped_matmul == used and record["grouped_matmul"]["outcome"] == other
+        assert settled.config.moe.grouped_matmul == ("auto" if other == "passes" else "fused")
+        assert record["grouped_matmul"]["outcome"] == other
         assert len(asked) == count + 1  # a verdict is kept here, and none there
-    settle_unproven(made, TwoProcesses(PASSES, kept="yes"))
+    settle_unproven(made, TwoProcesses("passes", kept="yes"))
     assert len(asked) == 4
 
 
@@ -291,15 +279,10 @@ def test_a_run_records_what_was_compared(tmp_path, compared, monkeypatch):
     assert run_here(tmp_path, tmp_path / "run", "ModelConfig.layers = 1", "MeshConfig.expert = 8")
     assert trained[0].grouped_matmul == "fused"
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert environment["resolved"] == {
-        "MeshConfig.devices_per_node": 8,
-        "ModelConfig.attention": "xla",
-        "ModelConfig.overlap": "none",
-        "MoEConfig.grouped_matmul": "fused",
-        "train.optimistic": False,
-        "train.guide_scheduler": False,
-    }
-    record = {"wanted": "auto", "compared": "blocked", "used": "fused", "outcome": DIFFERS}
+    want = {"MeshConfig.devices_per_node": 8, "ModelConfig.attention": "xla", "ModelConfig.overlap": "none"}
+    want |= {"MoEConfig.grouped_matmul": "fused", "train.optimistic": False, "train.guide_scheduler": False}
+    assert environment["resolved"] == want
+    record = {"wanted": "auto", "compared": "blocked", "used": "fused", "outcome": "differs"}
     assert environment["compared_before_first_step"]["grouped_matmul"] == record | {"detail": "output, row 3, is off"}
 
 

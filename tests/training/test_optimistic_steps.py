@@ -8,17 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.tiny_run import (
-    assert_same_run,
-    command,
-    config_of,
-    finish,
-    finish_pair,
-    run_here,
-    session_of,
-    start,
-    start_pair,
-)
+from support import tiny_run
+from support.tiny_run import assert_same_run, command, config_of, run_here, session_of
 
 from moe_jax.errors import UserError
 from moe_jax.models.counts import device_bytes
@@ -163,9 +154,9 @@ def test_curves_with_planners_segments_and_teachers(case, tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_two_processes_run_the_same_steps_again(tmp_path):
     changes = ("train.optimistic = True", "MoEConfig.bucket_slack = 1.1", "MoEConfig.top_k = 1")
-    for code, out, err in finish_pair(start_pair(command(tmp_path, tmp_path / "two", *changes))):
+    for code, out, err in tiny_run.finish_pair(tiny_run.start_pair(command(tmp_path, tmp_path / "two", *changes))):
         assert code == 0, out[-2000:] + err[-4000:]
-    code, _, err = finish(start(command(tmp_path, tmp_path / "one", *changes[1:], devices=4)))
+    code, _, err = tiny_run.finish(tiny_run.start(command(tmp_path, tmp_path / "one", *changes[1:], devices=4)))
     assert code == 0, err
     two, one = read_metrics(tmp_path / "two"), read_metrics(tmp_path / "one")
     np.testing.assert_allclose(losses_of(two), losses_of(one), rtol=1e-5)
@@ -176,9 +167,9 @@ def test_a_short_run_does_not_wait_for_its_complete_program(tmp_path):
     """It is being compiled on process 0, or waited for on process 1, when the run ends; no bucket has overflowed."""
     changes = (SIZES[0], *SIZES[2:], "ModelConfig.layers = 1", "train.steps = 3")
     python, _, _, *flags = command(tmp_path, tmp_path / "run", *changes, devices=1)
-    started = start_pair([python, str(Path(__file__).with_name("slow_complete_worker.py")), *flags])
+    started = tiny_run.start_pair([python, str(Path(__file__).with_name("slow_complete_worker.py")), *flags])
     try:
-        for code, out, err in finish_pair(started):
+        for code, out, err in tiny_run.finish_pair(started):
             assert code == 0, out[-2000:] + err[-4000:]
         written = max(file.stat().st_mtime for file in (tmp_path / "run").rglob("*"))
         assert time.time() - written < 5.0

@@ -1,7 +1,10 @@
-"""Guided compilation: who is guided, and what the second compilation gets."""
+"""How programs are compiled: who is guided, what the second compilation gets, and which folder keeps programs."""
 
 import logging
+import os
 import pathlib
+import subprocess
+import sys
 import types
 
 import jax
@@ -13,7 +16,7 @@ from moe_jax.cluster.timeline import scheduler_profile
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.training import compiling
-from moe_jax.training.compiling import compiler_options
+from moe_jax.training.compiling import compiler_options, set_up_compilation_cache
 from moe_jax.training.program import Program
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "inspection" / "fixtures" / "replicas.hlo.xz"
@@ -114,3 +117,59 @@ def test_deterministic_run_tells_the_compiler():
     assert compiler_options("cpu", processes=2, deterministic=True) == {}
     # in a job of several processes every compilation on GPUs times its kernels alone
     assert compiler_options("cuda", processes=2) == {"xla_gpu_shard_autotuning": "False"}
+
+
+# The cache.
+
+
+@pytest.fixture
+def as_before(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, enabled = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_enable_compilation_cache", enabled)
+
+
+def test_which_folder_keeps_programs(as_before, tmp_path):
+    """On GPUs the user's, on CPUs none, a named one or the environment's before both; '' switches it off."""
+    assert set_up_compilation_cache(None) is None and jax.config.jax_compilation_cache_dir is None
+    assert set_up_compilation_cache(None, "gpu") == str(tmp_path / "moe_jax" / "compilation")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "moe_jax" / "compilation")
+    jax.config.update("jax_compilation_cache_dir", "/from/JAX_COMPILATION_CACHE_DIR")
+    assert set_up_compilation_cache(None, "gpu") == "/from/JAX_COMPILATION_CACHE_DIR"
+    assert set_up_compilation_cache(str(tmp_path / "mine")) == jax.config.jax_compilation_cache_dir
+    assert (tmp_path / "mine").is_dir()
+    assert set_up_compilation_cache("", "gpu") is None
+    assert not jax.config.jax_enable_compilation_cache
+
+
+def test_folder_that_cannot_be_made_is_one_line(as_before, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--compilation_cache=.*file/below cannot be made \(.*\); name another"):
+        set_up_compilation_cache(str(tmp_path / "file" / "below"))
+
+
+def test_second_start_finds_the_programs_of_the_first(tmp_path):
+    program = """
+import sys, jax, jax.numpy as jnp
+from jax import monitoring
+from moe_jax.training.compiling import set_up_compilation_cache
+heard = []
+monitoring.register_event_listener(lambda event, **_: heard.append(event))
+set_up_compilation_cache(sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+lowered = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+lowered.compile()
+print("hits", heard.count("/jax/compilation_cache/cache_hits"))
+"""
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    environment.pop("XLA_FLAGS", None)
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "cache")], env=environment, capture_output=True, text=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert said == ["hits 0\n", "hits 1\n"]

@@ -1,4 +1,4 @@
-"""The share of a transfer that runs beside attention follows the calibrated times of the run's cluster file."""
+"""What a run decides by prices and memory: shares of transfers, replica slots, and ModelConfig.overlap = 'auto'."""
 
 import bisect
 import dataclasses
@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from moe_jax.cluster.targets import parse_target
 from moe_jax.config.run_config import RunConfig
-from moe_jax.config.train_config import TrainConfig
+from moe_jax.config.train_config import DistillationConfig, TrainConfig
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.models import ModelConfig
@@ -16,7 +17,16 @@ from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.training.replanner import attention_seconds, largest_shapes, plan_cost, split_shares, with_replica_slots
+from moe_jax.training.replanner import (
+    attention_seconds,
+    largest_shapes,
+    layer_seconds,
+    plan_cost,
+    settle_overlap,
+    split_shares,
+    why_not_halves,
+    with_replica_slots,
+)
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
 # 64 (8 * 64 + 4 * 16 * 8) = 65,536 FLOPs of attention, 65.5 us
@@ -145,3 +155,56 @@ def test_only_a_split_has_shares_and_without_calibration_half_runs_beside_attent
     assert shares(with_model(config, prefetch="hecate")) == {}
     bare = dataclasses.replace(config, planner=PlannerConfig())
     assert shares(bare) == {"trans_share": 0.5, "agg_share": 0.5}
+
+
+# Two halves.
+
+
+def settled(target="h200:4x8", batch=256, **changes):
+    described = parse_target(target)
+    run = RunConfig()
+    run = dataclasses.replace(
+        run,
+        mesh=MeshConfig(expert=described.devices, devices_per_node=described.per_node),
+        model=ModelConfig(layers=12, model_dim=768, hidden_dim=1536, heads=12, dtype="bfloat16"),
+        moe=MoEConfig(num_experts=64, top_k=2),
+        data=dataclasses.replace(run.data, sequence_length=2048),
+        train=dataclasses.replace(run.train, batch_size=batch),
+    )
+    run = dataclasses.replace(run, **changes)
+    roles = build_mesh(run.mesh, described.devices)
+    return settle_overlap(run, roles, described).model.overlap, why_not_halves(run, roles), run, roles, described
+
+
+def test_halves_are_taken_where_exchanges_cross_nodes():
+    """One layer by hand: four exchanges of 31/32 of 32,768 rows of 768 bfloat16, 24/31 of them between nodes."""
+    overlap, _, run, roles, target = settled()
+    in_one_piece, in_halves = layer_seconds(run, roles, target, "segment_0")
+    assert overlap == "halves" and in_halves < in_one_piece
+    rows = 256 * 2048 / 32 * 2
+    exchange = rows * 24 / 32 * 768 * 2 / 50e9
+    experts = rows * 2 * 2 * 768 * 1536 / 989e12
+    assert in_one_piece == pytest.approx(4 * exchange + 3 * experts, rel=0.2)  # and attention, and latencies
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"target": "h200:1x8"}, "no exchange leaves a node"),
+        ({"batch": 96}, "3 sequence"),
+        ({"moe": MoEConfig(num_experts=64, capacity_factor=1.0)}, "tokens compete"),
+        ({"moe": MoEConfig(num_experts=64, schedule="pairwise")}, "pairwise"),
+        ({"distillation": DistillationConfig(teacher="runs/teacher", alpha=0.5)}, "teacher"),
+    ],
+    ids=["one_node", "odd", "capacity", "pairwise", "teacher"],
+)
+def test_what_rules_halves_out(changes, why):
+    overlap, reason, *_ = settled(**changes)
+    assert overlap == "none" and why in reason
+
+
+def test_a_choice_of_the_user_stays():
+    _, _, run, roles, target = settled()
+    bound = dataclasses.replace(run, model=dataclasses.replace(run.model, overlap="none"))
+    assert settle_overlap(bound, roles, target).model.overlap == "none"
+    assert settle_overlap(run, roles, None).model.overlap == "none"  # rates that are not known, or a CPU

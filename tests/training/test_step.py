@@ -1,0 +1,260 @@
+"""What a step does: its gradients, the moving average, steps that are not finite, and what its record holds."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_run import one_step, run_here, session_of
+
+from moe_jax.config.train_config import TrainConfig
+from moe_jax.errors import NonFiniteError, UserError
+from moe_jax.observe import read_metrics, summarize_run
+from moe_jax.parallel.mesh import to_devices
+from moe_jax.training import loop
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.feed import Feed
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.loop import check_finite, step_record
+from moe_jax.training.run import starting_state
+from moe_jax.training.step import make_gradients
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
+
+SIZES = (
+    "ModelConfig.layers = 1",  # so that the bank of any mesh is in the order of one device's
+    "train.batch_size = 16",
+    "MoEConfig.schedule = 's1'",
+    "MoEConfig.aux_loss_weight = 0.0",  # the balance losses are of each microbatch, and these differ
+    "MoEConfig.z_loss_weight = 0.0",
+)
+
+
+def gradients_of(session, params):
+    """Return the gradient of step 0, as NumPy."""
+    train, length = session.config.train, session.config.data.sequence_length
+    gradients = jax.jit(make_gradients(session.model, train, length))
+    params = to_devices(params, session.state_shardings.state["params"])
+    batch = to_devices(session.feed.read(0), session.state_shardings.batch)
+    return jax.device_get(gradients(params, batch, session.tables, jax.random.key(0))[0])
+
+
+@pytest.mark.parametrize(("zero", "microbatches"), [(1, 4), (1, 1), pytest.param(3, 4, marks=pytest.mark.slow)])
+def test_gradients_are_those_of_one_device(zero, microbatches, tmp_path):
+    with jax.enable_x64(True):
+        sizes = (*SIZES, "ModelConfig.dtype = 'float64'")
+        one = session_of(tmp_path, 1, *sizes)
+        params = jax.device_get(one.fresh_state()["params"])
+        mesh = ("MeshConfig.data = 2", "MeshConfig.model = 2", f"train.zero_stage = {zero}")
+        several = session_of(tmp_path, 4, *sizes, f"train.grad_accum_steps = {microbatches}", *mesh)
+        want, got = gradients_of(one, params), gradients_of(several, params)
+    for name, leaf in jax.tree.leaves_with_path(want):
+        other = dict(jax.tree.leaves_with_path(got))[name]
+        np.testing.assert_allclose(other, leaf, rtol=1e-10, atol=1e-12, err_msg=str(name))
+
+
+def summed_elements(text: str) -> int:
+    """Return how many floats the all-reduces of several devices in a lowered program sum, one turn of each loop."""
+    elements, sizes = 0, dict(re.findall(r'"(\w+)"=(\d+)', text))
+    for part in text.split("stablehlo.all_reduce")[1:]:
+        if listed := re.match(r"[^<]*<\{[^}]*replica_groups = dense<.*?> : tensor<\d+x(\d+)xi64>", part):
+            devices = int(listed.group(1))
+        else:  # as jax 0.12 writes it: axes of a mesh
+            axes = re.search(r"replica_group_mesh_axes<mesh = @\w+, axes = \[(.*?)\]>", part).group(1)
+            devices = math.prod(int(sizes[name]) for name in re.findall(r'name = "(\w+)"', axes))
+        operands = re.search(r"\}\) : \((.*?)\) ->", part).group(1)
+        for shape in re.findall(r"tensor<((?:\d+x)*)f32>", operands):
+            elements += (devices > 1) * math.prod(int(size) for size in shape.split("x") if size)
+    return elements
+
+
+def test_no_microbatch_sums_gradients_over_devices(tmp_path):
+    """In one microbatch the model sums the gradients of all layers; of two, statistics alone.
+
+    The embedding's is scattered while it is summed: ZeRO-1 needs a part on each device.
+    """
+    found = []
+    for microbatches in (1, 2):
+        session = session_of(tmp_path, 4, *SIZES, f"train.grad_accum_steps = {microbatches}")
+        text = session.trace_step().lower().as_text()
+        table = session.model.vocab_size, session.config.model.model_dim
+        found.append(summed_elements(text))
+        parts = text.split("stablehlo.reduce_scatter")[1:]
+        scattered = [re.search(r"\}\) : \(tensor<(\S+)xf32>\) ->", part).group(1) for part in parts]
+        assert "x".join(map(str, table)) in scattered
+    layers = sum(leaf.size for leaf in jax.tree.leaves(session.model.shapes()["dense"]["units"]))
+    assert layers <= found[0] < layers + math.prod(table) / 100 and found[1] < math.prod(table) / 100, found
+
+
+# The moving average of the parameters.
+
+EMA = "train.ema_decay = 0.75"
+
+
+def test_average_follows_the_parameters(tmp_path):
+    """After each step 3/4 of the average and 1/4 of the new parameters; split like moments."""
+    session = session_of(tmp_path, 2, EMA)
+    step, _ = session.compile_step()
+    state = session.fresh_state()
+    want = jax.tree.map(np.array, jax.device_get(jax.tree.map(jnp.copy, state["params"])))
+    for index in range(3):
+        state, _ = one_step(session, step, state, index)
+        new = jax.device_get(jax.tree.map(jnp.copy, state["params"]))
+        want = jax.tree.map(lambda old, value: 0.75 * old + 0.25 * value, want, new)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), want, dict(state["ema"]))
+    mu = session.state_shardings.state["opt_state"][1][0].mu
+    assert jax.tree.leaves(session.state_shardings.state["ema"]) == jax.tree.leaves(mu)
+    assert mu["dense"]["embedding"]["tokens"] != session.state_shardings.state["params"]["dense"]["embedding"]["tokens"]
+
+
+def test_average_may_come_and_go(tmp_path, capsys):
+    """Saved without, it starts from the parameters of then; saved with, it comes back or is dropped; each is said."""
+    without = session_of(tmp_path, 8)
+    host = {"data": without.feed.stream.position(4)}
+    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=9)
+    checkpointer.save(4, without.fresh_state(), without.home, host)
+    checkpointer.wait()
+    session = session_of(tmp_path, 8, EMA, "MeshConfig.data = 2")
+    state = starting_state(session, checkpointer, 4, Hosts())
+    assert "train.ema_decay (0.75): the average starts from the parameters of step 4" in capsys.readouterr().out
+    jax.tree.map(np.testing.assert_array_equal, state["ema"], state["params"])
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == session.state_shardings.state
+    spoiled = {**state, "ema": jax.tree.map(lambda leaf: 2 * leaf, state["ema"])}
+    checkpointer.save(5, spoiled, session.home, host)
+    checkpointer.wait()
+    back = starting_state(session, checkpointer, 5, Hosts())
+    jax.tree.map(np.testing.assert_array_equal, back, spoiled)
+    assert "average" not in capsys.readouterr().out
+    dropped = starting_state(without, checkpointer, 5, Hosts())
+    said = "train.ema_decay (0.0): the average that the checkpoint of step 5 holds is dropped"
+    assert said in capsys.readouterr().out
+    assert dropped.keys() == {"step", "params", "opt_state"}
+    checkpointer.close()
+    stored = checkpointer.read_arrays(5)
+    assert stored["ema/bank/segment_0/w_in"].shape == (2, 8, 16, 16)  # by (layer, expert)
+
+
+def test_mistakes_in_averages_are_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"^train.ema_decay \(1.0\) must be at least 0 \(no average\) and below 1$"):
+        TrainConfig(ema_decay=1.0)
+    session = session_of(tmp_path, 8)
+    checkpointer = Checkpointer(tmp_path / "other" / "checkpoints", keep=1)
+    with pytest.raises(UserError, match=r"^--init_from_ema needs --init_from=DIR"):
+        starting_state(session, checkpointer, None, Hosts(), init_from_ema=True)
+    checkpointer.save(2, session.fresh_state(), session.home, {})
+    checkpointer.close()
+    with pytest.raises(UserError, match=r"^--init_from_ema: the checkpoint of step 2 of .* holds no moving average"):
+        starting_state(session, checkpointer, None, Hosts(), str(tmp_path / "other"), True)
+
+
+# Steps that are not finite.
+
+# the cosine ends at train.steps, so runs of several lengths compare at one rate
+FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Batches 3 and 5 (from 1) weigh one token by NaN, in the last microbatch."""
+    read = Feed.read
+
+    def read_poisoned(self, step, *arguments):
+        batch = read(self, step, *arguments)
+        if step in (2, 4):
+            batch.weights[-1, -1, -1] = np.nan
+        return batch
+
+    monkeypatch.setattr(Feed, "read", read_poisoned)
+
+
+def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, poisoned):
+    """One of two microbatches is poisoned; every leaf but the step counter keeps its bits, and is donated."""
+    changes = ("train.grad_accum_steps = 2", "train.max_skipped_steps = 1", "train.warmup_steps = 5")
+    session = session_of(tmp_path, 2, *changes)
+    step, _ = session.compile_step()
+    state, before, rates = session.fresh_state(), None, []
+    for index in range(4):
+        given, before = state, jax.tree.map(jnp.copy, state)
+        state, metrics = one_step(session, step, state, index)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+        assert bool(metrics["skipped"]) == (index == 2) == bool(np.isnan(metrics["grad_norm"]))
+        assert int(state["step"]) == index + 1
+        rates.append(float(metrics["learning_rate"]))
+        same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, state)), strict=True)]
+        assert sum(same) == (len(same) - 1 if index == 2 else 0)
+    # from 3e-3 / 5 in a line to 3e-3 at update 5: what was left out does not count as one
+    np.testing.assert_allclose(rates, [0.6e-3, 1.08e-3, 1.56e-3, 1.56e-3], rtol=1e-6)
+
+
+def test_skipped_steps_are_counted_over_a_stop_and_one_too_many_ends_the_run(tmp_path, poisoned, monkeypatch, capsys):
+    """Every step is saved: the checkpoints of the skipped step and before the fatal one hold finite numbers only.
+
+    The devices count their bytes here, more at every step, so that the metrics must show the count of their own step.
+    """
+    peaks, work = iter(range(100, 200)), tmp_path / "work"
+    monkeypatch.setattr(loop, "memory_counts", lambda devices, name: [next(peaks)])
+    changes = (*FLAT, "train.max_skipped_steps = 1", "train.checkpoint_every = 1", "train.keep_checkpoints = 9")
+    assert run_here(tmp_path, work, *changes, "train.steps = 4")
+    out = capsys.readouterr().out
+    assert "step 3: not finite, skipped (1 of at most 1)" in out
+    assert re.search(r"step 4/4 \| loss \S+ \| skipped 1", out)
+    assert "skipped steps     1, whose loss or gradient was not finite" in out
+    assert summarize_run(work)["skipped_steps"] == 1
+    words = (
+        "step 5: the loss is nan, and gradient leaf 'bank/segment_0/w_in' is the first that is not finite; 2 such "
+        "steps are more than train.max_skipped_steps (1); the checkpoint of step 4 is kept. Lower train.learning_rate, "
+        "or raise train.warmup_steps"
+    )
+    with pytest.raises(NonFiniteError, match=f"^{re.escape(words)}$"):
+        run_here(tmp_path, work, *changes)
+    checkpoints, records = Checkpointer(work / "checkpoints", keep=9), read_metrics(work)
+    assert checkpoints.steps() == [1, 2, 3, 4]
+    assert [checkpoints.read_host(step).get("skipped_steps", 0) for step in (2, 3, 4)] == [0, 1, 1]
+    before, after = checkpoints.read_arrays(2), checkpoints.read_arrays(3)
+    assert [name for name in before if not np.array_equal(before[name], after[name])] == ["step"]
+    assert all(np.isfinite(leaf).all() for leaf in checkpoints.read_arrays(4).values())
+    for name, want in {"skipped": [0, 0, 1, 0], "skipped_steps": [0, 0, 1, 1]}.items():
+        assert [record[name] for record in records] == want
+    assert np.isnan([record["loss"] for record in records]).tolist() == [False, False, True, False]
+    assert [record["peak_device_bytes"] for record in records] == [100, 101, 102, 103]
+
+
+def test_none_may_be_skipped_by_default(tmp_path):
+    session = session_of(tmp_path, 1)
+    assert "skipped" not in session.trace_step().lower().out_info[1]
+    with pytest.raises(UserError, match=r"train.max_skipped_steps \(-1\) must not be negative"):
+        TrainConfig(max_skipped_steps=-1)
+
+
+NAMES = ["bank/w_in", "bank/w_out", "dense/norm/scale"]
+
+
+def metrics_of(loss, square_norms):
+    return {"loss": np.float32(loss), "square_norms": np.float32(square_norms)}
+
+
+def test_check_finite_names_the_first_leaf():
+    check_finite(3, metrics_of(1.5, [0.0, 1.0, 1e30]), NAMES, None)
+    words = r"step 7: the loss is 2.5, and gradient leaf 'bank/w_out' is the first .* or let train.max_skipped_steps"
+    with pytest.raises(NonFiniteError, match=words):
+        check_finite(7, metrics_of(2.5, [1.0, np.inf, np.nan]), NAMES, 4)
+    with pytest.raises(NonFiniteError, match="the loss is inf, and every gradient is finite; there is no checkpoint"):
+        check_finite(2, metrics_of(np.inf, [1.0, 1.0, 1.0]), NAMES, None)
+
+
+def test_step_record():
+    """Two layers, two sources, four experts on two devices; every figure by hand."""
+    loads = np.array([[[4, 0, 2, 2], [2, 0, 3, 3]], [[8, 0, 0, 0], [8, 0, 0, 0]]], np.int32)
+    numbers = {"loss": 2.0, "aux_loss": 1.25, "z_loss": 0.5, "learning_rate": 0.25, "grad_norm": 4.0}
+    metrics = {name: np.float32(value) for name, value in numbers.items()}
+    metrics |= {"dropped": np.int32([3, 1]), "passes": np.int32([1, 2]), "gate_entropy": np.float32([1.0, 0.5])}
+    metrics["loads"] = loads
+    homes = [np.array([[0, 0, 1, 1]]), np.array([[0, 1, 0, 1]])]  # two segments of a layer each
+    record = step_record(metrics, 32, homes)  # 8 tokens, 2 each, 2 layers
+    assert record.pop("passes") is metrics["passes"] and record.pop("gate_entropy") is metrics["gate_entropy"]
+    # layer 0: devices compute 6 and 10 of 16; layer 1: 16 and 0
+    np.testing.assert_array_equal(record.pop("device_load_max_over_mean"), [10 / 8, 2])
+    np.testing.assert_array_equal(record.pop("dead_experts"), [1, 3])
+    assert record == {**numbers, "dropped_fraction": 4 / 32, "overflow_steps": 1}
