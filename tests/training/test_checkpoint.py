@@ -123,10 +123,17 @@ def test_unfinished_checkpoints_do_not_count_and_go_with_the_next_save(here, tmp
 # A disk that will not.
 
 
-def test_save_without_space_writes_nothing(here, tmp_path, monkeypatch):
+@pytest.fixture
+def checkpointer(here, tmp_path):
+    """The checkpoints of a folder, of which one is there."""
     checkpointer = Checkpointer(tmp_path, keep=2)
     checkpointer.save(1, small_state(here), {}, {})
     checkpointer.wait()
+    yield checkpointer
+    checkpointer.close()
+
+
+def test_save_without_space_writes_nothing(checkpointer, here, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10))
     with pytest.raises(UserError) as error:
         checkpointer.save(2, small_state(here), {}, {})
@@ -135,14 +142,10 @@ def test_save_without_space_writes_nothing(here, tmp_path, monkeypatch):
         "command again; the checkpoint of step 1 is kept"
     )
     assert os.listdir(tmp_path) == ["00000001"]
-    checkpointer.close()
 
 
-def test_disk_that_fails_while_writing(here, tmp_path):
+def test_disk_that_fails_while_writing(checkpointer, here, tmp_path):
     """The writer's thread meets a real limit of the operating system: no file may grow beyond 4 KiB."""
-    checkpointer = Checkpointer(tmp_path, keep=2)
-    checkpointer.save(1, small_state(here), {}, {})
-    checkpointer.wait()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -154,7 +157,7 @@ def test_disk_that_fails_while_writing(here, tmp_path):
     assert checkpointer.latest() == 1
     checkpointer.restore(1, abstract_of(small_state(here)), {})
     checkpointer.save(4, small_state(here), {}, {})
-    checkpointer.close()
+    checkpointer.wait()
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000004"]
 
 
@@ -169,9 +172,7 @@ QUOTED = "RESOURCE_EXHAUSTED: Failed to write 29 bytes to file 4: No space left 
         (RuntimeError("a bug"), RuntimeError, "a bug"),
     ],
 )
-def test_writer_error_is_named(here, tmp_path, monkeypatch, error, kind, message):
-    checkpointer = Checkpointer(tmp_path, keep=2)
-    checkpointer.save(1, small_state(here), {}, {})
+def test_writer_error_is_named(checkpointer, here, tmp_path, monkeypatch, error, kind, message):
     checkpointer.save(2, small_state(here), {}, {})
 
     def fail(finish=checkpointer._writer.wait_until_finished):
@@ -183,7 +184,6 @@ def test_writer_error_is_named(here, tmp_path, monkeypatch, error, kind, message
     with pytest.raises(kind, match=message):
         checkpointer.wait()
     monkeypatch.undo()
-    checkpointer.close()
 
 
 # Another model.
@@ -209,9 +209,8 @@ def test_restore_refuses_another_model(saved, here):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), here["params"]["bank"]
     )
     params = {**here["params"], "bank": half}
-    assert "params/bank/segment_0/w_in is float32 [2, 8, 16, 32] in the checkpoint and bfloat16 [" in refusal(
-        {**here, "params": params}
-    )
+    wanted = "params/bank/segment_0/w_in is float32 [2, 8, 16, 32] in the checkpoint and bfloat16 ["
+    assert wanted in refusal({**here, "params": params})
     with pytest.raises(UserError, match="params/bank/segment_0/w_in is float32 .* and bfloat16"):
         Checkpointer(saved, keep=3).restore_params(1, params, states.homes(8))
 

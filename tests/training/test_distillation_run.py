@@ -1,6 +1,7 @@
 """A student's run: learns from a teacher up to a step, goes on without it, resumes on either side, refuses another."""
 
 import gc
+import re
 import shutil
 import weakref
 
@@ -64,8 +65,7 @@ def test_resume_on_either_side_equals_a_run_that_never_stopped(taught):
 
 
 def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
-    config = config_of(taught, *STUDENT, by(taught / "teacher"))
-    stepper = build_stepper(config, jax.devices())
+    stepper = build_stepper(config_of(taught, *STUDENT, by(taught / "teacher")), jax.devices())
     with_teacher = stepper.executable.memory_analysis().argument_size_in_bytes
     assert {leaf.dtype.name for leaf in jax.tree.leaves(stepper.teacher_params["bank"])} == {"bfloat16"}
     frozen = [weakref.ref(leaf) for leaf in jax.tree.leaves(stepper.teacher_params)]
@@ -82,28 +82,23 @@ def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
 @pytest.mark.slow
 def test_a_planner_keeps_its_plans_across_the_boundary(taught):
     planner = ("PlannerConfig.name = 'eplb'", "PlannerConfig.swap_after = 2", "MeshConfig.data = 2")
-    config = config_of(taught, *STUDENT, by(taught / "teacher"), *planner)
-    stepper = build_stepper(config, jax.devices())
+    stepper = build_stepper(config_of(taught, *STUDENT, by(taught / "teacher"), *planner), jax.devices())
     records = stepper.run(6)
     assert stepper.session.teacher is None and [int(np.sum(r["loads"])) for r in records] == [8 * 16 * 2] * 6
     stepper.engine.close()
 
 
 def test_another_teacher_is_refused_in_one_line(taught):
-    other = taught / "other"
-    assert run_here(taught, other, *STUDENT, by(taught / "teacher"), "train.steps = 2")
-    held = Checkpointer(other / "checkpoints", keep=3).read_host(2)
-    alone = config_of(taught)
-    with pytest.raises(UserError, match=r"DistillationConfig.teacher \(''\) was '.*teacher' at step 2"):
-        settle_teacher(alone, 2, held, Hosts())
+    held = Checkpointer(taught / "whole" / "checkpoints", keep=3).read_host(3)
+    with pytest.raises(UserError, match=r"DistillationConfig.teacher \(''\) was '.*teacher' at step 3"):
+        settle_teacher(config_of(taught), 3, held, Hosts())
     with pytest.raises(UserError, match=r"is not the teacher of this run so far: step 6, .* now, step 3, .* before"):
-        run_here(taught, other, *STUDENT, by(taught / "whole"))
-    config = config_of(taught, *STUDENT, by(taught / "teacher"))
-    with pytest.raises(UserError, match=r"was '' when this run wrote step 2"):
-        settle_teacher(config, 2, {"config": ""}, Hosts())
+        run_here(taught, taught / "whole", *STUDENT, by(taught / "whole"), "train.steps = 8")
+    with pytest.raises(UserError, match=r"was '' when this run wrote step 3"):
+        settle_teacher(config_of(taught, *STUDENT, by(taught / "teacher")), 3, {"config": ""}, Hosts())
     shutil.copytree(taught / "teacher", taught / "moved")  # only its folder is another
     moved = config_of(taught, *STUDENT, by(taught / "moved"))
-    assert settle_teacher(moved, 2, held, Hosts()) == (moved, {**held["teacher"], "folder": str(taught / "moved")})
+    assert settle_teacher(moved, 3, held, Hosts()) == (moved, {**held["teacher"], "folder": str(taught / "moved")})
 
 
 @pytest.mark.parametrize(
@@ -139,9 +134,7 @@ def test_dry_run_counts_the_teacher(taught):
     text = dry_run(config, 8)
     assert f"{taught / 'teacher'}, step 3, up to step 4, then it leaves the memory" in text
     assert "teacher per token" in text
-    teacher_bytes = int(
-        next(line for line in text.splitlines() if line.startswith("  teacher   ")).split()[1].replace(",", "")
-    )
+    teacher_bytes = int(re.search(r"^  teacher   +([\d,]+)", text, re.MULTILINE)[1].replace(",", ""))
     session = build_session(config, jax.devices())
     assert session.teacher.model.config.overlap == "none"  # its tokens in the student's order
     params = load_teacher(session.teacher, config.distillation)
