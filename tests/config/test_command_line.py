@@ -40,19 +40,12 @@ def test_an_unknown_flag_names_the_way_to_the_list():
     assert line.endswith("python -m moe_jax.replay --help lists all flags")
 
 
-SEGMENTS = {  # two layers, 8 devices: what they say, and the one line
-    "('layers=2', 'layers=1')": "ModelConfig.segments have 2 + 1 = 3 layers, but ModelConfig.layers is 2",
-    "('layers=1', 'layers=1 num_experts=6')": "segment 1 of the model (layers=1 num_experts=6): MoEConfig.num_experts "
-    "(6) must be divisible by the expert axis (8) or",
-}
-
-
-@pytest.mark.parametrize("segments", SEGMENTS)
-def test_segments_that_do_not_fit_are_one_line(segments, tmp_path):
+def test_segments_that_do_not_fit_are_one_line(tmp_path):
     """By a run, before anything compiles; the work directory is not made."""
-    sizes = ("ModelConfig.layers = 2", f"ModelConfig.segments = {segments}", "MoEConfig.num_experts = 8")
-    bindings = (f"--gin_bindings={binding}" for binding in (*sizes, "DataConfig.path = 'moe_jax'"))
+    sizes = ("ModelConfig.layers = 2", "ModelConfig.segments = ('layers=1', 'layers=1 num_experts=6')")
+    bindings = [f"--gin_bindings={binding}" for binding in (*sizes, "DataConfig.path = 'moe_jax'")]
     done = run("moe_jax.train", f"--workdir={tmp_path / 'run'}", "--host_devices=8", *bindings)
-    assert done.returncode == 2
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert SEGMENTS[segments] in line and "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    words = "segment 1 of the model (layers=1 num_experts=6): MoEConfig.num_experts (6) must be divisible by the expert"
+    assert line.startswith("error: ") and words in line
