@@ -27,7 +27,7 @@ from moe_jax.training.optimizer import line_on_gates
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.stepper import Stepper
-from moe_jax.training.teacher import load_teacher, settle_teacher
+from moe_jax.training.teacher import settle_teacher
 
 
 def say(hosts: Hosts, text: str):
@@ -74,7 +74,6 @@ def run(
         if line := line_on_gates(config.train, [segment.moe for segment in session.model.expert_segments]):
             say(hosts, line)
         if session.teacher is not None:
-            stepper.teacher_params = load_teacher(session.teacher, config.distillation)
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
         host = {"config": config_text, "skipped_steps": past.get("skipped_steps", 0), "teacher": identity}
         finished = Loop(stepper, host, latest, folder, checkpoints, hosts).run()

@@ -61,24 +61,19 @@ class Stepper:
         'run_again': how many of the run were run again}; JSON data that a checkpoint holds.
       teacher_params: of the teacher that the next step learns from, None where it has none.
       before_wait: called when a step has to wait until the complete program is compiled.
+      change_state: `run` calls change_state(state, step) -> state before each step.
       in_flight: steps whose metrics nobody has asked for yet.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        state: dict,
-        engine: RejitEngine | None = None,
-        change_state: Callable | None = None,
-        teacher_params: dict | None = None,
-        overflows: dict | None = None,
-    ):
-        """Start from `state`; `run` calls change_state(state, step) -> state before each step."""
-        self.session, self.state, self.engine, self.change_state = session, state, engine, change_state
-        self.teacher_params = teacher_params
+    def __init__(self, session: Session, state: dict, engine: RejitEngine | None = None, overflows: dict | None = None):
+        """Start from `state`, and load the teacher where the session has one."""
+        self.session, self.state, self.engine, self.lag = session, state, engine, session.lag
+        self.teacher_params: dict | None = None
+        if session.teacher is not None:
+            self.teacher_params = load_teacher(session.teacher, session.config.distillation)
         self.step = int(state["step"])
-        self.lag = session.lag
         self.before_wait: Callable[[], None] = lambda: None
+        self.change_state: Callable | None = None
         self.programs: Any = None
         self.executable: Any = None
         self.overflows = overflows or {"steps": [], "run_again": 0}
@@ -213,7 +208,7 @@ def build_stepper(
     past = list(past)
     if engine is not None and past:
         engine.warm_start(past)
-    taught = None if session.teacher is None else load_teacher(session.teacher, config.distillation)
-    stepper = Stepper(session, session.fresh_state(), engine, change_state, taught)
+    stepper = Stepper(session, session.fresh_state(), engine)
+    stepper.change_state = change_state
     stepper.compile()
     return stepper
