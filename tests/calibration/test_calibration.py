@@ -63,11 +63,8 @@ def test_calibrate_recovers_lines_from_synthetic_times(monkeypatch):
     cluster, points = calibrate(jax.devices()[:8], options, Hosts())
     assert cluster.fit("call", "test").alpha == empty
     for name, fit in cluster.fits:
-        kind = name.partition(":")[0]
-        if kind in LINES:
-            assert fit.alpha == pytest.approx(LINES[kind][0], rel=1e-6)
-            assert fit.beta == pytest.approx(LINES[kind][1], rel=1e-6)
-            assert fit.r2 == pytest.approx(1.0)
+        if line := LINES.get(name.partition(":")[0]):
+            assert (fit.alpha, fit.beta, fit.r2) == pytest.approx((*line, 1.0), rel=1e-6)
     saa = cluster.fit("saa:8,2,4", "test")
     assert (saa.alpha, saa.beta, saa.gamma) == pytest.approx((2e-3, 2e-9, 5e-10), rel=1e-6)
     # a node's link carries its four devices' messages at once
@@ -101,20 +98,12 @@ def test_a_step_is_what_each_message_of_an_all_to_all_adds_to_a_permute():
 def test_layer_seconds_by_hand():
     """s1 on D = 2, Ns = 2, N_MP = 2: per way 2 all-to-alls of x = 2*8*4*2 = 128 elements and a gather of 16*4 = 64."""
     shape = LayerShape(tokens=16, model_dim=4, rows=8, ep_size=2, esp_size=2, mp_size=2, top_k=1, experts=6)
-    fits = {
-        "all_to_all:4": Fit(1.0, 1.0),
-        "all_gather:2": Fit(0.0, 10.0),
-        "expert_step": Fit(0.0, 2.0, 1.0),
-        "gate": Fit(0.0, 1.0),
-        "regroup": Fit(0.0, 1.0),
-        "call": Fit(7.0, 0.0),
-    }
+    fits = {"all_to_all:4": (1.0, 1.0), "all_gather:2": (0.0, 10.0), "expert_step": (0.0, 2.0, 1.0)}
+    fits |= {"gate": (0.0, 1.0), "regroup": (0.0, 1.0), "call": (7.0, 0.0)}
     predicted = layer_seconds("s1", shape, (3.0, 5.0), Cluster(fits=fits))
     exchanges = 4 * (1 + 128) + (1 + 12 * 4)  # and one of counts: of 3 experts on 4 devices, of 4 bytes each
-    assert predicted.communication == exchanges + 2 * 10 * 64
-    assert predicted.experts == 11 and predicted.call == 7
-    assert predicted.gate == 8  # N / N_MP tokens
-    assert predicted.rows == 32  # D C Ns rows arrive
+    # 11 s of experts, a gate of N / N_MP tokens, D C Ns rows that arrive, a call
+    assert predicted == (exchanges + 2 * 10 * 64, 11, 8, 32, 7)
     with pytest.raises(UserError, match=r"needs Cluster.fits\['saa:4,2,2'\]"):
         layer_seconds("s2", shape, (3.0, 5.0), Cluster(fits=fits))
 

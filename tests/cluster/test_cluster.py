@@ -15,7 +15,6 @@ from moe_jax.cluster import (
     read_cluster,
     received_seconds,
     uniform_seconds,
-    write_cluster,
 )
 from moe_jax.cluster.layer_seconds import LayerShape, pairwise_seconds
 from moe_jax.errors import UserError
@@ -40,12 +39,6 @@ def test_presets_count_nvlink_one_way(name, device):
     one_way = float(re.search(r"^Target.intra_bandwidth = (\S+)", text, re.MULTILINE).group(1))
     both_ways = float(re.search(r"NVLink (\d+) GB/s both ways", text).group(1)) * 1e9
     assert read_cluster(PRESETS / f"{name}.gin").intra_bandwidth == one_way == both_ways / 2
-
-
-def test_json_keeps_every_field(tmp_path):
-    cluster = Cluster(name="here", nodes=2, devices_per_node=4, flops=1e12, fits={"all_to_all:expert": (1e-5, 2e-9)})
-    write_cluster(cluster, tmp_path / "cluster.json")
-    assert read_cluster(tmp_path / "cluster.json") == cluster
 
 
 @pytest.mark.parametrize(
@@ -130,10 +123,9 @@ def test_parm_choice_by_hand():
     # a2a(4) = 1 + 2*4 = 9, gather(10) = 10, gather(2) = 2: s1 = 2*9 + 10 = 28, s2 = 9 + (9 + 2) = 20.
     a2a, gather = Fit(1.0, 2.0), Fit(0.0, 1.0)
     assert parm_choice((4, 4), 2, 10, a2a, gather)[:4] == ("s2", 28.0, 20.0, None)
-    # With K f > 1 s2 gathers more than s1 and loses: gather(20) = 20 -> s2 = 9 + 29 = 38.
-    assert parm_choice((4, 4), 20, 10, a2a, gather).schedule == "s1"
-    # A measured SAA hides the gather: 1 + 2*4 + 0.1*20 = 11 -> s2 = 20.
-    assert parm_choice((4, 4), 20, 10, a2a, gather, Fit(1.0, 2.0, 0.1))[:4] == ("s2", 28.0, 20.0, None)
+    # With K f > 1 s2 gathers more than s1 and loses: gather(20) = 20 -> s2 = 9 + 29 = 38. SAA hides it: 11 -> s2 = 20.
+    assert parm_choice((4, 4), 20, 10, a2a, gather)[:3] == ("s1", 28.0, 38.0)
+    assert parm_choice((4, 4), 20, 10, a2a, gather, Fit(1.0, 2.0, 0.1))[:3] == ("s2", 28.0, 20.0)
     # Sent as a quarter of its bytes, a row leaves in 1 + 2 = 3. Of what remains s1 waits for its gather alone.
     assert parm_choice((1, 4), 2, 10, a2a, gather)[1:3] == (22.0, 14.0)
     assert parm_choice((4, 4), 2, 10, a2a, gather, waits=lambda seconds: max(seconds) - 9)[:3] == ("s2", 10.0, 2.0)

@@ -3,7 +3,6 @@
 gin cannot be imported in any of it, as on machines that do not have it.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -124,7 +123,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_layers_are_measured(finished)
 
 
 def test_a_run_cut_off_after_three_items_leaves_three(tmp_path, environment):
-    """SIGKILL, so nothing can be tidied up: the JSON is whole, and no child goes on."""
+    """SIGKILL, so nothing can be tidied up: the JSON is whole at any moment (test_children.py: no child goes on)."""
     process = start(tmp_path, environment, "--items=5,6,8,9")
     path, day = tmp_path / "gpu_day.json", {"items": []}
     limit = time.monotonic() + 300
@@ -140,20 +139,6 @@ def test_a_run_cut_off_after_three_items_leaves_three(tmp_path, environment):
     assert "cut off" in (tmp_path / "gpu_day.md").read_text()
     left = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert len(left) <= 8 and all(path.is_symlink() or path.is_file() for path in left)
-    if pathlib.Path("/proc").is_dir():
-        mark, limit = f"JAX_COMPILATION_CACHE_DIR={tmp_path}".encode(), time.monotonic() + 20
-        while (running := _with_environment(mark)) and time.monotonic() < limit:
-            time.sleep(0.1)
-        assert not running
-
-
-def _with_environment(mark):
-    found = []
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (process / "environ").read_bytes() and (process / "stat").read_text().split()[2] != "Z":
-                found.append(process.name)
-    return found
 
 
 @pytest.mark.parametrize(

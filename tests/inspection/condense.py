@@ -22,17 +22,13 @@ DROPPED = (
 def condense_line(line: str) -> str:
     line, settings, rest = line.partition(", backend_config={")
     kept = re.search(r'"known_trip_count":\{"n":"\d+"\}|"lhs_contracting_dimensions":\["\d+"\]', rest)
-    for pattern in DROPPED:
+    for pattern in DROPPED:  # in turn: one leaves an empty list behind that the next drops
         line = re.sub(pattern, "", line)
     line = re.sub(r"\]\{[\d,]*\}", "]", line)
     return f"{line}, backend_config={{{kept.group(0)}}}" if kept else line
 
 
-def condense(text: str) -> str:
-    first, *lines = text.split("\n")
-    return "\n".join([first.partition(",")[0] + ", is_scheduled=true", *map(condense_line, lines)])
-
-
 if __name__ == "__main__":
-    whole = gzip.decompress(pathlib.Path(sys.argv[1]).read_bytes()).decode()
-    pathlib.Path(sys.argv[2]).write_bytes(lzma.compress(condense(whole).encode(), preset=9 | lzma.PRESET_EXTREME))
+    first, *lines = gzip.decompress(pathlib.Path(sys.argv[1]).read_bytes()).decode().split("\n")
+    text = "\n".join([first.partition(",")[0] + ", is_scheduled=true", *map(condense_line, lines)])
+    pathlib.Path(sys.argv[2]).write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))

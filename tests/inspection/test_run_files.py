@@ -9,6 +9,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from support.tiny_run import BINDINGS, write_corpus
@@ -79,28 +80,19 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
-def inspected(monkeypatch, config, devices):
+def inspected(config, devices):
     """Return (program, shape, common) of the step that `moe_jax.inspect` traces for these devices."""
-    found = []
-
-    class Stopped(Exception):
-        pass
-
-    def stop(*traced):
-        found.append(traced)
-        raise Stopped
-
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(Program, "trace_step", stop)
+    stop = mock.patch.object(Program, "trace_step", autospec=True, side_effect=RuntimeError("traced"))
+    with stop as traced, pytest.raises(RuntimeError, match="traced"):
         compile_ahead.compile_step(config, devices, skew=1.0, options={}, real=False)
-    return found[0]
+    return traced.call_args.args
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_programs_are_traced_as_on_gpus(name, request, cudnn, monkeypatch):
+def test_both_programs_are_traced_as_on_gpus(name, request, cudnn):
     target = parse_target("h200:4x8" if name == "gpt_moe_s_h200" else "h200:2x4")
     config = compile_ahead.on_target(parse_run_config([file_of(name)], bindings_of(name, request))[0], target)
-    of_inspect, shape, starts_common = inspected(monkeypatch, config, stand_ins(target))
+    of_inspect, shape, starts_common = inspected(config, stand_ins(target))
     program = build_program(config, stand_ins(target))  # as training builds it
     assert program.resolved() == of_inspect.resolved()
     overflows = config.moe.capacity_factor is None
