@@ -37,7 +37,10 @@ class JaxArrays:
     def put(self, array, index, value):
         return array.at[index].set(value)
 
-    def repeat(self, step, carry, times, going=lambda carry: True):
+    def repeat(self, step, carry, times, going=None):
+        if going is None:  # a GPU need not ask the host after every turn whether to go on, if `times` is a constant
+            return lax.fori_loop(0, times, step, carry)
+
         def more(state):
             return (state[0] < times) & going(state[1])
 

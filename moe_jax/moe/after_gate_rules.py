@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from moe_jax.moe.after_gate import JAX, slots_of
@@ -94,7 +95,7 @@ class CalibrateRule:
     def decide(self, tables, counts, holders, me, shape):
         devices, experts = counts.shape
         slot, per_node = slots_of(holders, experts), shape.devices_per_node
-        held, free = slot >= 0, jnp.full((1, devices), shape.late_slots, jnp.int32)
+        held, free = slot >= 0, np.full((1, devices), shape.late_slots, np.int32)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
         order = falling(totals, jnp)[: self.overlap_degree]

@@ -185,10 +185,10 @@ def _put(array, index, value):
     return array
 
 
-def _repeat(step, carry, times, going=lambda carry: True):
+def _repeat(step, carry, times, going=None):
     """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
     turn = 0
-    while turn < times and going(carry):
+    while turn < times and (going is None or going(carry)):
         carry, turn = step(turn, carry), turn + 1
     return carry
 

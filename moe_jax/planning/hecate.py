@@ -177,7 +177,7 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
     Args:
       xp: `NUMPY`, or the same of jax.numpy.
       totals: [L, E], loads; held: bool [L, E, D], holders so far.
-      order: int [L, Et], experts by falling load; free: int [L, D], free replica slots.
+      order: int [L, Et], experts by falling load; free: int [L, D], free replica slots, of NumPy for either.
       per_node: devices of a node.
       limits: (homes int [L, E], the most experts that one device sends (X), that one node sends one other (Cp)), the
         replicas that stand counted; None for no such limit.
@@ -223,7 +223,7 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
         of_node = by_node(at_home).any(axis=3)
         crossing = of_node.swapaxes(1, 2).astype(int) @ (on_node & ~of_node).astype(int)
         sent = (at_home & (holders > 1)[:, :, None]).sum(axis=1), crossing
-    return xp.repeat(place, (held.copy(), free, sent), ends[:, -1].max())[0] & ~before
+    return xp.repeat(place, (held.copy(), free, sent), int(free.sum(axis=1).max()))[0] & ~before
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
