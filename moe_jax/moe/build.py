@@ -88,7 +88,7 @@ def layer_sizes(
         capacity=None if config.dropless else config.capacity(tokens),
         sources=roles.num_devices,
         row_bytes=model_dim * itemsize,
-        sent_bytes=config.sent_bytes(model_dim),
+        sent_bytes=config.sent_bytes(model_dim) if model_dim else 0,
     )
     crossing, members, near = router.most_crossing(tokens), devices, roles.members_per_node
     if plan is not None and plan.bucket_rows is not None:
