@@ -7,18 +7,11 @@ import pytest
 from support.placements import random_placement
 
 from moe_jax.errors import UserError
-from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
+from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
 from moe_jax.planning.sizes import RunningSizes, placement_sizes, sizes_everywhere, transfer_sizes
 
 SIZES = {"layers": 3, "experts": 8, "devices": 8, "replica_slots": 3, "per_node": 4}
-
-
-def name_bank(placement, rows):
-    bank = np.full((placement.devices, rows), -1)
-    layer, expert = np.indices(placement.home.shape)
-    bank[placement.home, bank_rows(placement)] = layer * placement.experts + expert
-    return bank
 
 
 @pytest.mark.parametrize("by_node", [False, True])
@@ -65,14 +58,6 @@ def test_what_does_not_fit_is_named():
         size = getattr(shape.ahead, name)
         assert misfits(dataclasses.replace(shape, ahead=small), first) == [f"{name}: {size} > {size - 1}"]
     assert misfits(shape, Placement.even(2, 8, 8, 4)) == ["layers: 2 is not 3"]
-
-
-def test_reshard_permutation_moves_every_expert_to_its_new_row():
-    old, new = random_placement(0, **SIZES), random_placement(5, **SIZES)
-    source = reshard_permutation(old, new, rows=4)
-    np.testing.assert_array_equal(np.sort(source), np.arange(8 * 4))
-    moved = name_bank(old, 4).ravel()[source]
-    np.testing.assert_array_equal(moved, name_bank(new, 4).ravel())
 
 
 def counted(placement, layer):
