@@ -77,34 +77,52 @@ def test_grouped_matmul_dtypes(implementation, rows, bank, sink):
         np.testing.assert_allclose(np.asarray(mine, np.float64), wanted, atol=tolerance * np.abs(wanted).max())
 
 
+def sharded_gradients(implementation):
+    """Return step(lhs, dout, group_sizes, bank, slots, grad_sink) -> gradients of lhs and grad_sink, on 2 x 4 devices.
+
+    Banks over `expert`, copied over `data`.
+    """
+
+    def body(lhs, dout, group_sizes, bank, slots, grad_sink):
+        def loss(lhs, grad_sink):
+            operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
+            return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation=implementation) * dout)
+
+        return jax.grad(loss, (0, 1))(lhs, grad_sink)
+
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    everywhere, by_expert = P(("data", "expert")), P("expert")
+    in_specs = (everywhere,) * 3 + (by_expert,) * 3
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=(everywhere, by_expert)))
+
+
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_grouped_matmul_in_shard_map(implementation):
-    """Banks over `expert`, copied over `data`: weight gradients come back summed over `data`, rows stay apart."""
+    """Weight gradients come back summed over `data`, rows stay apart."""
     with jax.enable_x64(True):
-        mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
         rng = np.random.default_rng(0)
         rows, groups = 40, 3
         sizes = rng.multinomial(33, [0.2, 0.5, 0.3], size=8).astype(np.int32)
         lhs, dout = rng.normal(size=(8, rows, 8)), rng.normal(size=(8, rows, 6))
         banks = rng.normal(size=(4, 5, 8, 6))
         slots = np.array([rng.permutation(5)[:groups] for _ in range(4)], np.int32)
-
-        def body(lhs, dout, group_sizes, bank, slots, grad_sink):
-            def loss(lhs, grad_sink):
-                operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
-                return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation=implementation) * dout)
-
-            return jax.grad(loss, (0, 1))(lhs, grad_sink)
-
-        everywhere, by_expert = P(("data", "expert")), P("expert")
-        in_specs = (everywhere,) * 3 + (by_expert,) * 3
-        step = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=(everywhere, by_expert), check_vma=True)
         arrays = lhs, dout, sizes, banks, slots, np.zeros((4, groups, 8, 6))
-        dlhs, d_grad_sink = jax.jit(step)(*(jnp.asarray(array.reshape(-1, *array.shape[2:])) for array in arrays))
+        step = sharded_gradients(implementation)
+        dlhs, d_grad_sink = step(*(jnp.asarray(array.reshape(-1, *array.shape[2:])) for array in arrays))
         wanted = [loop_oracle(lhs[d], sizes[d], dout[d], [(banks[d % 4], slots[d % 4])]) for d in range(8)]
         np.testing.assert_allclose(dlhs.reshape(8, rows, 8), np.stack([w[1] for w in wanted]), rtol=1e-12, atol=1e-12)
         dweight = np.stack([w[2] for w in wanted]).reshape(2, 4, groups, 8, 6).sum(0)
         np.testing.assert_allclose(d_grad_sink.reshape(4, groups, 8, 6), dweight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["hopper", "mosaic"])
+def test_kernels_lower_for_cuda(implementation, rows=8 * 1003):
+    """No GPU here: the kernels, forward and both gradients, must lower inside `shard_map` with typed outputs."""
+    shapes = ((rows, 128), BF16), ((rows, 192), BF16), ((16,), "int32"), ((20, 128, 192), BF16), ((8,), "int32")
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((8, 128, 192), F32))]
+    text = sharded_gradients(implementation).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2  # the loss needs no forward product: its two gradients
+    assert text.count("stablehlo.all_reduce") == 1
 
 
 def test_grouped_matmul_leaves_no_bank_gradient_in_a_loop():
@@ -194,30 +212,6 @@ def test_grouped_matmul_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"):
         wrong = as_operands(weights, [jnp.zeros((7, 8, 6))])
         grouped_matmul(lhs, group_sizes, wrong, implementation="blocked")
-
-
-@pytest.mark.parametrize("implementation", ["hopper", "mosaic"])
-def test_kernels_lower_for_cuda(implementation, rows=1003):
-    """No GPU here: the kernels, forward and both gradients, must lower inside `shard_map` with typed outputs."""
-    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-
-    def body(lhs, group_sizes, bank, slots, grad_sink):
-        def loss(lhs, grad_sink):
-            operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
-            return jnp.sum(
-                grouped_matmul(lhs, group_sizes, operands, implementation=implementation).astype(jnp.float32)
-            )
-
-        return jax.grad(loss, (0, 1))(lhs, grad_sink)
-
-    everywhere, by_expert = P(("data", "expert")), P("expert")
-    in_specs = (everywhere,) * 2 + (by_expert,) * 3
-    step = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=(everywhere, by_expert))
-    shapes = ((8 * rows, 128), BF16), ((16,), "int32"), ((20, 128, 192), BF16), ((8,), "int32"), ((8, 128, 192), F32)
-    traced = jax.jit(step).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2  # the loss needs no forward product: its two gradients
-    assert text.count("stablehlo.all_reduce") == 1
 
 
 @pytest.mark.parametrize("implementation", ["hopper", "mosaic_sparing"])
