@@ -26,12 +26,6 @@ ROWS_BY_WEIGHT = (((1,), (0,)), ((), ()))  # [R, K] x [K, N] -> [R, N]
 ROWS_BY_TRANSPOSED = (((1,), (1,)), ((), ()))  # [R, N] x [K, N] -> [R, K]
 ROWS_BY_ROWS = (((0,), (0,)), ((), ()))  # [R, K] x [R, N] -> [K, N]
 
-
-def multiply(a: Array, b: Array, dims) -> Array:
-    """Return a matmul that accumulates in at least float32."""
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
-
-
 # XLA needs static shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the
 # highest rung as long as rows are left for more than one, then one *tail* block of the lowest rung that covers the
 # rest. An empty group costs nothing, and a group of 70 rows costs a matmul of 72 or 80 rows, not of 128. Received
@@ -67,11 +61,13 @@ class RowBlock:
     def multiply(self, rows: Array, operand: GroupedWeights, dims) -> Array:
         """Return rows [height, ...] times the weight of this block's group in their dtype, in at least float32."""
         weight = lax.dynamic_index_in_dim(operand.bank, operand.slots[self.group], 0, keepdims=False)
-        return multiply(rows, weight.astype(rows.dtype), dims)
+        acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
+        return lax.dot_general(rows, weight.astype(rows.dtype), dims, preferred_element_type=acc_dtype)
 
-    def add_to_group(self, totals: Array, values: Array) -> Array:
-        """Return `totals` [G, K, N], zero for groups not met yet, with `values` [K, N] added to this block's group."""
-        values = values.astype(totals.dtype)[None]
+    def add_product(self, totals: Array, lhs: Array, dout: Array) -> Array:
+        """Return `totals` [G, K, N], zero for groups not met yet, with lhs^T dout added to this block's group."""
+        acc_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+        values = lax.dot_general(lhs, dout, ROWS_BY_ROWS, preferred_element_type=acc_dtype).astype(totals.dtype)[None]
         if self.own is None:
             values += lax.dynamic_slice_in_dim(totals, self.group, 1, 0)
         return lax.dynamic_update_slice_in_dim(totals, values, self.group, 0)
@@ -285,7 +281,7 @@ class BlockedMatmul:
                 d = block.read(dout)
                 dlhs = block.write(dlhs, block.multiply(d, operand, ROWS_BY_TRANSPOSED))
                 if dweight is not None:
-                    dweight = block.add_to_group(dweight, multiply(block.read(lhs), d, ROWS_BY_ROWS))
+                    dweight = block.add_product(dweight, block.read(lhs), d)
                 return dlhs, dweight
 
             dlhs, dweight = for_each_block(*loop, (dlhs, _open_gradient(operand, lhs)), step)
@@ -336,11 +332,9 @@ class FusedBlocks(BlockedMatmul):
                 dpre = [d.astype(dtype) for d in pull_back(dhidden.astype(dtype).astype(acc_dtype))]
                 dx = sum(block.multiply(d, w, ROWS_BY_TRANSPOSED) for d, w in zip(dpre, part_ins, strict=True))
                 if dw_out is not None:
-                    dw_out = block.add_to_group(dw_out, multiply(hidden.astype(dtype), dy, ROWS_BY_ROWS))
-                dw_ins = [
-                    dw if dw is None else block.add_to_group(dw, multiply(x, d, ROWS_BY_ROWS))
-                    for dw, d in zip(dw_ins, dpre, strict=True)
-                ]
+                    dw_out = block.add_product(dw_out, hidden.astype(dtype), dy)
+                pairs = zip(dw_ins, dpre, strict=True)
+                dw_ins = [dw if dw is None else block.add_product(dw, x, d) for dw, d in pairs]
                 return block.write(drows, dx), dw_ins, dw_out
 
             carry = (drows, [_open_gradient(w, rows) for w in part_ins], _open_gradient(part_out, rows))
