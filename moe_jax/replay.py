@@ -113,8 +113,11 @@ def _number(value):
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
-    """Return (inputs, placement, cost) from the flags, checked against each other."""
+def replay() -> dict:
+    """Run the planners that the flags name; return the JSON answer and write pictures to --out."""
+    asked = list(simulate.EVERY_NAME) if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
+    for name in asked:
+        simulate.split_name(name)
     if FLAGS.lag < 1 or FLAGS.every < 1:
         raise UserError(f"--lag ({FLAGS.lag}) and --every ({FLAGS.every}) must be at least 1")
     names = (field.name for field in dataclasses.fields(inputs.GivenFlags))
@@ -137,15 +140,6 @@ def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
         price=FLAGS.price,
         transfer=FLAGS.transfer,
     )
-    return given, placement, cost
-
-
-def replay() -> dict:
-    """Run the planners that the flags name; return the JSON answer and write pictures to --out."""
-    asked = list(simulate.EVERY_NAME) if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
-    for name in asked:
-        simulate.split_name(name)
-    given, placement, cost = _setup()
     for note in given.messages:
         print(note, flush=True)
     # Plain EP is the base of RB and speed-up, others of the RB ratio: run them even if the flags do not name them.

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_jax.cluster.costs import Buckets
-from moe_jax.cluster.targets import Target, check_run
+from moe_jax.cluster.targets import Target
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.models.config import expert_counts
@@ -75,10 +75,29 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
     """Return the config with the target's node boundary.
 
     Raises:
-      UserError: a mesh that does not fit the topology, or a dtype that the device does not multiply.
+      UserError: other device counts, nodes of another size, or no matmul of the run's dtype; the message names them.
     """
-    check_run(target, config.mesh, config.model.dtype)
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=target.per_node))
+    mesh, dtype, capability = config.mesh, config.model.dtype, target.compute_capability
+    wanted = mesh.data * mesh.expert_shard * max(mesh.expert, 1)
+    named = f"--target={target.name}:{target.nodes}x{target.per_node}"
+    if target.devices % wanted if mesh.expert == -1 else target.devices != wanted:
+        expert, multiple = ("what is left", "a multiple of ") if mesh.expert == -1 else (mesh.expert, "")
+        raise UserError(
+            f"{named} has {target.devices} devices, but "
+            f"MeshConfig.data ({mesh.data}) x expert ({expert}) x expert_shard ({mesh.expert_shard}) needs "
+            f"{multiple}{wanted}; change one of them"
+        )
+    if mesh.devices_per_node not in (0, target.per_node):
+        raise UserError(
+            f"{named} has {target.per_node} devices a node, but "
+            f"MeshConfig.devices_per_node is {mesh.devices_per_node}; set it to {target.per_node} or 0"
+        )
+    if dtype == "bfloat16" and capability and int(capability.partition(".")[0]) < 8:
+        raise UserError(
+            f"target {target.name!r} ({target.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; "
+            "set ModelConfig.dtype = 'float32'"
+        )
+    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, devices_per_node=target.per_node))
 
 
 def compile_step(

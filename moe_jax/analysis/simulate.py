@@ -93,7 +93,7 @@ def simulate(
     samples = np.arange(lag, len(trace.loads), every)
     if not len(samples):
         raise UserError(f"lag ({lag}) leaves none of the trace's {len(trace.loads)} samples; use a smaller lag")
-    rows: list[tuple] = []
+    rows: list[dict] = []
     plans: list[tuple[Placement, Placement]] = []
     before, seen = placement, 0
     for sample in samples.tolist():
@@ -109,25 +109,27 @@ def simulate(
         seconds = time.perf_counter() - began
         plans.append((ahead, plan))
         pairs = routing.pair_loads(plan, trace.loads[sample])
-        computed = pairs.sum(axis=1)
-        received = computed - np.einsum("ldd->ld", pairs)
-        held = plan.holds & ~plan.homes
-        moved, arrived = (plan.home != before.home).sum(axis=1), (plan.holds & ~before.holds).sum(axis=(1, 2))
+        computed, held = pairs.sum(axis=1), plan.holds & ~plan.homes
         exchange = np.full(len(computed), np.nan)
         if cost.cluster.intra_bandwidth is not None or cost.cluster.inter_bandwidth is not None:
             exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay")
-        replicas = (held.sum(axis=1), held.sum(axis=2).astype(np.int16))
-        rows.append((computed, received, *replicas, moved, arrived, exchange, seconds))
+        row = {
+            "computed": computed,
+            "received": computed - np.einsum("ldd->ld", pairs),
+            "device_replicas": held.sum(axis=1),
+            "expert_replicas": held.sum(axis=2).astype(np.int16),
+            "moved": (plan.home != before.home).sum(axis=1),
+            "arrived": (plan.holds & ~before.holds).sum(axis=(1, 2)),
+        }
+        rows.append({**row, "exchange": exchange, "search": seconds})
         before = plan
-    columns = [np.stack(column) for column in zip(*rows, strict=True)]
-    keys = ("computed", "received", "device_replicas", "expert_replicas", "moved", "arrived", "exchange", "search")
     return Records(
         name=name,
         sample=samples,
         transfers=follow_transfers(plans, placement, cost, largest, session.planner.ahead_most(placement, cost)),
         hiding=hiding,
         counters=dict(session.planner.counters),
-        **dict(zip(keys, columns, strict=True)),
+        **{key: np.stack([row[key] for row in rows]) for key in rows[0]},
     )
 
 

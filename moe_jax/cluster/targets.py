@@ -108,34 +108,3 @@ def device_named(kind: str) -> str | None:
     """Return the name of the target for a real device of this kind, None where there is none."""
     plain = kind.lower().replace(" ", "")
     return next((name for name in target_names() if name in plain), None)
-
-
-def check_run(target: Target, mesh, dtype: str) -> None:
-    """Check that a run can be compiled for a target.
-
-    Args:
-      mesh: its `MeshConfig`; dtype: its `ModelConfig.dtype`.
-
-    Raises:
-      UserError: other device counts, nodes of another size, or no matmul of this dtype; the message names them.
-    """
-    wanted = mesh.data * mesh.expert_shard * max(mesh.expert, 1)
-    named = f"--target={target.name}:{target.nodes}x{target.per_node}"
-    if target.devices % wanted if mesh.expert == -1 else target.devices != wanted:
-        expert, multiple = ("what is left", "a multiple of ") if mesh.expert == -1 else (mesh.expert, "")
-        raise UserError(
-            f"{named} has {target.devices} devices, but "
-            f"MeshConfig.data ({mesh.data}) x expert ({expert}) x expert_shard ({mesh.expert_shard}) needs "
-            f"{multiple}{wanted}; change one of them"
-        )
-    if mesh.devices_per_node not in (0, target.per_node):
-        raise UserError(
-            f"{named} has {target.per_node} devices a node, but "
-            f"MeshConfig.devices_per_node is {mesh.devices_per_node}; set it to {target.per_node} or 0"
-        )
-    capability = target.compute_capability
-    if dtype == "bfloat16" and capability and int(capability.partition(".")[0]) < 8:
-        raise UserError(
-            f"target {target.name!r} ({target.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; "
-            "set ModelConfig.dtype = 'float32'"
-        )

@@ -1,5 +1,6 @@
 """Targets by name, and the command line, as far as it works without a GPU and without the CUDA wheels."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,8 +11,11 @@ import pytest
 from support.tiny_run import bindings_of
 
 from moe_jax.analysis import cuda_wheels
-from moe_jax.cluster.targets import check_run, device_named, parse_target, read_device, target_names
+from moe_jax.analysis.compile_ahead import on_target
+from moe_jax.cluster.targets import device_named, parse_target, read_device, target_names
+from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
+from moe_jax.models import ModelConfig
 from moe_jax.parallel.mesh import MeshConfig
 
 SAVED = pathlib.Path(__file__).parent / "fixtures" / "expert_parallel.hlo.xz"
@@ -33,13 +37,14 @@ def test_every_device_has_figures_and_a_description():
 def test_runs_fit_their_target():
     target, turing = parse_target("h200:4x8"), parse_target("2080ti:1x8")
     assert (target.nodes, target.per_node, target.devices) == (4, 8, 32)
+    run = RunConfig(model=ModelConfig(dtype="bfloat16"))
     for mesh in (MeshConfig(), MeshConfig(expert=32, devices_per_node=8), MeshConfig(data=4, expert_shard=2)):
-        check_run(target, mesh, "bfloat16")
+        assert on_target(dataclasses.replace(run, mesh=mesh), target).mesh.devices_per_node == 8
     with pytest.raises(UserError, match="has 8 devices a node, but MeshConfig.devices_per_node is 4; set it to 8 or 0"):
-        check_run(target, MeshConfig(devices_per_node=4), "bfloat16")
-    check_run(turing, MeshConfig(), "float32")
+        on_target(dataclasses.replace(run, mesh=MeshConfig(devices_per_node=4)), target)
+    on_target(dataclasses.replace(run, model=ModelConfig(dtype="float32")), turing)
     with pytest.raises(UserError, match="'2080ti' .* has no bfloat16 matmuls, .* set ModelConfig.dtype = 'float32'"):
-        check_run(turing, MeshConfig(), "bfloat16")
+        on_target(run, turing)
     turing.check_compilable(13)
     parse_target("v100:1x8").check_compilable(12)
     with pytest.raises(UserError, match="'v100' .* was dropped by CUDA 13"):
