@@ -38,19 +38,12 @@ _DELEGATE = types.SimpleNamespace(
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """One `target = value`.
+    """One `target = value`."""
 
-    Attributes:
-      target: 'Name.field', or the name of a macro.
-      value: as gin reads it, with `Reference` inside.
-      place: 'file:line' or the flag.
-      is_default: a run wrote it down without having been given it.
-    """
-
-    target: str
-    value: object
-    place: str
-    is_default: bool = False
+    target: str  # 'Name.field', or the name of a macro
+    value: object  # as gin reads it, with `Reference` inside
+    place: str  # 'file:line' or the flag
+    is_default: bool = False  # a run wrote it down without having been given it
 
 
 def parse_run_config(

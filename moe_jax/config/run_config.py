@@ -47,12 +47,7 @@ BOUND = "  # set"  # behind a value that a gin file or a binding set; the others
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that a command line chooses about a run.
-
-    Attributes:
-      train: bound by gin as `train`; the others under their class names.
-      data, model, moe, mesh, planner, distillation: see their classes.
-    """
+    """Everything that a command line chooses about a run; gin binds `train` so, the others by their class names."""
 
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

@@ -352,18 +352,12 @@ def _is_heard(record: logging.LogRecord) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LeafParts:
-    """A leaf that is not there yet, but for its parts.
+    """A leaf that is not there yet, but for its parts."""
 
-    Attributes:
-      shape, dtype: of the leaf, as the file holds it ([L, E, ...] for a leaf of the bank).
-      indices: of all parts, which together are the leaf; each keeps rows of the same dims.
-      read: function (index) -> array, one part. It is called once for each.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the leaf, as the file holds it ([L, E, ...] for a leaf of the bank)
     dtype: np.dtype
-    indices: list[Index]
-    read: Callable[[Index], np.ndarray]
+    indices: list[Index]  # of all parts, which together are the leaf; each keeps rows of the same dims
+    read: Callable[[Index], np.ndarray]  # of one part; it is called once for each
 
     @property
     def size(self) -> int:

@@ -6,8 +6,7 @@ device.
 """
 
 # Some are not proven by the tests of this project: `hopper` and `mosaic`, never run here on the GPUs that they are for;
-# and `lax.ragged_dot` on GPUs, which newer compilers lower to cuDNN. A run that uses one compares it first
-# (`expert_check`).
+# and `lax.ragged_dot` on GPUs, which newer compilers lower to cuDNN. A run that uses one compares it first.
 #
 #     outcome                  field says 'auto'                      field names it
 #     equal but for rounding   goes on                                goes on
@@ -94,11 +93,8 @@ def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
                 _LOG.warning(UNCACHED, error)
     elif verdict[0] != PASSES:
         verdict = verdict[0], f"{verdict[1]} (so it was at an earlier start; delete {path} to compare again)"
-    found = [
-        json.loads(text) for text in hosts.gather_text("check of grouped_matmul", json.dumps(verdict), WAIT_SECONDS)
-    ]
-    worst = max(OUTCOMES.index(outcome) for outcome, _ in found)
-    outcome, detail = next(verdict for verdict in found if verdict[0] == OUTCOMES[worst])
+    texts = hosts.gather_text("check of grouped_matmul", json.dumps(verdict), WAIT_SECONDS)
+    outcome, detail = max(map(json.loads, texts), key=lambda verdict: OUTCOMES.index(verdict[0]))  # the first of these
     record = {"wanted": wanted, "compared": used, "used": used, "outcome": outcome, "detail": detail}
     if outcome == PASSES:
         return session, {"grouped_matmul": record}
@@ -124,15 +120,15 @@ def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
                 f"same command again, or {remedy}"
             )
         said = f"MoEConfig.grouped_matmul ('auto'): {used!r} {what}; the run takes {PROVEN!r}, which is slower"
-        # layout and shardings do not depend on the grouped matmul
-        changed, owners = {}, {"config": session.config, "model": session.model}
-        if session.teacher is not None:
-            owners["teacher"] = session.teacher.model
-        for name, owner in owners.items():
-            changed[name] = dataclasses.replace(owner, moe=dataclasses.replace(owner.moe, grouped_matmul=PROVEN))
-        if session.teacher is not None:
-            changed["teacher"] = dataclasses.replace(session.teacher, model=changed["teacher"])
-        session, record["used"] = dataclasses.replace(session, **changed), PROVEN
+
+        def proven(owner):  # layout and shardings do not depend on the grouped matmul
+            return dataclasses.replace(owner, moe=dataclasses.replace(owner.moe, grouped_matmul=PROVEN))
+
+        teacher, config, model = session.teacher, proven(session.config), proven(session.model)
+        if teacher is not None:
+            teacher = dataclasses.replace(teacher, model=proven(teacher.model))
+        session = dataclasses.replace(session, config=config, model=model, teacher=teacher)
+        record["used"] = PROVEN
     if jax.process_index() == 0:
         _LOG.warning("%s", said)
     return session, {"grouped_matmul": record}

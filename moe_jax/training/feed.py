@@ -29,15 +29,7 @@ def padded_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> int:
 
 
 class Feed:
-    """Batches of one run; a pure function of the step.
-
-    Attributes:
-      boundary_id: the id after which no target counts: a document's end in a model that keeps them apart, else None.
-      own: int64 [b], rows of a microbatch that the devices of this process hold, ascending.
-
-    Args:
-      batch_shardings: `Batch` of NamedShardings, of arrays [Nm, B / Nm, Sq] and [1, B / Nm, Sq].
-    """
+    """Batches of one run; a pure function of the step."""
 
     def __init__(
         self, cache: TokenCache, tokenizer: Tokenizer, train: TrainConfig, model: ModelConfig, sequence_length: int,
@@ -45,11 +37,14 @@ class Feed:
     ):  # fmt: skip
         self.cache, self.tokenizer, self.train, self.model = cache, tokenizer, train, model
         self.sequence_length = sequence_length
-        # Masked tokens are targets in their own place, whatever precedes them.
+        # The id after which no target counts: a document's end in a model that keeps them apart. Masked tokens are
+        # targets in their own place, whatever precedes them.
         self.boundary_id = tokenizer.end_id if model.document_mask and model.kind == "gpt" else None
         self.stream = TokenStream(cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed)
+        # `Batch` of NamedShardings, of arrays [Nm, B / Nm, Sq] and [1, B / Nm, Sq]
         self.batch_shardings, self.rows = batch_shardings, train.batch_size // train.grad_accum_steps
         indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, sequence_length)).values()
+        # int64 [b], rows of a microbatch that the devices of this process hold, ascending
         self.own = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))
 
     def _examples(self, tokens, step, rows) -> Batch:

@@ -48,27 +48,19 @@ _SHUTDOWN_SECONDS = 1800  # the end waits for the others, one of which may still
 
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
-    """This process' place in its job; None is read from the environment, and without a job there it runs alone.
+    """This process' place in its job; None is read from the environment, and without a job there it runs alone."""
 
-    Attributes:
-      coordinator: "host:port" of process 0, as every process reaches it.
-      num_processes: processes of the job.
-      process_id: this one's index, 0 to num_processes - 1.
-      start_timeout_seconds: how long to wait for the other processes.
-      lost_after_seconds: silence after which a process counts as lost; one that is killed is noticed at once.
-      stall_after_seconds: time without a step after which a process ends the job (exit code 4); 0 = never. It runs
-        while a step, a batch of an evaluation or a checkpoint is under way, not while the first step is compiled, so it
-        must be longer than the longest of these. A re-jit that a step waits for counts as part of that step.
-      job_token: a secret that all processes of the job were given; None takes MOE_JAX_JOB_TOKEN from the environment,
-        and without that a hash of the launcher's job id and the coordinator's address (see `derive_token`).
-    """
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    start_timeout_seconds: int = 300
-    lost_after_seconds: float = 30.0
+    coordinator: str | None = None  # "host:port" of process 0, as every process reaches it
+    num_processes: int | None = None  # of the job
+    process_id: int | None = None  # this one's index, 0 to num_processes - 1
+    start_timeout_seconds: int = 300  # to wait for the other processes
+    lost_after_seconds: float = 30.0  # silence after which a process is lost; one that is killed is noticed at once
+    # Time without a step after which a process ends the job (exit code 4); 0 = never. It runs while a step, a batch of
+    # an evaluation or a checkpoint is under way, not while the first step is compiled, so it must be longer than the
+    # longest of these. A re-jit that a step waits for counts as part of that step.
     stall_after_seconds: float = 1800.0
+    # A secret that all processes of the job were given; None takes MOE_JAX_JOB_TOKEN from the environment, and without
+    # that a hash of the launcher's job id and the coordinator's address (`derive_token`).
     job_token: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
@@ -272,13 +264,6 @@ class Hosts:
       - normally, or after `close`: waits for all others to do the same;
       - by an exception: prints it, tells the others and exits (2 user's error, 3 not finite, 4 lost process, else 1).
         No atexit hook runs then: jax's is a barrier with processes that will not come.
-
-    Args:
-      process_index, process_count: this process and the number of processes.
-      peers: process 0's connection to every other process, or another process' connection to process 0; none: no watch.
-      host_ids: the machine of every process, by index.
-      lost_seconds: silence after which a process counts as lost.
-      stall_seconds: time since the last `touch` after which this process reports itself as stuck; 0 = never.
     """
 
     def __init__(
@@ -286,10 +271,10 @@ class Hosts:
         *,
         process_index: int = 0,
         process_count: int = 1,
-        peers: Sequence[Peer] = (),
-        host_ids: Sequence[str] = ("",),
-        lost_seconds: float = 30.0,
-        stall_seconds: float = 0.0,
+        peers: Sequence[Peer] = (),  # process 0's connections to all others, or another's to process 0; none: no watch
+        host_ids: Sequence[str] = ("",),  # the machine of every process, by index
+        lost_seconds: float = 30.0,  # silence after which a process counts as lost
+        stall_seconds: float = 0.0,  # without a `touch`, after which this process reports itself as stuck; 0 = never
     ):
         self.process_index, self.process_count = process_index, process_count
         self.is_main = process_index == 0  # whether it writes what only one may write

@@ -116,13 +116,13 @@ class Loop:
         self.hosts.rest()  # compiling may take long
         self.compile_seconds = stepper.compile()
         self.compiled_peak = compiled_peak(stepper.executable)
-        if self.is_main and stepper.programs[0] is not None and self.compiled_peak is not None:
+        if stepper.programs[0] is not None and self.compiled_peak is not None:
             shape = None if self.engine is None else self.engine.shape
             sizes = sizes_of(self.session.config, self.session.roles, self.session.model.vocab_size)
             complete = self.compiled_peak + device_bytes(sizes, shape).overflow
             limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
-            self.progress.note(
-                f"step {stepper.step}: optimistic steps take {with_prefix(self.compiled_peak)}B of a device's memory"
+            self.note(
+                f"optimistic steps take {with_prefix(self.compiled_peak)}B of a device's memory"
                 f"{f' of {with_prefix(min(limits))}B' if limits else ''}, and where a bucket overflows about "
                 f"{with_prefix(complete)}B, by a program that is being compiled"
             )
@@ -140,9 +140,7 @@ class Loop:
                     self.read_metrics(stop)
                     self.hosts.rest()
                     self.compile_seconds = stepper.leave_teacher()
-                    if self.is_main:
-                        said = f"the teacher has left; {self.compile_seconds:.1f} s to compile"
-                        self.progress.note(f"step {stepper.step}: {said}")
+                    self.note(f"the teacher has left; {self.compile_seconds:.1f} s to compile")
                     self.clock = time.monotonic()
                     self.hosts.touch(stepper.step)
                 self.profile(train.profile_steps is not None and step in range(*train.profile_steps))
@@ -170,9 +168,12 @@ class Loop:
     def before_wait(self):
         """Say that the first overflow has come before the program for it is compiled."""
         self.hosts.rest()
+        self.note("a bucket overflowed, and the complete program is still compiling")
+
+    def note(self, text: str):
+        """Show a line that begins with the number of finished steps."""
         if self.is_main:
-            why = "a bucket overflowed, and the complete program is still compiling"
-            self.progress.note(f"step {self.stepper.step}: {why}")
+            self.progress.note(f"step {self.stepper.step}: {text}")
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
         """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
@@ -188,14 +189,13 @@ class Loop:
                 if needed is not None and limits and needed > min(limits):
                     there = f"{with_prefix(min(limits))}B"
                     why = f"needs {with_prefix(needed)}B of each device's memory, which has {there}"
-            line = (
-                f"step {self.stepper.step}: the complete program {why}, so the first bucket that overflows ends the run"
-            )
+            line = f"the complete program {why}, so the first bucket that overflows ends the run"
             if why and self.session.config.train.optimistic is None:
+                line = f"step {self.stepper.step}: {line}"
                 self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
                 stop.requested = True
-            elif why and self.is_main:
-                self.progress.note(f"{line}; it goes on until then (train.optimistic = True)")
+            elif why:
+                self.note(f"{line}; it goes on until then (train.optimistic = True)")
         for step, metrics in self.stepper.finished(until):
             stop.observe(int(metrics["stop"]), step)
             self.hosts.touch(step)
@@ -219,10 +219,8 @@ class Loop:
             flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)[0]
         choices = sum(part.moe.top_k * part.config.moe_layers for part in session.model.expert_segments)
         record = step_record(metrics, tokens * choices, session.home.values())
-        record["tokens_per_second"] = tokens / seconds
-        record["model_flops_per_second"] = tokens * flops / seconds
-        record["step_seconds"] = seconds
-        record["peak_device_bytes"] = peak
+        record |= {"tokens_per_second": tokens / seconds, "model_flops_per_second": tokens * flops / seconds}
+        record |= {"step_seconds": seconds, "peak_device_bytes": peak}
         if self.compile_seconds is not None:
             record["compile_seconds"], self.compile_seconds = self.compile_seconds, None
         if allowed:
@@ -295,7 +293,7 @@ class Loop:
             if self.evaluations.last_step is None or self.evaluations.last_step < step:
                 self.evaluations.write(step, record)
                 self.tensorboard.write(step, record)
-            self.progress.note(f"step {step}: held-out loss {record['held_out_loss']:.4f}{averaged}")
+        self.note(f"held-out loss {record['held_out_loss']:.4f}{averaged}")
         self.clock = time.monotonic()
         self.hosts.touch(step)
 

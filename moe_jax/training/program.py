@@ -47,20 +47,14 @@ Shapes = dict[str, PlanShape] | None  # by segment with experts; None without a 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The parts of a run that its compiled step depends on.
+    """The parts of a run that its compiled step depends on."""
 
-    Attributes:
-      config: as bound, but for an overlap of 'auto'.
-      roles, model, optimizer, state_shardings: see their classes.
-      teacher: that the step learns from, None in a step without one.
-    """
-
-    config: RunConfig
+    config: RunConfig  # as bound, but for an overlap of 'auto'
     roles: Roles
     model: LanguageModel
     optimizer: optax.GradientTransformation
     state_shardings: StateShardings
-    teacher: Teacher | None
+    teacher: Teacher | None  # that the step learns from
 
     @property
     def home(self) -> dict[str, np.ndarray]:
@@ -210,15 +204,10 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Session(Program):
-    """The parts of a run that do not change while it trains.
-
-    Attributes:
-      feed: batches.
-      tables: {segment: the plan's tables}, on the devices.
-    """
+    """The parts of a run that do not change while it trains."""
 
     feed: Feed
-    tables: dict[str, Tables]
+    tables: dict[str, Tables]  # {segment: of even homes}, on the devices
 
     @property
     def lag(self) -> int:

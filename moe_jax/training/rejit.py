@@ -48,12 +48,10 @@ Shapes = dict[str, PlanShape]
 
 @dataclasses.dataclass
 class Pending:
-    """Shapes that are being compiled, number `number` (from 1) of all requested, and the newest placements that they
-    could run. `step` is the first that might have run with them.
-    """
+    """Shapes that are being compiled, and the newest placements that they could run."""
 
-    number: int
-    step: int
+    number: int  # of all shapes requested, from 1
+    step: int  # the first that might have run with them
     shape: Shapes
     placement: Placements
 

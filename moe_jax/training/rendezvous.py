@@ -115,20 +115,13 @@ class MalformedMessage(ValueError):
 
 @dataclass(kw_only=True, eq=False)
 class Peer:
-    """One other process, as seen over its connection.
+    """One other process, as seen over its connection."""
 
-    Attributes:
-      index: of the process; -1 until it has said its hello.
-      name: of its host; until its hello the address it connects from.
-      host_id: equal for processes that share a machine.
-      challenge: that its hello has to answer; afterwards the one that its hello gave.
-    """
-
-    index: int
-    name: str
+    index: int  # of the process; -1 until it has said its hello
+    name: str  # of its host; until its hello the address it connects from
     connection: socket.socket
-    host_id: str = ""
-    challenge: str = ""
+    host_id: str = ""  # equal for processes that share a machine
+    challenge: str = ""  # that its hello has to answer; afterwards the one that its hello gave
     received: bytes = b""
     last_heard: float = field(default_factory=time.monotonic)
     has_left: bool = False
@@ -272,21 +265,14 @@ _MENDED_SECONDS = 1.0  # between attempts that fail until a user corrects someth
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process' index, and what it shares with the others.
-
-    Attributes:
-      index, count: of this process, and of processes.
-      host, port: where process 0 listens.
-      token: of the job.
-      host_id: names this machine; equal on processes that share it.
-    """
+    """This process' index, and what it shares with the others."""
 
     index: int
-    count: int
-    host: str
+    count: int  # of processes
+    host: str  # where process 0 listens
     port: int
-    token: bytes
-    host_id: str = ""
+    token: bytes  # of the job
+    host_id: str = ""  # names this machine; equal on processes that share it
 
 
 def gather_peers(place: Place, *, offer: str, seconds: float) -> tuple[list[Peer], list[str]]:

@@ -227,11 +227,6 @@ TOO_OFTEN = 10.0  # times MoEConfig.overflow_chance: buckets grow when they over
 class Replanner:
     """The planner of one segment of a run, and the shapes that the run compiles for what it proposes.
 
-    Attributes:
-      config, roles: of the run, as of the segment (`segment_runs`); devices: D, of one expert-parallel group.
-      start: the even homes that the run starts with.
-      plans: the planner with its predictor, which decides where experts are.
-
     Raises:
       UserError: a cluster file that is not there, or more replica slots than its memory holds.
     """
@@ -240,8 +235,8 @@ class Replanner:
         check_transfer(config, roles)
         config = with_replica_slots(config, roles)
         self.config, self.roles = segment_runs(config, roles)[segment]
-        self.start = initial_placement(self.config, self.roles)
-        self.devices = self.roles.size(self.roles.expert)
+        self.start = initial_placement(self.config, self.roles)  # the even homes that the run starts with
+        self.devices = self.roles.size(self.roles.expert)  # D, of one expert-parallel group
         exchanges = config.train.grad_accum_steps * self.roles.size(self.roles.data)
         self.plans = PlanSession(self.config.planner, self.start, plan_cost(config, roles, segment), exchanges)
 

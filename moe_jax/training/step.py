@@ -75,20 +75,13 @@ def make_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class StateShardings:
-    """Shardings of the inputs and outputs of a step, as pytrees of NamedSharding.
-
-    Attributes:
-      state: of the training state; batch: of a `Batch` [Nm, B / Nm, Sq].
-      tables: {segment: of every array of the plan's `Tables`}.
-      host_signals: of int32 [devices] or [devices, 3], what each host sends to the step.
-      replicated: of everything else.
-    """
+    """Shardings of the inputs and outputs of a step, as pytrees of NamedSharding."""
 
     state: dict
-    batch: Batch
-    tables: dict[str, NamedSharding]
-    host_signals: NamedSharding
-    replicated: NamedSharding
+    batch: Batch  # [Nm, B / Nm, Sq]
+    tables: dict[str, NamedSharding]  # {segment: of every array of the plan's `Tables`}
+    host_signals: NamedSharding  # of int32 [devices] or [devices, 3], what each host sends to the step
+    replicated: NamedSharding  # of everything else
 
 
 def build_state_shardings(

@@ -36,50 +36,39 @@ WINDOW, MOST = 8, 1
 
 @dataclasses.dataclass
 class Sent:
-    """A step in flight.
+    """A step in flight."""
 
-    Attributes:
-      step: from 0; programs: that it may run; inputs: (batch, tables, host signals, and the teacher's parameters).
-      metrics: on the devices, as NumPy once `is_read`; again: whether the complete program followed the common one.
-    """
-
-    step: int
-    programs: Programs
-    inputs: tuple
-    metrics: dict = dataclasses.field(default_factory=dict)
-    again: bool = False
+    step: int  # from 0
+    programs: Programs  # that it may run
+    inputs: tuple  # batch, tables, host signals, and the teacher's parameters
+    metrics: dict = dataclasses.field(default_factory=dict)  # on the devices, as NumPy once `is_read`
+    again: bool = False  # whether the complete program followed the common one
     is_read: bool = False
 
 
 class Stepper:
-    """One run that goes on step by step.
-
-    Attributes:
-      state: of the run, donated to each step; step: how many were dispatched, which is the next one's number from 0.
-      programs: of the newest step; executable: the one of them that ran last.
-      overflows: {'steps': numbers, from 0, of the last steps that overflowed, as far as their metrics were read;
-        'run_again': how many of the run were run again}; JSON data that a checkpoint holds.
-      teacher_params: of the teacher that the next step learns from, None where it has none.
-      before_wait: called when a step has to wait until the complete program is compiled.
-      change_state: `run` calls change_state(state, step) -> state before each step.
-      in_flight: steps whose metrics nobody has asked for yet.
-    """
+    """One run that goes on step by step."""
 
     def __init__(self, session: Session, state: dict, engine: RejitEngine | None = None, overflows: dict | None = None):
         """Start from `state`, and load the teacher where the session has one."""
-        self.session, self.state, self.engine, self.lag = session, state, engine, session.lag
-        self.teacher_params: dict | None = None
+        self.session, self.engine, self.lag = session, engine, session.lag
+        self.state = state  # donated to each step
+        self.step = int(state["step"])  # how many were dispatched, which is the next one's number from 0
+        self.teacher_params: dict | None = None  # of the teacher that the next step learns from
         if session.teacher is not None:
             self.teacher_params = load_teacher(session.teacher, session.config.distillation)
-        self.step = int(state["step"])
-        self.before_wait: Callable[[], None] = lambda: None
-        self.change_state: Callable | None = None
-        self.programs: Any = None
-        self.executable: Any = None
+        self.before_wait: Callable[[], None] = lambda: (
+            None
+        )  # before a step waits until its complete program is compiled
+        self.change_state: Callable | None = None  # `run` calls change_state(state, step) -> state before each step
+        self.programs: Any = None  # of the newest step
+        self.executable: Any = None  # the one of them that ran last
+        # JSON data that a checkpoint holds: numbers, from 0, of the last steps that overflowed, as far as their metrics
+        # were read, and how many of the run were run again
         self.overflows = overflows or {"steps": [], "run_again": 0}
         self.not_halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
         self.halted = self.not_halted
-        self.in_flight: collections.deque[Sent] = collections.deque()
+        self.in_flight: collections.deque[Sent] = collections.deque()  # steps whose metrics nobody has asked for yet
 
     def compile(self) -> float:
         """Compile what the next step runs with; return the seconds that it took."""
