@@ -14,7 +14,7 @@ from moe_jax.observe import read_metrics
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.run import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")]
+pytestmark = pytest.mark.slow
 
 # planned ahead, whatever the file says
 BALANCERS = {

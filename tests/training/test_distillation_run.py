@@ -19,8 +19,6 @@ from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 from moe_jax.training.teacher import load_teacher, settle_teacher
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
-
 MESH = "MeshConfig.data = 4"
 FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
 STUDENT = ("ModelConfig.layers = 1", "DistillationConfig.until = 4", MESH, *FLAT)

@@ -7,7 +7,6 @@ had compiled or asks for on the way, and each of them is held to the prediction 
 
 import jax
 import numpy as np
-import pytest
 from support.tiny_run import one_step, session_of
 
 from moe_jax.models.counts import device_bytes
@@ -37,7 +36,6 @@ def tilt(state):
     return state
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 def test_ten_steps_on_one_expert(tmp_path):
     session = session_of(tmp_path, 4, *SIZES, *PLANNER)
     config = session.config

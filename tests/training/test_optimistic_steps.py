@@ -22,8 +22,6 @@ from moe_jax.training.program import Program, Session
 from moe_jax.training.replanner import sizes_of
 from moe_jax.training.stepper import Stepper, build_stepper
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
-
 # with one expert a token, buckets of 0.94 t rows for t tokens: only a batch of equal tokens overflows
 SIZES = (
     "train.optimistic = True", "ModelConfig.dtype = 'float64'", "ModelConfig.positions = 'rotary'",

@@ -20,8 +20,6 @@ from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.optimizer import build_optimizer, line_on_gates, muon_dims, state_bytes
 from moe_jax.training.step import abstract_state, build_state_shardings
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
-
 LAYERS, EXPERTS, VOCAB = 2, 8, 64
 SIZES = {"layers": 2 * LAYERS, "moe_every": 2, "model_dim": 16, "heads": 2, "hidden_dim": 32, "max_length": 8}
 

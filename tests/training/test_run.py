@@ -12,9 +12,6 @@ from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.observe import read_loads, read_metrics, summarize_run
 from moe_jax.training.checkpoint import Checkpointer
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
-
-
 EMA = "train.ema_decay = 0.75"
 
 

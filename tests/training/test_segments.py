@@ -27,8 +27,6 @@ PYRAMID = (
 )
 PLANNER = ("PlannerConfig.name = 'balanced'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 1")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -21,8 +21,6 @@ from moe_jax.training.loop import check_finite, step_record
 from moe_jax.training.run import starting_state
 from moe_jax.training.step import make_gradients
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
-
 SIZES = (
     "ModelConfig.layers = 1",  # so that the bank of any mesh is in the order of one device's
     "train.batch_size = 16",
