@@ -19,7 +19,7 @@ from support.ports import free_port
 from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 from moe_jax.training import hosts as hosts_module
-from moe_jax.training.hosts import Hosts, HostsConfig, StopSignal, find_launcher, resolve_hosts, start_hosts
+from moe_jax.training.hosts import Hosts, HostsConfig, StopSignal, resolve_hosts, start_hosts
 from moe_jax.training.rendezvous import held_port, machine_id
 
 WORKER, HERE = Path(__file__).with_name("hosts_worker.py"), socket.gethostname()
@@ -164,11 +164,6 @@ def test_port_of_the_service_is_kept_until_it_is_opened():
     socket.create_server(("", int(port))).close()
 
 
-def gpus(*processes: int) -> list:
-    """Return a device for each of these process indices."""
-    return [types.SimpleNamespace(process_index=index) for index in processes]
-
-
 @pytest.mark.parametrize(
     ("processes", "host_ids", "size"),
     [
@@ -180,12 +175,12 @@ def gpus(*processes: int) -> list:
     ],
 )
 def test_node_size_is_that_of_hosts_that_are_alike(processes, host_ids, size):
-    hosts = Hosts(host_ids=host_ids)
+    hosts, devices = Hosts(host_ids=host_ids), [types.SimpleNamespace(process_index=index) for index in processes]
     if isinstance(size, int):
-        assert hosts.node_size(gpus(*processes)) == size
+        assert hosts.node_size(devices) == size
         return
     with pytest.raises(UserError, match=size):
-        hosts.node_size(gpus(*processes))
+        hosts.node_size(devices)
 
 
 def test_machine_id_follows_nccl():
@@ -216,6 +211,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
         (SLURM, {}, ("node07:62344", 4, 3, [1])),
         (SLURM, {"coordinator": "a:1"}, ("a:1", 4, 3, [1])),
         (SLURM | {"SLURM_NTASKS": "1"}, {}, (None, 1, 0, None)),
+        ({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "4"}, {}, (None, 1, 0, None)),  # a login shell of salloc
         # jax: the job id's upper bits modulo 2^12 choose the port
         (OLD_MPI, {}, (f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 2, [0])),
         (OPEN_MPI, {"coordinator": "a:1"}, ("a:1", 4, 2, [0])),
@@ -238,10 +234,6 @@ def test_resolve_hosts_fills_in_from_the_environment_what_flags_leave_open(envir
         return
     config, local_device_ids = resolve_hosts(HostsConfig(**flags), environment)
     assert (config.coordinator, config.num_processes, config.process_id, local_device_ids) == want
-
-
-def test_a_login_shell_of_salloc_is_no_job():
-    assert find_launcher({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "4"}) is None
 
 
 # Stopping.

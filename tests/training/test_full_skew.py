@@ -7,13 +7,13 @@ had compiled or asks for on the way, and each of them is held to the prediction 
 
 import jax
 import numpy as np
-from support.tiny_run import one_step, session_of
+from support.tiny_run import config_of
 
 from moe_jax.models.counts import device_bytes
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.loop import compiled_peak
-from moe_jax.training.rejit import build_engine
 from moe_jax.training.replanner import sizes_of
+from moe_jax.training.stepper import build_stepper
 
 SIZES = (
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",
@@ -37,38 +37,29 @@ def tilt(state):
 
 
 def test_ten_steps_on_one_expert(tmp_path):
-    session = session_of(tmp_path, 4, *SIZES, *PLANNER)
-    config = session.config
-    engine = build_engine(session)
-    engine.start()
-    plain = session_of(tmp_path, 4, *SIZES)
-    plain_step, _ = plain.compile_step()
+    def tilted(state, step):
+        return tilt(state) if step == 1 else state
+
+    # with a planner, and the same training without it and without replicas
+    planned, plain = (
+        build_stepper(config_of(tmp_path, *SIZES, *planner), jax.devices()[:4], tilted) for planner in (PLANNER, ())
+    )
+    records, wanted = planned.run(11), plain.run(11)
+    planned.engine.close()
+    config, session = planned.session.config, planned.session
     tokens = config.train.batch_size * config.data.sequence_length
-    state, used, passes, replicas = session.fresh_state(), {}, [], []
-    other = jax.tree.map(lambda leaf: leaf.copy(), state)
-    for step in range(11):
-        if step == 1:
-            state, other = tilt(state), tilt(other)
-        batch = to_devices(session.feed.read(step), session.state_shardings.batch)
-        programs, tables, host_signals, state = engine.before_step(step, state, 0)
-        executable = used[engine.shape["segment_0"]] = programs[1].result()[0]
-        replicas.append(len(engine.placement["segment_0"].replicas))
-        state, metrics = executable(state, batch, tables, host_signals)
-        engine.after_dispatch(step)
-        metrics = jax.device_get(metrics)
-        engine.observe(step, metrics)
-        # the same training without a planner and without replicas
-        other, want = one_step(plain, plain_step, other, step)
-        np.testing.assert_allclose(metrics["loss"], float(want["loss"]), rtol=1e-5)
-        assert not metrics["dropped"].any()
-        np.testing.assert_array_equal(metrics["loads"].sum((1, 2)), [tokens] * 2)
+    np.testing.assert_allclose([record["loss"] for record in records], [want["loss"] for want in wanted], rtol=1e-5)
+    for step, record in enumerate(records):
+        assert not record["dropped"].any()
+        np.testing.assert_array_equal(record["loads"].sum((1, 2)), [tokens] * 2)
         if step >= 1:
-            np.testing.assert_array_equal(metrics["loads"].sum(1)[:, HOT], [tokens] * 2)
-            passes.append(int(metrics["passes"].max()))
-    engine.close()
+            np.testing.assert_array_equal(record["loads"].sum(1)[:, HOT], [tokens] * 2)
+    passes = [int(record["passes"].max()) for record in records[1:]]
     assert passes[0] > 1  # nobody had foreseen this
-    assert replicas[-1] > 0 and passes[-1] < passes[0]  # the plan followed
-    for shape, executable in used.items():
+    assert records[-1]["replicas"] > 0 and passes[-1] < passes[0]  # the plan followed
+    assert len(planned.engine.executables) > 1
+    for (shape,), future in planned.engine.executables.items():
+        (_, complete), _ = future.result()
         want = device_bytes(sizes_of(config, session.roles, session.model.vocab_size), {"segment_0": shape})
-        peak = compiled_peak(executable)
+        peak = compiled_peak(complete.result()[0])
         assert peak <= want.at_most <= 2 * peak, (shape, peak, want)

@@ -226,20 +226,17 @@ def test_none_may_be_skipped_by_default(tmp_path):
         TrainConfig(max_skipped_steps=-1)
 
 
-NAMES = ["bank/w_in", "bank/w_out", "dense/norm/scale"]
-
-
-def metrics_of(loss, square_norms):
-    return {"loss": np.float32(loss), "square_norms": np.float32(square_norms)}
-
-
 def test_check_finite_names_the_first_leaf():
-    check_finite(3, metrics_of(1.5, [0.0, 1.0, 1e30]), NAMES, None)
+    def check(step, loss, square_norms):
+        metrics = {"loss": np.float32(loss), "square_norms": np.float32(square_norms)}
+        check_finite(step, metrics, ["bank/w_in", "bank/w_out", "dense/norm/scale"], None)
+
+    check(3, 1.5, [0.0, 1.0, 1e30])
     words = r"step 7: the loss is 2.5, and gradient leaf 'bank/w_out' is the first .* or let train.max_skipped_steps"
     with pytest.raises(NonFiniteError, match=words):
-        check_finite(7, metrics_of(2.5, [1.0, np.inf, np.nan]), NAMES, 4)
+        check(7, 2.5, [1.0, np.inf, np.nan])
     with pytest.raises(NonFiniteError, match="the loss is inf, and every gradient is finite; there is no checkpoint"):
-        check_finite(2, metrics_of(np.inf, [1.0, 1.0, 1.0]), NAMES, None)
+        check(2, np.inf, [1.0, 1.0, 1.0])
 
 
 def test_step_record():
