@@ -60,12 +60,6 @@ def initial_placement(config: RunConfig, roles: Roles) -> Placement:
 USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
 
 
-def run_cluster(config: RunConfig) -> Cluster:
-    """Return the cluster that the run names, else one that knows nothing."""
-    named = config.planner.cluster
-    return read_cluster(named) if named else Cluster(name="of this run; name one in PlannerConfig.cluster")
-
-
 def plan_cost(config: RunConfig, roles: Roles, segment: str) -> Cost:
     """Return the planner's cost model of a segment; figures that the cluster file lacks stay absent."""
     cost, planner = _cost(*segment_runs(config, roles)[segment]), build_planner(config.planner)
@@ -95,7 +89,9 @@ def _cost(config: RunConfig, roles: Roles) -> Cost:
     """Return the cost model of a run of one segment, the memory that the model itself takes not counted."""
     planner, model, start = config.planner, config.model, initial_placement(config, roles)
     shards = roles.size(roles.expert_shard)
-    cluster = run_cluster(config).sized(start.nodes, start.devices_per_node).part_of(shards)
+    unknown = Cluster(name="of this run; name one in PlannerConfig.cluster")
+    cluster = read_cluster(planner.cluster) if planner.cluster else unknown
+    cluster = cluster.sized(start.nodes, start.devices_per_node).part_of(shards)
     return Cost(
         cluster=cluster,
         model_dim=model.model_dim,
@@ -131,7 +127,6 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
     """
     if config.planner.replica_slots != "memory":
         return config
-    memory = run_cluster(config).need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
     sizes, most = sizes_of(config, roles), 0
 
     def holding(slots: int) -> RunConfig:
@@ -139,6 +134,7 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
 
     for own, own_roles in segment_runs(holding(0), roles).values():
         none, start = _cost(own, own_roles), initial_placement(own, own_roles)
+        memory = none.cluster.need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
         room = slots_in(memory, none.layers_alive, none.expert_bytes)
         most = max(most, min(start.experts - build_shape(start).home_slots, room))
     fewest = 0
