@@ -138,12 +138,7 @@ class TokenStream:
 
 
 def held_out_batches(
-    cache: TokenCache,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    limit: int = 0,
-    rows: slice | np.ndarray | None = None,
+    cache: TokenCache, *, sequence_length: int, batch_size: int, limit: int = 0, rows: slice | np.ndarray | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (tokens, weights) of the held-out windows, in the order of the text, every batch of the same shape.
 

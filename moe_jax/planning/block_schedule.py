@@ -173,10 +173,7 @@ class Prefetch:
             backward = (
                 f"Sa1+Gb1,Ab1|F0[{cut}:1],Ub0 Bb0+Ga1,Aa1|M1[0:{agg}],Ua0 Ba0+Eb0|M1[{agg}:1]|F-1[0:{cut}] Sb0+Ea0"
             )
-            after = (
-                f"Sb{last}+Ea{last} Ba{last}+Eb{last} Bb{last}+Ua{last} Ub{last}",
-                "Sa0+Gb0,Ab0 Ga0 Aa0|M0",
-            )
+            after = (f"Sb{last}+Ea{last} Ba{last}+Eb{last} Bb{last}+Ua{last} Ub{last}", "Sa0+Gb0,Ab0 Ga0 Aa0|M0")
         elif self.schedule == "hecate":
             # Attention first in the backward, so that Agg had the next layer's experts beside it too, hid 1.7 ms of a
             # modelled 54 and exposed 3.2 ms more of the all-to-alls.

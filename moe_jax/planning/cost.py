@@ -152,9 +152,7 @@ class Cost:
     def exchange(self, received: np.ndarray, requested_by: str) -> np.ndarray:
         """T_A2A, the mean of a layer's four: R [..., D] -> seconds [...].
 
-        Through shared links as if sources were spread evenly over devices.
-
-        Source: Pro-Prophet, equation 1, which has one link for each device.
+        Through shared links as if sources were spread evenly over devices; Pro-Prophet's equation 1 has one link each.
         """
         if self.price == "paper":
             return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth(requested_by)
@@ -203,7 +201,7 @@ class Cost:
     def transfer_shape(self, sizes: TransferSizes, devices: int, devices_per_node: int) -> TransferShape:
         """Return a transfer of these sizes in the form that `transfer` names; 'auto': in the cheaper one.
 
-        Where the links are not known, that is the one that sends less between nodes.
+        That is the one that sends less between nodes where the links are not known.
         """
         forms = forms_of(self.transfer, devices, devices_per_node)
         shapes = {form: sizes.shape(devices, devices_per_node, form == "by_node") for form in forms}

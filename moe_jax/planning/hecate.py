@@ -70,15 +70,13 @@ class HecatePlanner(Planner):
         """
         if not self.config.decides_late:
             return placement
-        name = self.config.name
+        name, slots = self.config.name, self.config.late_slots if cost.late is None else cost.late.slots
         loads = np.asarray(loads, np.float64)
-        tau = min(cost.overlap(name), placement.experts)
-        slots = self.config.late_slots if cost.late is None else cost.late.slots
-        free = np.full((placement.layers, placement.devices), slots)
         totals = loads.sum(axis=1)
-        order = falling(totals)[:, :tau]
+        order = falling(totals)[:, : cost.overlap(name)]
         if not order.size or slots <= 0:
             return placement
+        free = np.full((placement.layers, placement.devices), slots)
         added = spread_replicas(NUMPY, totals, placement.holds, order, free, placement.devices_per_node)
         if cost.late is not None:
             wanted = added
@@ -291,11 +289,11 @@ def _even_part(places: np.ndarray, parts: int, count: int) -> np.ndarray:
 
 
 def relabelled(home_new: np.ndarray, home_old: np.ndarray, devices: int, devices_per_node: int) -> np.ndarray:
-    """Return the new homes with labels under which more experts stay where they are, never fewer.
+    """Return the new homes, int [L, E], with labels under which more experts stay where they are, never fewer.
 
-    Homes are int [L, E]. Devices of a node are exchanged among themselves, and whole nodes: first in all layers at
-    once, then in single layers among devices that home as many experts of it. So every layer keeps the loads and the
-    transfers that the new homes were made for, and every device as many rows of the bank.
+    Devices of a node are exchanged among themselves, and whole nodes: first in all layers at once, then in single
+    layers among devices that home as many experts of it. So every layer keeps the loads and the transfers that the new
+    homes were made for, and every device as many rows of the bank.
     """
     home = _exchanged(home_new, home_old, devices, devices_per_node, np.zeros(devices, int))
     for layer, (new, old) in enumerate(zip(home, home_old, strict=True)):
