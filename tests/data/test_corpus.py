@@ -63,6 +63,9 @@ def test_find_documents_globs_and_lists_keep_the_users_order_and_count_once(fold
 def test_pieces_are_of_text_jsonl_and_gzip(folder):
     # the blank line and the empty text are no documents
     assert texts(folder) == ["one", "two", "Z text", "B text", "three"]
+    # another field, in any spelling: the second is a surrogate pair
+    (folder / "d.jsonl").write_text('{"body": "héé"}\n' + json.dumps({"body": "a \U0001f600"}) + "\n")
+    assert texts(folder / "d.jsonl", field="body") == ["héé", "a \U0001f600"]
 
 
 def test_pieces_cut_a_long_text_after_line_ends_and_lose_nothing(tmp_path, monkeypatch):
@@ -93,20 +96,14 @@ def test_find_documents_default_is_the_standard_library_without_its_tests():
         ("d.jsonl", b'{"text": 7}\n', r"d.jsonl:1: field 'text' holds a int, not text; set DataConfig.field"),
         ("d.jsonl", b'{"text": "a"}\n\xff\xfe\n', r"d.jsonl:2: not UTF-8"),
         ("d.jsonl", b'{"text": "\\ud800"}\n', r"d.jsonl:1: field 'text' holds half a surrogate pair; remove it"),
-        ("t.txt", b"one\ntwo \xff\n", r"t.txt:2: not UTF-8 .*; convert the file, or name only the text files"),
+        ("t.txt", b"a\nb\nc\nd\n\xff\n", r"t.txt:5: not UTF-8 .*; convert the file, or name only the text files"),
         ("d.jsonl.gz", gzip.compress(b'{"text": "abc"}' * 99, mtime=0)[:-9], r"d.jsonl.gz: not a whole gzip file"),
     ],
 )
-def test_pieces_name_the_file_and_line_of_bad_data(tmp_path, name, content, text):
+def test_pieces_name_the_file_and_line_of_bad_data(tmp_path, monkeypatch, name, content, text):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 4)  # lines are counted over blocks
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=text):
-        texts(tmp_path)
-
-
-def test_pieces_line_number_counts_over_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK_BYTES", 4)
-    (tmp_path / "t.txt").write_bytes(b"a\nb\nc\nd\n\xff\n")  # the bad byte stands in line 5, in the third block
-    with pytest.raises(UserError, match=r"t.txt:5: not UTF-8"):
         texts(tmp_path)
 
 
@@ -120,12 +117,6 @@ def test_find_documents_names_what_is_missing(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=words):
             find_documents(DataConfig(path=path))
-
-
-def test_pieces_are_of_the_field_that_is_named_in_any_json_spelling(tmp_path):
-    # the second spelled as a surrogate pair
-    (tmp_path / "d.jsonl").write_text('{"body": "héé"}\n' + json.dumps({"body": "a \U0001f600"}) + "\n")
-    assert texts(tmp_path, field="body") == ["héé", "a \U0001f600"]
 
 
 @pytest.mark.parametrize(

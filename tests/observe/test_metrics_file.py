@@ -85,7 +85,7 @@ def test_write_on_a_full_disk_is_a_user_error_and_resumes(tmp_path):
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_summarize_run_by_hand(finished_run):
+def test_summarize_run_by_hand(finished_run, tmp_path):
     summary = summarize_run(finished_run)
     assert (summary["steps"], summary["held_out_loss_first"], summary["held_out_loss_last"]) == (30, 5.0, 2.4)
     # Step 1 compiled: its 1 token/s is not in the median.
@@ -95,10 +95,7 @@ def test_summarize_run_by_hand(finished_run):
     assert summary["below_unigram_entropy"] == pytest.approx(0.25)  # 1 - 2.4 / 3.2
     assert summary["rejit_stall_seconds"] is None
     assert 1.0 < summary["device_load_mean"] < summary["device_load_worst"] < 2.0
-
-
-def test_a_summary_guesses_nothing(tmp_path):
-    summary = summarize_run(tmp_path)
+    summary = summarize_run(tmp_path / "none")  # guesses nothing
     assert summary["steps"] is None and summary["loss_last"] is None and summary["below_unigram_entropy"] is None
     assert summary["compilations"] == 0 and summary["overflow_steps"] is None
     with closing(MetricsWriter(tmp_path)) as writer:  # one step, which compiles, is used
