@@ -1,7 +1,4 @@
-"""From timed calls to a cluster file: collectives in their groups, matmuls, gating, layers; fits; `Cluster`; drawings.
-
-On several processes every process gets the same answer: process 0's medians are passed on.
-"""
+"""From timed calls of collectives, matmuls, gating and layers to a cluster file: fits, `Cluster`, drawings."""
 
 from __future__ import annotations
 
@@ -93,6 +90,7 @@ def calibrate(
         groups = mesh_groups(mesh.expert, mesh.expert_shard, mesh.model, per_node)
     turns = itertools.count(1)
 
+    # every process gets the same answer: process 0's medians are passed on
     def clock(calls, rounds):
         seconds = interleaved_seconds(dict(enumerate(calls)), rounds)
         own = json.dumps([statistics.median(seconds[index]) for index in range(len(calls))])
@@ -108,10 +106,8 @@ def calibrate(
         seconds = clock([case.call for case in cases], options.rounds)
         each = [max(took - empty, 0.0) / case.count for took, case in zip(seconds, cases, strict=True)]
         found = Points([case.x for case in cases], [case.y for case in cases], each)
-        of_saa = name.startswith("saa")
-        note(
-            name, found, _fit_saa(found) if of_saa else fit_alpha_beta(found.x, each, found.y if any(found.y) else None)
-        )
+        second = found.y if any(found.y) else None
+        note(name, found, _fit_saa(found) if name.startswith("saa") else fit_alpha_beta(found.x, each, second))
 
     (nothing,) = collective_cases(Timed("none", len(devices)), devices, 0)
     (empty,) = clock([nothing.call], 3 * options.rounds)

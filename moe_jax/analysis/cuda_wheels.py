@@ -86,13 +86,10 @@ def install(place: Path) -> None:
 
 
 def run_with_wheels(arguments: list[str], install_them: bool) -> int | None:
-    """Make sure that this process has the wheels, or run the same command in one that does.
+    """Return None where this process has the wheels, else the exit code of the same command in one that does.
 
     Args:
       arguments: of `python -m moe_jax.inspect`; install_them: fetch the wheels where they are missing.
-
-    Returns:
-      None where this process has them; else the exit code of the other one.
 
     Raises:
       UserError: they are missing, with their size and the flag that installs them.

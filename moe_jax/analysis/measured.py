@@ -293,10 +293,7 @@ def record_steps(
 
     Args:
       folder: the trace goes there.
-      steps: under the profiler; plain_steps: without it, each waited for.
-
-    Returns:
-      seconds of a step without the profiler, the median; None without such steps.
+      steps: under the profiler; plain_steps: without it, each waited for; their median seconds are returned.
     """
     import jax
 
@@ -344,9 +341,6 @@ def read_spans(folder: Path, module: str) -> list[Span]:
 
     On a GPU the kernels stand on threads named 'Stream #...'; other threads of the device repeat them joined, and are
     left out. `hlo_op` names the instruction, behind those that it runs inside of, joined by '::'.
-
-    Raises:
-      UserError: no trace there, or none of this program.
     """
     files = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not files:

@@ -214,9 +214,6 @@ def count_thunks(dump: pathlib.Path, module: Module) -> dict | None:
       buffers: launches of command buffers; inside: {group: thunks in them}; outside: {group: thunks in none}, over
       `GROUPS`. A loop counts once however many turns it has, what it runs once for each; of a conditional the branch
       with the fewest. outside_kinds: {XLA's name of the kind: thunks in no buffer}. None where the folder has no dump.
-
-    Raises:
-      UserError: the text has no thunks.
     """
     files = sorted(dump.glob(f"*{_SEQUENCE}"), key=lambda path: path.stat().st_mtime_ns)
     if not files:

@@ -367,11 +367,7 @@ def schedules_of(case: LayerCase) -> tuple[str, ...]:
 
 
 def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> LayerSeconds:
-    """Return the predicted time of a layer whose experts are loaded evenly.
-
-    Raises:
-      UserError: the cluster lacks a fit.
-    """
+    """Return the predicted time of a layer whose experts are loaded evenly."""
     roles, sizes = case.sizes(devices)
     shape = layer_shape(schedule, roles, sizes)
     record = schedule_record(schedule).on_mesh(case.mp_size, case.esp_size)

@@ -151,11 +151,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Return the module that a text describes.
-
-    Raises:
-      UserError: not the text of a scheduled HLO module.
-    """
+    """Return the module that a text describes; what is not the text of a scheduled one is a UserError."""
     first = text.split("\n", 1)[0]
     if not first.startswith("HloModule "):
         raise UserError(f"{first[:60]!r} is not the first line of an HLO module's text ('HloModule ...')")
@@ -243,11 +239,7 @@ Groups = tuple[tuple[int, ...], ...]
 # replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}    likewise, of ids in another order
 # source_target_pairs={{0,1},{1,2}}                       of a permute
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """Return the groups of a collective, one of all devices where none are written; of a permute its pairs.
-
-    Raises:
-      UserError: groups written in a way that is not known here.
-    """
+    """Return the groups of a collective, one of all devices where none are written; of a permute its pairs."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return tuple(tuple(_ints(one)) for one in re.findall(r"\{(\d+,\d+)\}", pairs.group(1)))
     _, found, text = attributes.partition("replica_groups=")

@@ -77,11 +77,7 @@ def target_names() -> tuple[str, ...]:
 
 
 def parse_target(text: str) -> Target:
-    """Return the target of 'NAME:NODESxDEVICES', such as 'h200:4x8' for four nodes of eight.
-
-    Raises:
-      UserError: an unknown device, or a topology that is no such product.
-    """
+    """Return the target of 'NAME:NODESxDEVICES', such as 'h200:4x8'; a UserError says what another text lacks."""
     name, _, topology = text.partition(":")
     if name not in target_names():
         raise UserError(f"--target ({text!r}) names no known device; choose one of {', '.join(target_names())}")
