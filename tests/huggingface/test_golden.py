@@ -16,15 +16,20 @@ import pytest
 
 pytest.importorskip("safetensors")
 
-from huggingface.random_models import GOLDEN, places_of  # noqa: E402
-from huggingface.real_model import compare_with  # noqa: E402
+from huggingface.random_models import GOLDEN, compare_with, places_of  # noqa: E402
 from support.commands import run_command_here  # noqa: E402
 
 from moe_jax.config.gin_files import parse_run_config  # noqa: E402
 from moe_jax.config.run_config import config_text  # noqa: E402
 from moe_jax.data import build_cache  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
-from moe_jax.inference.conversion import TensorFolder, export_folder, import_folder, write_tensors  # noqa: E402
+from moe_jax.inference.conversion import (  # noqa: E402
+    TensorFolder,
+    Upcycling,
+    export_folder,
+    import_folder,
+    write_tensors,
+)
 from moe_jax.inference.families import read_config, tensor_places  # noqa: E402
 from moe_jax.models.counts import parameter_counts  # noqa: E402
 from moe_jax.training.hosts import Hosts  # noqa: E402
@@ -84,6 +89,28 @@ def test_files_that_hold_all_experts_in_one_tensor(tmp_path):
     export_folder(tmp_path / "run", tmp_path / "back")
     back = TensorFolder(tmp_path / "back")
     assert all(source.read(t).tobytes() == back.read(t).tobytes() for t in source.names)
+
+
+def test_every_expert_is_a_copy_of_the_dense_ffn(tmp_path):
+    """Of a Llama with the attention of the golden Mixtral and its first experts; exported, it has these everywhere."""
+    source, matrices = TensorFolder(FOLDER / "mixtral_one_key_head_sharded"), {"w1": "gate", "w3": "up", "w2": "down"}
+    keys = json.loads((source.path / "config.json").read_text()) | {"model_type": "llama"}
+    keys = {key: value for key, value in keys.items() if key not in ("num_local_experts", "num_experts_per_tok")}
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(keys))
+    tensors = {}
+    for name in source.names:
+        layer, expert, matrix = name.partition(".block_sparse_moe.experts.0.")
+        if expert or "block_sparse_moe" not in name:
+            dense = f"{layer}.mlp.{matrices[matrix[:2]]}_proj.weight" if expert else name
+            tensors[dense] = source.read(name)
+    write_tensors(tmp_path / "dense", tensors.items())
+    import_folder(tmp_path / "dense", tmp_path / "run", Upcycling(experts=4))
+    export_folder(tmp_path / "run", tmp_path / "back")
+    back = TensorFolder(tmp_path / "back")
+    assert back.names == source.names
+    for name in (name for name in source.names if not name.endswith(".gate.weight")):
+        assert back.read(name).tobytes() == source.read(re.sub(r"experts\.\d", "experts.0", name)).tobytes(), name
 
 
 def change_config(folder, **changes):

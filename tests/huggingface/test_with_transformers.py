@@ -12,8 +12,7 @@ pytest.importorskip("safetensors")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from huggingface.random_models import TOKENS, build, numbers, save  # noqa: E402
-from huggingface.real_model import compare_with, loss_and_gradients  # noqa: E402
+from huggingface.random_models import TOKENS, build, compare_with, loss_and_gradients, numbers, save  # noqa: E402
 
 from moe_jax.inference.conversion import (  # noqa: E402
     TensorFolder,  # noqa: E402
