@@ -18,6 +18,7 @@ import math
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -244,8 +245,6 @@ class LoadsRecorder:
           resume_step: the last step that the restored checkpoint contains; later samples are removed, and so is
             loads.npz until it is merged again. None starts a new run: all samples are removed.
         """
-        if every < 0:
-            raise UserError(f"train.loads_every ({every}) must be 0 (record none) or a positive number of steps")
         self.every = every
         self._folder = RunFolder(folder)
         self._origin = origin
@@ -275,14 +274,11 @@ class LoadsRecorder:
         """Return what became of samples that an earlier start recorded on another mesh; None where there are none."""
         if self._origin is None:
             return None
-        meshes: dict[str, int] = {}
-        last_step = 0
+        meshes, last_step = Counter(), 0
         for origin, S, samples, step in self._older:
-            if S == self._origin.sources and (origin is None or origin.mesh == self._origin.mesh):
-                continue
-            name = f"{S} sources" if origin is None else f"{origin.describe_mesh()}, {S} sources"
-            meshes[name] = meshes.get(name, 0) + samples
-            last_step = step
+            if S != self._origin.sources or (origin is not None and origin.mesh != self._origin.mesh):
+                meshes[f"{S} sources" if origin is None else f"{origin.describe_mesh()}, {S} sources"] += samples
+                last_step = step
         if not meshes:
             return None
         listed = "; ".join(f"{count} of ({name})" for name, count in meshes.items())
@@ -305,10 +301,6 @@ class LoadsRecorder:
         if not self.due(step):
             return False
         loads = np.asarray(loads)
-        if loads.ndim != 3 or loads.dtype.kind not in "iu":
-            raise ValueError(
-                f"loads must be integers [layers, sources, experts], not {loads.dtype} {list(loads.shape)}"
-            )
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"step ({step}) must be later than the last recorded one ({self.last_step})")
         held = sum(sample.nbytes for sample in self._loads)

@@ -243,10 +243,10 @@ def windowed(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> 
     return steps[np.append(starts[1:], len(steps)) - 1], means
 
 
-def smoothed(values: np.ndarray, reach: int | None = None) -> np.ndarray:
-    """Average each value [n] with its neighbours up to `reach` away on both sides; NaN is left out."""
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Average each value [n] with its neighbours up to a twentieth of all away, 1 to 10; NaN is left out."""
     n = len(values)
-    reach = max(1, min(10, n // 20)) if reach is None else reach
+    reach = max(1, min(10, n // 20))
     present = np.isfinite(values)
     counts = np.concatenate([[0.0], np.cumsum(present)])
     sums = np.concatenate([[0.0], np.cumsum(np.where(present, values, 0.0))])
@@ -342,10 +342,10 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
     return figure
 
 
-def load_grid(trace: LoadsTrace, most: int = MOST_POINTS) -> tuple[np.ndarray, float, float]:
-    """Bring samples onto an even time axis of at most `most` columns and divide each expert's load by the even share.
+def load_grid(trace: LoadsTrace) -> tuple[np.ndarray, float, float]:
+    """Bring samples onto an even time axis and divide each expert's load by the even share.
 
-    Several samples in one column are averaged, a gap repeats the sample before it.
+    Several samples in one of at most MOST_POINTS columns are averaged, a gap repeats the sample before it.
 
     Returns:
       (shares float64 [L, E, n], first, last): 1 is an even share; the steps at the left and right edge.
@@ -355,7 +355,7 @@ def load_grid(trace: LoadsTrace, most: int = MOST_POINTS) -> tuple[np.ndarray, f
     shares = tokens / np.where(even > 0, even, 1.0)
     steps = trace.iterations.astype(np.int64)
     apart = int(np.diff(steps).min()) if len(steps) > 1 else 1
-    columns = min(most, int(steps[-1] - steps[0]) // apart + 1)
+    columns = min(MOST_POINTS, int(steps[-1] - steps[0]) // apart + 1)
     edges = steps[0] + (steps[-1] - steps[0] + apart) * np.arange(columns + 1) / columns
     # Column j holds the samples from edge j to edge j + 1, or else the newest one before it.
     stops = np.searchsorted(steps, edges[1:] - 1e-6)
