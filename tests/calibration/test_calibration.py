@@ -1,11 +1,13 @@
 """Fits from synthetic times are exact; a small real calibration writes a file that parm and the cost model read."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+from bench.schedule_report import report
 
 from moe_jax.analysis import calibrate as measure
 from moe_jax.analysis.calibrate import CalibrationOptions, _cluster, calibrate
@@ -251,3 +253,14 @@ def test_file_of_another_machine_is_refused(tmp_path):
     roles = build_mesh(MeshConfig(expert=4, expert_shard=2, model=2), jax.devices()[:8])
     with pytest.raises(UserError, match=r"MeshConfig has 8 devices, but cluster 'there' has nodes \(2\) x .*\(2\) = 4"):
         build_schedule("parm", roles, LayerSizes(config=moe, tokens=64, groups=4))
+
+
+def test_a_report_of_two_layers(tmp_path, capsys):
+    """From the calibration of this project's own page: the line that scripts read, with both rules judged."""
+    samples = {"deepspeed": [0.03, 0.031], "s1": [0.02, 0.021], "s2": [0.025, 0.026]}
+    longer = {name: [2 * second for second in seconds] for name, seconds in samples.items()}
+    rows = {LayerCase(2, 2, 256, 64, 64, 1.0, 1): samples, LayerCase(4, 2, 512, 64, 64, 1.0, 2): longer}
+    report(tmp_path / "sweep.csv", rows, "docs/bench/cluster_host.json")
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["layers"] == 2 and set(answer["rules"]) == {"equations", "layers"}
+    assert answer == json.loads((tmp_path / "sweep_summary.json").read_text())

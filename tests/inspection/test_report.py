@@ -189,16 +189,10 @@ condition:
 """
 METADATA = """\
 thunk_metadata {
-  thunk_info {
-    profile_annotation: "while.1"
-    thunk_id: 3
-  }
-  thunk_kind: "kWhile"
+  thunk_info { profile_annotation: "while.1" thunk_id: 3 }
 }
 thunk_metadata {
-  thunk_info {
-  }
-  thunk_kind: "kSequential"
+  thunk_info { }
 }
 """
 

@@ -1,4 +1,4 @@
-"""Replay as a user runs it: a small trace in, a table, pictures and a JSON line out; mistakes end with code 2."""
+"""Replay as a user runs it: a trace or a run folder in, a table, pictures and a JSON line out."""
 
 import dataclasses
 import json
@@ -12,8 +12,10 @@ import pytest
 
 from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
-from moe_jax.cluster import Cluster
-from moe_jax.observe import LoadsTrace, read_loads
+from moe_jax.analysis.replay_inputs import DEFAULT_CLUSTER, GivenFlags, attention_seconds, build_inputs, layer_of
+from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.errors import UserError
+from moe_jax.observe import LoadsOrigin, LoadsRecorder, LoadsTrace, read_loads
 from moe_jax.planning import NAMES
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
@@ -23,6 +25,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FLAT = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
 SIZES = {"model_dim": 64, "hidden_dim": 128, "overlap_degree": 4}
 LINKS = Cluster(name="flat", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
+EXPERTS = 8
 COST = Cost(cluster=LINKS, replica_slots=2, **SIZES)
 
 
@@ -38,20 +41,24 @@ def save_trace(path, trace):
     np.savez(path, loads=trace.loads, iterations=trace.iterations)
 
 
-def run_replay(tmp_path, *flags):
+def replay_in(folder, *flags):
+    """Return (exit code, lines of output, what it says of errors)."""
+    command, env = [sys.executable, "-m", "moe_jax.replay", *flags], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def replay_trace(tmp_path, *flags):
     path = tmp_path / "loads.npz"
     if not path.exists():
         save_trace(path, make_trace())
-    command = [sys.executable, "-m", "moe_jax.replay", f"--trace={path}", f"--cluster={FLAT}", *flags]  # the last wins
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    return replay_in(tmp_path, f"--trace={path}", f"--cluster={FLAT}", *flags)  # the last wins
 
 
 def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path):
     out = tmp_path / "out"
-    done = run_replay(tmp_path, "--planners=all", "--nodes=2", "--devices_per_node=2", f"--out={out}")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    code, lines, err = replay_trace(tmp_path, "--planners=all", "--nodes=2", "--devices_per_node=2", f"--out={out}")
+    assert code == 0, err
     answer = json.loads(lines[-1])
     assert json.loads((out / "replay.json").read_text()) == answer
     assert set(answer["planners"]) == set(simulate.EVERY_NAME) >= set(NAMES)
@@ -76,9 +83,9 @@ def test_replay_reads_what_calibrate_wrote(tmp_path):
     assert again.loads.dtype == np.int64 and again.iterations.tolist() == [0, 1, 2, 3]
     names = ["fastermoe_after_gate", "pro_prophet", "balanced"]
     cluster = f"--cluster={ROOT / 'docs/bench/cluster_lab.json'}"
-    done = run_replay(tmp_path, cluster, f"--planners={','.join(names)}")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
+    code, lines, err = replay_trace(tmp_path, cluster, f"--planners={','.join(names)}")
+    assert code == 0, err
+    answer = json.loads(lines[-1])
     assert answer["cluster"] == "calibrated" and list(answer["planners"]) == names
     for summary in answer["planners"].values():
         assert summary["layer_seconds"] > 0 and summary["original_seconds_per_layer"] is not None
@@ -93,10 +100,9 @@ def test_replay_reads_what_calibrate_wrote(tmp_path):
     ],
 )
 def test_mistakes_end_with_one_line_and_code_2(tmp_path, flags, message):
-    per_node = 4 // int(flags[0][-1])
-    done = run_replay(tmp_path, f"--devices_per_node={per_node}", *flags)
-    assert done.returncode == 2
-    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    per_node = 4 // int(flags[0][-1])  # of the trace's devices
+    code, _, err = replay_trace(tmp_path, f"--devices_per_node={per_node}", *flags)
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
 
 def simulate_one(name, trace, lag=1, cost=COST, **fields):
@@ -205,3 +211,134 @@ def test_replay_imports_neither_jax_nor_heavy_packages():
     code += "print([m for m in ('jax', 'scipy', 'matplotlib', 'gin') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def origin(sources, **changes):
+    """A run on two expert-parallel groups of `sources` devices, two of each group on a node."""
+    fields = {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype": "bfloat16", "devices_per_node": 2}
+    return LoadsOrigin(**{**fields, "mesh": (("data", 2), ("expert", sources)), **changes})
+
+
+def write_run(folder, sources=4, steps=range(6), resume_step=None, **changes):
+    """Write the loads of a run folder as training does."""
+    recorder = LoadsRecorder(folder, 1, resume_step=resume_step, **{"origin": origin(sources), **changes})
+    random = np.random.default_rng(0)
+    for step in steps:
+        recorder.record(step, random.integers(1, 99, size=(2, sources, EXPERTS)))
+    recorder.merge()
+
+
+def inputs_of(trace, **flags):
+    return build_inputs(GivenFlags(trace=str(trace), **flags))
+
+
+def test_run_folder_needs_no_other_flag(tmp_path):
+    write_run(tmp_path / "run")
+    code, lines, err = replay_in(tmp_path, "--trace=run")
+    assert code == 0, err
+    assert lines[0] == (
+        "trace: M 16, F 32, K 2, bfloat16, mesh data 2 x expert 4, 2 devices of an expert-parallel group on a node"
+    )
+    assert "assumed because the run named none; --cluster names one" in lines[1]
+    answer = json.loads(lines[-1])
+    assert answer["trace"] == {"name": "loads.npz", "shape": [6, 2, 4, EXPERTS]}
+    assert answer["model"] == {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype_bytes": 2} | answer["model"]
+    assert len(answer["planners"]) > 10
+
+
+def test_planners_that_the_clusters_figures_rule_out_are_left_out_of_all(tmp_path):
+    (tmp_path / "slow.gin").write_text("Cluster.intra_bandwidth = 1e9\nCluster.inter_bandwidth = 1e8\n")  # no flops
+    write_run(tmp_path / "run", origin=origin(4, cluster="slow.gin"))
+    code, lines, err = replay_in(tmp_path, "--trace=run")
+    assert code == 0, err
+    assert "cluster: slow, which the run named" in lines
+    planners = json.loads(lines[-1])["planners"]
+    left_out = [line.split(" is left out: ")[0] for line in lines if "left out" in line and "Cluster.flops" in line]
+    assert "pro_prophet" in left_out and "balanced" in planners and not set(left_out) & set(planners)
+    code, _, err = replay_in(tmp_path, "--trace=run", "--planners=pro_prophet")
+    assert code == 2 and "planner 'pro_prophet' needs Cluster.flops" in err  # not the reference that it did not ask for
+
+
+def test_the_layer_that_ran_is_priced(tmp_path):
+    """Three matrices with SwiGLU, F over the shards, the dense block between, of the run or of flags that win."""
+    layer = {"activation": "swiglu", "moe_every": 2, "dense_hidden_dim": 20, "sequence_length": 8}
+    mesh = (("data", 2), ("expert", 4), ("expert_shard", 2))
+    write_run(tmp_path / "run", origin=origin(4, mesh=mesh, **layer))
+    given = inputs_of(tmp_path / "run")
+    cost = Cost(**layer_of(given))
+    # M 16, F 32 over 2 shards, bfloat16, float32 at home
+    assert (cost.expert_bytes, cost.state_bytes) == (3 * 16 * 16 * 2, 3 * 16 * 16 * (4 + 8))
+    assert cost.tokens_per_second("t") == 30e12 / (6 * 16 * 16)
+    tokens = given.trace.loads.sum(axis=(2, 3)).mean() / 4 / 2
+    work = 2 * (8 * 16**2 + 4 * 8 * 16) + 6 * 16 * 20
+    assert attention_seconds(given)[0] == pytest.approx(tokens / 2 * work / 30e12)
+    given = inputs_of(tmp_path / "run", activation="gelu", expert_shards=1, moe_every=1, sequence_length=4)
+    assert Cost(**layer_of(given)).expert_bytes == 2 * 16 * 32 * 2
+    assert attention_seconds(given)[0] == pytest.approx(tokens * (8 * 16**2 + 4 * 4 * 16) / 30e12)
+    with pytest.raises(UserError, match=r"--moe_every \(0\) must be at least 1"):
+        inputs_of(tmp_path / "run", moe_every=0)
+
+
+def test_what_precedes_a_layer_is_that_of_its_segment(tmp_path):
+    layer = {"activation": "gelu", "moe_every": 1, "dense_hidden_dim": 64, "sequence_length": 8}
+    layer["segments"] = ((1, EXPERTS, 32, 2), (1, EXPERTS, 16, 1))
+    known = origin(4, **layer, preceding=((1, 64), (2, 24)))
+    write_run(tmp_path / "run", origin=known)
+    sizes = [inputs_of(tmp_path / "run", segment=segment) for segment in (0, 1)]
+    assert [(of.moe_every, of.dense_hidden_dim, of.hidden_dim) for of in sizes] == [(1, 64, 32), (2, 24, 16)]
+
+
+def test_default_cluster_is_the_file_of_its_name():
+    assert read_cluster(ROOT / "configs/cluster/flat_3gbs_30tflops.gin") == DEFAULT_CLUSTER
+
+
+def test_given_flags_win(tmp_path):
+    write_run(tmp_path / "run", sources=8)
+    got = inputs_of(tmp_path / "run")
+    assert (got.cluster.nodes, got.cluster.devices_per_node) == (4, 2)
+    both = {"nodes": 1, "devices_per_node": 8}
+    for flags, sizes in (({"nodes": 2}, (2, 4)), ({"devices_per_node": 8}, (1, 8)), (both, (1, 8))):
+        got = inputs_of(tmp_path / "run", **flags)
+        assert (got.cluster.nodes, got.cluster.devices_per_node) == sizes
+    got = inputs_of(tmp_path / "run", model_dim=5, hidden_dim=6, dtype_bytes=8)
+    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.top_k) == (5, 6, 8, 2)
+    sized = tmp_path / "sized.gin"
+    sized.write_text("Cluster.nodes = 2\nCluster.devices_per_node = 4\nCluster.intra_bandwidth = 1e9\n")
+    got = inputs_of(tmp_path / "run", cluster=str(sized))
+    assert (got.cluster.name, got.cluster.nodes, got.cluster.devices_per_node) == ("sized", 2, 4)
+    with pytest.raises(UserError, match=r"has 8 devices, but cluster 'flat_3gbs_30tflops' has nodes \(2\)"):
+        inputs_of(tmp_path / "run", devices_per_node=3)
+
+
+def test_cluster_of_the_run_is_found_beside_the_package_or_named(tmp_path):
+    write_run(tmp_path / "a", origin=origin(4, cluster="configs/cluster/hecate_a.gin"))
+    got = inputs_of(tmp_path / "a")  # the run's sizes, the file's speeds
+    assert (got.cluster.name, got.cluster.nodes, got.cluster.intra_bandwidth) == ("hecate_a", 2, 150e9)
+    write_run(tmp_path / "b", origin=origin(4, cluster="gone.gin"))
+    with pytest.raises(UserError, match="the run's cluster cannot be read .*'gone.gin' does not exist.*give --cluster"):
+        inputs_of(tmp_path / "b")
+
+
+def test_a_run_on_several_meshes_is_replayed_on_one_at_a_time(tmp_path):
+    """Zeros of missing sources are no devices: samples of 4 and of 2 sources are never mixed."""
+    write_run(tmp_path / "run", sources=4)
+    write_run(tmp_path / "run", sources=2, steps=range(6, 9), resume_step=5)
+    newest = inputs_of(tmp_path / "run")
+    assert newest.trace.loads.shape == (3, 2, 2, EXPERTS) and newest.trace.iterations.tolist() == [6, 7, 8]
+    assert newest.messages[0].startswith("trace: 3 of 9 samples, those of one mesh with 2 sources")
+    older = inputs_of(tmp_path / "run", nodes=2, devices_per_node=2)
+    assert older.trace.loads.shape == (6, 2, 4, EXPERTS) and older.trace.loads.min() > 0
+    assert dict(older.trace.origins[0].mesh)["expert"] == 4
+
+
+def test_trace_file_of_anyone_keeps_its_defaults(tmp_path):
+    np.savez(tmp_path / "t.npz", loads=np.ones((3, 1, 4, EXPERTS), int))
+    with pytest.raises(UserError, match="--cluster is missing; give a path, for t.npz does not say which run it is of"):
+        inputs_of(tmp_path / "t.npz")
+    flat = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
+    got = inputs_of(tmp_path / "t.npz", cluster=str(flat), nodes=1, devices_per_node=4)
+    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.messages) == (1024, 2048, 4, ())
+    with pytest.raises(UserError, match="--trace is missing"):
+        build_inputs(GivenFlags(trace=None))
+    with pytest.raises(UserError, match="has no loads.npz, so --trace must name another run folder or an npz file"):
+        inputs_of(tmp_path)
