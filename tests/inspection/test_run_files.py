@@ -1,12 +1,13 @@
 """Each run file as a GPU takes it: every 'auto' and default resolved for one, and both programs of its step traced.
 
-The devices are stand-ins that say what a GPU says of itself, so nothing here needs one, or the CUDA wheels, but the
-tests marked gpu_compile.
+The devices are stand-ins that say what a GPU says of itself, so nothing here needs one. The tests marked gpu_compile
+compile ahead of time by the real compiler: `bash scripts/test.sh --gpu-compile` runs them.
 """
 
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -16,7 +17,7 @@ from support.tiny_run import BINDINGS, write_corpus
 from support.traced_programs import jaxprs_in
 
 from moe_jax.analysis import compile_ahead
-from moe_jax.cluster.targets import parse_target
+from moe_jax.cluster.targets import parse_target, read_device, target_names
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import Program, build_program
@@ -137,3 +138,117 @@ def test_run_files_compile_for_gpus(target, name, tmp_path, request):
     program = build_program(config, stand_ins(described))
     assert report["resolved"] == program.resolved()
     assert report["program"] == "common" and report["overflow"]["complete_seconds"] > 0
+
+
+WORDS = ("Found", "Missing")  # of XLA, after it looked the program's instructions up in the profile
+TINY = (
+    "ModelConfig.layers = 3", "ModelConfig.model_dim = 64", "ModelConfig.heads = 2", "ModelConfig.hidden_dim = 128",
+    "ModelConfig.dtype = 'bfloat16'", "ModelConfig.vocab_size = 256", "ModelConfig.max_length = 64",
+    "ModelConfig.loss_chunk = 64", "MoEConfig.num_experts = 8", "DataConfig.sequence_length = 64",
+    "train.batch_size = 8",
+)  # fmt: skip
+# what lays the step out in another way, around the call of cuDNN
+FORMS = {
+    "prefetch": ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2",
+                 "PlannerConfig.overlap_degree = 2", "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'"),
+    "model and sequence parallel": ("MeshConfig.model = 2", "ModelConfig.sequence_parallel = True"),
+    "every second block, dots": ("ModelConfig.layers = 4", "ModelConfig.moe_every = 2", "ModelConfig.remat = 'dots'"),
+    "block, ZeRO-3, microbatches": ("ModelConfig.remat = 'block'", "train.zero_stage = 3",
+                 "train.grad_accum_steps = 2"),
+    "bert": ("ModelConfig.kind = 'bert'", "ModelConfig.positions = 'rotary'", "ModelConfig.activation = 'swiglu'"),
+    "documents, prefetch": ("ModelConfig.document_mask = True", "ModelConfig.prefetch = 'hecate'"),
+    "unrolled": ("ModelConfig.stack = 'unrolled'",),  # else a scan, in which jax 0.11.2 crashed on cudnn
+    "pairwise": ("MoEConfig.schedule = 'pairwise'",),
+    "dp": ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 4", "MeshConfig.expert = 1", "train.expert_zero_stage = 3"),
+}  # fmt: skip
+
+
+def inspect(target, folder, *bindings, flags=()):
+    """Return the report of the command for the tiny model; a crash of the compiler ends a process of its own."""
+    bound = [f"--gin_bindings={binding}" for binding in (*TINY, *bindings)]
+    command = [sys.executable, "-m", "moe_jax.inspect", *bound, f"--target={target}", f"--out={folder}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((folder / "report.json").read_text())
+    assert report["unknown_calls"] == {}
+    if target.startswith(("h100", "h200")) and "ModelConfig.dtype = 'float32'" not in bindings:
+        assert report["unknown_loops"] == []  # elsewhere experts are loops over row blocks, whose turns are data
+    if report["guided_scheduler"]:
+        assert "had little effect" not in done.stderr
+        found, missed = (re.search(rf"{word} (\d+) instructions from the profile", done.stderr) for word in WORDS)
+        # loops whose turns are known compare nothing, and their comparisons have no cost
+        assert int(found.group(1)) > 20 * int(missed.group(1) if missed else 0)
+    return report
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("device", [name for name in target_names() if read_device(name).dropped_by_cuda is None])
+def test_the_training_step_compiles_for_a_topology(device, tmp_path):
+    turing = device == "2080ti"  # no bfloat16
+    report = inspect(f"{device}:2x2", tmp_path, *(["ModelConfig.dtype = 'float32'"] if turing else []))
+    assert report["compile_seconds"] > 0 and report["guided_scheduler"]
+    memory = report["memory"]
+    # parameters and two moments in float32, over 4 devices, and nothing twice: outputs take the arguments' place
+    assert memory["arguments"] > 0 and memory["reused"] > 0.9 * memory["outputs"]
+    assert memory["peak"] == memory["arguments"] + memory["outputs"] - memory["reused"] + memory["temporaries"]
+    # dispatch and combine, forward and backward, in each of 3 layers, and their counts
+    exchanges = [r for r in report["collectives"] if r["role"] == "all-to-all"]
+    assert sum(r["executions"] for r in exchanges if r["bytes"] == 4 * 96 * 64 * (4 if turing else 2)) == 4 * 3
+    # those that have nothing to stand beside the compiler makes synchronous (jax 0.12: one, on 2080ti)
+    assert any(r["asynchronous"] for r in exchanges)
+    # XLA's dump of thunks knows the same program: transfers and later passes' conditionals stand in no command buffer
+    thunks, step = report["thunks"], report["step"]
+    assert thunks["outside"]["collectives"] == sum(r["executions"] for r in report["collectives"])
+    assert thunks["outside"]["conditionals"] == step["conditionals"] and thunks["inside"]["conditionals"] == 0
+    launched = [thunks[place][group] for place in ("inside", "outside") for group in ("kernels", "memory_copies")]
+    assert 0.9 * step["kernels"] < sum(launched) < 1.2 * step["kernels"]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("form", FORMS)
+def test_default_attention_compiles_in_every_form(form, tmp_path):
+    report = inspect("h200:1x4", tmp_path, *FORMS[form])
+    assert report["resolved"]["ModelConfig.attention"] == "cudnn"
+    assert "__cudnn$fmhaSoftmaxBackward" in compile_ahead.read_text(str(tmp_path / "schedule.hlo.gz"))
+
+
+@pytest.mark.gpu_compile
+def test_what_overflows_cost_is_compiled_too(tmp_path):
+    """Two halves of 4 buckets of 128 rows' choices; steps are optimistic on GPUs, and the complete program follows."""
+    bindings = ("MoEConfig.overflow_chance = 0.001", "ModelConfig.overlap = 'halves'")
+    report = inspect("h200:2x2", tmp_path, *bindings, flags=["--complete"])
+    assert report["program"] == "common" and report["step"]["conditionals"] == 0
+    assert report["thunks"]["outside"]["conditionals"] == 0 < report["thunks"]["buffers"]
+    found, (buckets,) = report["overflow"], report["rows"]["buckets"]
+    assert 0 < found["chance"] <= 0.001 * buckets["exchanges_of_a_step"] and buckets["exchanges_of_a_step"] == 2 * 3
+    assert found["complete_with_passes_seconds"] > found["complete_seconds"] > 0
+    assert found["step_seconds"] > found["common_seconds"] == report["step"]["modelled_seconds"]
+    assert buckets["expected_rows"] == 128 < buckets["rows"]
+    big = {r["bytes"] for r in report["collectives"] if r["role"] == "all-to-all" and r["bytes"] > 1000}
+    assert big == {buckets["rows"] * 64 * 2}
+    assert report["rows"]["step_seconds"] <= report["step"]["modelled_seconds"]
+
+
+@pytest.mark.gpu_compile
+def test_a_guided_scheduler_hides_no_less(tmp_path):
+    """Replicas, sent beside attention: with modelled seconds nobody waits longer for them than without."""
+    exposed = {}
+    for name, flags in (("own", ["--bare"]), ("guided", [])):
+        report = inspect("h200:2x2", tmp_path / name, *FORMS["prefetch"], flags=flags)
+        rows = [r for r in report["in_loops"]["by_role"] if r["role"] in ("Trans", "Agg")]
+        assert len(rows) == 2 and report["guided_scheduler"] == (name == "guided")
+        exposed[name] = sum(r["exposed_seconds"] for r in rows)
+    assert exposed["guided"] <= exposed["own"]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("device, dtype", [("a100", "bfloat16"), ("h200", "float32"), ("b200", "bfloat16")])
+def test_auto_multiplies_no_row_by_every_groups_weights(device, dtype, tmp_path):
+    """8 experts a device, GPUs without a kernel: 'auto' is loops over row blocks, whose turns are data."""
+    flops, loops = {}, {}
+    for wanted in ("auto", "ragged"):
+        bindings = (f"MoEConfig.grouped_matmul = {wanted!r}", f"ModelConfig.dtype = {dtype!r}")
+        report = inspect(f"{device}:1x4", tmp_path / wanted, "MoEConfig.num_experts = 32", *bindings)
+        flops[wanted], loops[wanted] = sum(report["step"]["flops"].values()), len(report["unknown_loops"])
+    assert loops["auto"] >= 4 and loops["ragged"] == 0
+    assert flops["ragged"] > 1.5 * flops["auto"]  # attention, gate and head are in both
