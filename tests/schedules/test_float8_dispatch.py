@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from support.float8_oracle import expert
-from support.layer_cases import DIM, EXPERTS, draw, make_loss, moe_config, roles_of
+from support.layer_cases import DIM, EXPERTS, assert_near, draw, make_loss, moe_config, roles_of
 
 from moe_jax.analysis.dry_run import dry_run
 from moe_jax.cluster import Cluster
@@ -70,9 +70,7 @@ def test_layer_equals_the_reference_in_float8(name):
         (value, (y, _, passes)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*draw(False))
         assert int(passes) > 1 or "later" not in name
         (want, (want_y, _)), want_gradients = wanted(dispatched, multiplied, pair[1] if pair and multiplied else 1)
-        for got, right in zip(jax.tree.leaves((value, y, gradients)), jax.tree.leaves((want, want_y, want_gradients)),
-                              strict=True):  # fmt: skip
-            np.testing.assert_allclose(got, right, atol=1e-10 * max(1, np.abs(right).max()))
+        assert_near((value, y, gradients), (want, want_y, want_gradients), 1e-10)
         plain = reference.reference_moe(*draw(False)[:3], config)[0]
         assert 1e-3 < np.abs(y - plain).max() / np.abs(plain).max() < 0.2  # and it was rounded
 

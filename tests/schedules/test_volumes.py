@@ -16,14 +16,14 @@ from support.layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, plan_of,
 from support.prefetch_cases import gradient_step, model_config, placements_of
 from support.program_volumes import collectives, groups_of
 
-from moe_jax.cluster.layer_seconds import LayerShape, Transfer, index_transfers, layer_transfers
-from moe_jax.kernels.float8 import bytes_of_row
+from moe_jax.cluster.layer_seconds import Transfer, index_transfers, layer_transfers
 from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.build import layer_sizes, make_moe
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import even_tables, local
-from moe_jax.moe.schedule import LayerSizes, layout_of, schedule_record, schedules
+from moe_jax.moe.schedule import LayerSizes, schedule_record, schedules
 from moe_jax.moe.schedules.pairwise import choose_groups
+from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.sharding import expert_specs
@@ -99,25 +99,9 @@ def lower(config, roles, split=False, plan=None):
 
 
 def shape_of(config, roles, split=False, plan=None):
-    model, ep_size, shards = roles.size(roles.model), roles.size(roles.expert), roles.size(roles.expert_shard)
-    sizes = layer_sizes(config, roles, TOKENS // roles.size(roles.dense), plan)
-    layout = layout_of(roles, schedule_record(config.schedule).on_mesh(model, shards).bucket_rows(sizes, roles))
-    return LayerShape(
-        tokens=sizes.tokens,
-        model_dim=DIM,
-        rows=layout.rows.far,
-        more_in_node=layout.piece("node"),
-        more_own=layout.piece("own"),
-        members_in_node=layout.near,
-        ep_size=ep_size,
-        esp_size=roles.size(roles.expert_shard),
-        mp_size=model,
-        top_k=config.top_k,
-        experts=EXPERTS,
-        split_tokens=split,
-        sent_bytes=bytes_of_row(DIM) if config.dispatch_dtype == "float8_e4m3" else 0,
-        groups=choose_groups(roles, config.pairwise_groups) if config.schedule == "pairwise" else 1,
-    )
+    sizes = layer_sizes(config, roles, TOKENS // roles.size(roles.dense), plan, DIM, 1)  # "bytes" are elements
+    groups = choose_groups(roles, config.pairwise_groups) if config.schedule == "pairwise" else 1
+    return layer_shape(config.schedule, roles, dataclasses.replace(sizes, split_tokens=split), groups)
 
 
 def formula(transfers, is_float, roles, inside=1, local=1):

@@ -116,3 +116,13 @@ def reference(config, groups, skewed):
         config, schedule="deepspeed", transport="all_to_all", bucket_slack=1.5, gather="saa", grouped_matmul="auto"
     )
     return make_reference(plain, 1 if config.dropless else groups)(*draw(skewed))
+
+
+def assert_near(got, want, tolerance):
+    """Every array is within `tolerance` of the largest entry of the wanted one; return the largest such error."""
+    errors = {}
+    for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        errors[jax.tree_util.keystr(path)] = np.max(np.abs(a - b)) / max(np.max(np.abs(a)), 1e-20)
+    assert max(errors.values()) <= tolerance, errors
+    return max(errors.values())
