@@ -188,7 +188,7 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
     """
     train, found = config.train, []
     parts = 2 if config.model.overlap == "halves" else 1
-    tokens = train.batch_size // train.grad_accum_steps // roles.size(roles.dense) * config.data.sequence_length
+    tokens = train.microbatch_size // roles.size(roles.dense) * config.data.sequence_length
     for name, (own, own_roles) in segment_runs(config, roles).items():
         members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
         record = schedule_record(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))

@@ -119,7 +119,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
     stages = {"zero_stage": run.train.zero_stage, "expert_zero_stage": run.train.expert_zero_stage}
     LanguageModel(config=run.model, moe=run.moe, vocab_size=vocab_size, roles=roles, **stages)  # checks
     shards, length = roles.size(roles.dense), run.data.sequence_length
-    rows = run.train.batch_size // run.train.grad_accum_steps
+    rows = run.train.microbatch_size
     if rows % shards:
         raise UserError(
             f"train.batch_size per accumulation step ({rows}) must be divisible by the {shards} data-parallel devices; "
@@ -236,7 +236,7 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
                 f"experts multiply in {E4M3}, forward and for the gradients of rows; gradients of weights in "
                 f"{model.dtype}"
             )
-        rows = own.train.batch_size // own.train.grad_accum_steps
+        rows = own.train.microbatch_size
         tokens = rows * own.data.sequence_length // own_roles.size(own_roles.dense)  # of an MP group
         if moe.schedule == "pairwise":
             said += _pairwise_lines(own, own_roles, tokens)

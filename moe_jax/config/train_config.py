@@ -200,6 +200,11 @@ class TrainConfig:
             )
 
     @property
+    def microbatch_size(self) -> int:
+        """Global sequences of a microbatch."""
+        return self.batch_size // self.grad_accum_steps
+
+    @property
     def decays_over(self) -> int:
         """Steps at the end in which 'wsd' decays."""
         return self.decay_steps or max(1, self.steps // 10)

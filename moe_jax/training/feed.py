@@ -42,7 +42,7 @@ class Feed:
         self.boundary_id = tokenizer.end_id if model.document_mask and model.kind == "gpt" else None
         self.stream = TokenStream(cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed)
         # `Batch` of NamedShardings, of arrays [Nm, B / Nm, Sq] and [1, B / Nm, Sq]
-        self.batch_shardings, self.rows = batch_shardings, train.batch_size // train.grad_accum_steps
+        self.batch_shardings, self.rows = batch_shardings, train.microbatch_size
         indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, sequence_length)).values()
         # int64 [b], rows of a microbatch that the devices of this process hold, ascending
         self.own = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))

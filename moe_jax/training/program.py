@@ -34,7 +34,7 @@ from moe_jax.planning.plan_shape import PlanShape, table_shapes
 from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, shared_function
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.replanner import check_transfer, settle_overlap
+from moe_jax.training.replanner import build_model, check_transfer, settle_overlap
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
 
@@ -55,6 +55,11 @@ class Program:
     optimizer: optax.GradientTransformation
     state_shardings: StateShardings
     teacher: Teacher | None  # that the step learns from
+
+    @property
+    def devices(self) -> list:
+        """The devices of the mesh, in order."""
+        return list(self.roles.mesh.devices.flat)
 
     @property
     def home(self) -> dict[str, np.ndarray]:
@@ -81,7 +86,7 @@ class Program:
     def grouped_matmuls(self) -> dict[int, str]:
         """{hidden dim of an expert on one device: its grouped matmul}, 'auto' resolved."""
         moe, dtype = self.config.moe, jnp.dtype(self.config.model.dtype)
-        device, shards = self.roles.mesh.devices.flat[0], self.roles.size(self.roles.expert_shard)
+        device, shards = self.devices[0], self.roles.size(self.roles.expert_shard)
         hidden_dims = dict.fromkeys(segment.config.hidden_dim // shards for segment in self.model.expert_segments)
         return {
             hidden_dim: choose_implementation(
@@ -102,10 +107,10 @@ class Program:
         """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
         wanted = self.config.train.optimistic
         if wanted is None:
-            wanted = self.roles.mesh.devices.flat[0].platform != "cpu"
+            wanted = self.devices[0].platform != "cpu"
         if not wanted:
             return False
-        rows = self.config.train.batch_size // self.config.train.grad_accum_steps // self.roles.size(self.roles.dense)
+        rows = self.config.train.microbatch_size // self.roles.size(self.roles.dense)
         tokens = rows * self.config.data.sequence_length  # t, of an MP group in a microbatch
         taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
         return taught or has_later_passes(self.model, tokens, shape)
@@ -119,7 +124,7 @@ class Program:
         """
         train, length = self.config.train, self.config.data.sequence_length
         step = make_train_step(self.model, train, self.state_shardings, length, shape, self.teacher, common)
-        rows = (train.grad_accum_steps, train.batch_size // train.grad_accum_steps, length)
+        rows = (train.grad_accum_steps, train.microbatch_size, length)
         tokens, weights = (jax.ShapeDtypeStruct(rows, dtype) for dtype in (np.int32, self.config.model.param_dtype))
         batch = Batch(tokens, tokens, weights, documents=tokens if self.config.model.document_mask else None)
         tables = self.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
@@ -132,15 +137,13 @@ class Program:
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
-        return compiler_options(
-            self.roles.mesh.devices.flat[0].platform, jax.process_count(), self.config.train.deterministic
-        )
+        return compiler_options(self.devices[0].platform, jax.process_count(), self.config.train.deterministic)
 
     def compile_step(self, shape: Shapes = None, common: bool = False):
         """Return (executable, seconds) of what `trace_step` traces."""
         started = time.monotonic()
-        lowered, devices = self.trace_step(shape, common).lower(), list(self.roles.mesh.devices.flat)
-        executable = compile_for_all(lowered, self.compiler_options(), self.guiding_target(), devices)
+        lowered = self.trace_step(shape, common).lower()
+        executable = compile_for_all(lowered, self.compiler_options(), self.guiding_target(), self.devices)
         return executable, time.monotonic() - started
 
     def compile_programs(self, shape: Shapes = None) -> tuple[Programs, float]:
@@ -162,7 +165,7 @@ class Program:
         """Return the target whose rates guide the compiler's scheduler, None where nothing does."""
         if not self.config.train.guide_scheduler:
             return None
-        return find_target(list(self.roles.mesh.devices.flat), self.roles.config.devices_per_node)
+        return find_target(self.devices, self.roles.config.devices_per_node)
 
 
 def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None) -> Program:
@@ -181,14 +184,8 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     check_transfer(config, roles)
     tokenizer = tokenizer or build_tokenizer(config.data)
     vocab_size = padded_vocabulary(tokenizer, config.model)
-    model = LanguageModel(
-        config=resolve_attention(config.model, roles.mesh.devices.flat[0]),
-        moe=config.moe,
-        vocab_size=vocab_size,
-        roles=roles,
-        zero_stage=config.train.zero_stage,
-        expert_zero_stage=config.train.expert_zero_stage,
-    )
+    resolved = dataclasses.replace(config, model=resolve_attention(config.model, roles.mesh.devices.flat[0]))
+    model = build_model(resolved, roles, vocab_size)
     optimizer = build_optimizer(config.train)
     state_shardings = build_state_shardings(model, optimizer, ema=config.train.ema_decay > 0)
     taught = teacher_model(config, roles, tokenizer, vocab_size, roles.mesh.devices.flat[0])
@@ -196,7 +193,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     # the step is built once here for its checks
     length = config.data.sequence_length
     make_train_step(model, config.train, state_shardings, length, teacher=teacher)
-    rows = config.train.batch_size // config.train.grad_accum_steps // roles.size(roles.dense)
+    rows = config.train.microbatch_size // roles.size(roles.dense)
     for segment in model.expert_segments:
         check_router(segment.moe, model.roles_of(segment), rows * length, length, config.planner.decides_late)
     return Program(config, roles, model, optimizer, state_shardings, teacher)
@@ -212,7 +209,7 @@ class Session(Program):
     @property
     def lag(self) -> int:
         """How many steps after its dispatch a step's metrics are read; so many hide the host's work."""
-        return 1 if self.roles.mesh.devices.flat[0].platform == "cpu" else 2
+        return 1 if self.devices[0].platform == "cpu" else 2
 
     def fresh_state(self, params=None) -> dict:
         """Return the state of step 0, from given parameters or from new ones."""
@@ -230,9 +227,8 @@ class Session(Program):
         The first is the sum of the losses of the targets that count, the second how many count: a process that holds
         only some of the rows cannot count them. Weights are 0 or 1.
         """
-        length = self.config.data.sequence_length
-        rows = self.config.train.batch_size // self.config.train.grad_accum_steps
-        loss = make_loss(self.model, self.model.layout(), rows, length, plan=shape)
+        train, length = self.config.train, self.config.data.sequence_length
+        loss = make_loss(self.model, self.model.layout(), train.microbatch_size, length, plan=shape)
 
         def evaluate(params, batch, tables):
             _, stats = loss(params, jax.tree.map(lambda a: a[0], batch), tables, None, jnp.int32(0), jnp.float32(1))
@@ -244,7 +240,7 @@ class Session(Program):
 
     def shared(self, function: Callable) -> Callable:
         """Return a jitted function as one that process 0 compiles for all, see `shared_function`."""
-        return shared_function(function, self.compiler_options(), list(self.roles.mesh.devices.flat))
+        return shared_function(function, self.compiler_options(), self.devices)
 
     def host_signals(self, flag: int):
         """Return this process' request to stop, 1 or 0, as the step's input."""

@@ -148,19 +148,17 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
     return holding(fewest)
 
 
+def build_model(config: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
+    """Return the model of a run on its mesh; vocab_size: V."""
+    stages = {"zero_stage": config.train.zero_stage, "expert_zero_stage": config.train.expert_zero_stage}
+    return LanguageModel(config=config.model, moe=config.moe, vocab_size=vocab_size, roles=roles, **stages)
+
+
 def sizes_of(config: RunConfig, roles: Roles, vocab_size: int = 0) -> Sizes:
     """Return what `device_bytes` takes; vocab_size: V, 0 where only the config may say it."""
     train = config.train
-    model = LanguageModel(
-        config=config.model,
-        moe=config.moe,
-        vocab_size=vocab_size or config.model.vocab_size or USUAL_VOCABULARY,
-        roles=roles,
-        zero_stage=train.zero_stage,
-        expert_zero_stage=train.expert_zero_stage,
-    )
     return Sizes(
-        model=model,
+        model=build_model(config, roles, vocab_size or config.model.vocab_size or USUAL_VOCABULARY),
         length=config.data.sequence_length,
         batch_size=train.batch_size,
         grad_accum_steps=train.grad_accum_steps,
@@ -415,7 +413,7 @@ def settle_overlap(config: RunConfig, roles: Roles, target: Target | None) -> Ru
 def why_not_halves(config: RunConfig, roles: Roles) -> str:
     """Return why 'auto' leaves a run in one piece whatever the rates, '' where nothing speaks against halves."""
     train = config.train
-    rows = train.batch_size // train.grad_accum_steps // roles.size(roles.dense)
+    rows = train.microbatch_size // roles.size(roles.dense)
     if roles.members_per_node == roles.size(roles.expert):
         return "no exchange leaves a node"
     if rows % 2:

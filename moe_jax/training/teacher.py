@@ -30,6 +30,7 @@ from moe_jax.parallel.mesh import Roles, mesh_axes
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.hosts import Hosts
+from moe_jax.training.replanner import build_model
 
 
 @contextlib.contextmanager
@@ -110,15 +111,9 @@ def teacher_model(
         # planner, noise, or anything saved for a backward.
         model = dataclasses.replace(run.model, remat="none", prefetch="none", overlap="none", refetch_replicas=False)
         moe = dataclasses.replace(run.moe, transport=config.moe.transport, grouped_matmul=config.moe.grouped_matmul)
-        built = LanguageModel(
-            config=resolve_attention(model, device),
-            moe=moe,
-            vocab_size=vocab_size,
-            roles=roles,
-            zero_stage=run.train.zero_stage,
-            expert_zero_stage=run.train.expert_zero_stage,
-        )
-        rows, length = config.train.batch_size // config.train.grad_accum_steps, config.data.sequence_length
+        run = dataclasses.replace(run, model=resolve_attention(model, device), moe=moe)
+        built = build_model(run, roles, vocab_size)
+        rows, length = config.train.microbatch_size, config.data.sequence_length
         make_model_group(model, roles, rows // roles.size(roles.dense), length)
         tokens = rows // roles.size(roles.dense) * length
         for segment in built.expert_segments:

@@ -25,7 +25,7 @@ def compile_slowly(self, shape=None, common=False):
 
     compiling.compile_guided = later
     options = {"xla_embed_ir_in_executable": "False"}  # any: without options each process compiles for itself
-    return compiling.compile_for_all(lowered, options, None, list(self.roles.mesh.devices.flat)), 0.0
+    return compiling.compile_for_all(lowered, options, None, self.devices), 0.0
 
 
 if __name__ == "__main__":

@@ -108,11 +108,9 @@ def test_a_full_cache_folder_costs_the_name_of_the_profile_and_not_the_run(lower
 
 
 def test_deterministic_run_tells_the_compiler():
-    devices = types.SimpleNamespace(flat=gpus("NVIDIA H200", 4))
-    roles = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=devices))
     for wanted in (False, True):
         config = types.SimpleNamespace(train=TrainConfig(deterministic=wanted))
-        options = Program.compiler_options(types.SimpleNamespace(roles=roles, config=config))
+        options = Program.compiler_options(types.SimpleNamespace(devices=gpus("NVIDIA H200", 4), config=config))
         assert options == ({"xla_gpu_deterministic_ops": "True"} if wanted else {})
     assert compiler_options("cpu", processes=2, deterministic=True) == {}
     # in a job of several processes every compilation on GPUs times its kernels alone
