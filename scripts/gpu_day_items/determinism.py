@@ -32,7 +32,7 @@ def gradient(context):
 
     session = build_session(_config(context), jax.devices()[:1])
     loss = make_loss(
-        session.model, session.layout, session.config.train.batch_size, session.config.data.sequence_length
+        session.model, session.model.layout(), session.config.train.batch_size, session.config.data.sequence_length
     )
 
     def gradients(params, batch, tables):
