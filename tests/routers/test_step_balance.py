@@ -34,7 +34,7 @@ def test_a_step_balances_over_its_microbatches(tmp_path):
     config, _, _ = parse_run_config((), bindings_of(tmp_path, *CHANGES, "ModelConfig.dtype = 'float64'"))
     session = build_session(config, jax.devices()[:2])
     rows, length = config.train.batch_size // MICROBATCHES, config.data.sequence_length
-    evaluate = jax.jit(make_loss(session.model, session.layout, rows, length, microbatches=MICROBATCHES))
+    evaluate = jax.jit(make_loss(session.model, session.model.layout(), rows, length, microbatches=MICROBATCHES))
     batch = to_devices(session.feed.read(0), session.state_shardings.batch)
     state = session.fresh_state()
     key = jax.random.fold_in(jax.random.key(config.train.seed + 1), 0)
