@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import placement_cases as cases
+from support import prefetch_cases as cases
 
 from moe_jax.moe.after_gate import late_size
 from moe_jax.moe.after_gate_rules import CalibrateRule, ShadowRule, ShareRule
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.plan_shape import build_shape, fill_tables, grow
 
-SLOTS = 2
+SLOTS, CONFIG = 2, cases.model_config(layers=2)
 # mesh, and whether transfers go by node: of half the expert-parallel group each
 MESHES = {
     "deepspeed": ({"expert": 8}, False),
@@ -29,6 +29,22 @@ MESHES = {
 }
 QUICK = ("pairwise",)  # by node; the tests below have deepspeed with a flat transfer
 SCHEDULES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MESHES]
+
+
+def draw(seed, devices, rule, replica_slots=3):
+    """Return a placement whose layers have this rule, without shares, and its shape."""
+    (*_, placement), _ = cases.placements_of(False, 2, devices, seed + 1, rules="any", replica_slots=replica_slots)
+    return placement.replace(shares=None, rule=rule)
+
+
+def equals_reference(run, placement, shape, decide=True):
+    """Compare each routing with the reference; returns the sizes in which late transfers ran."""
+    found = set()
+    for routing in cases.ROUTINGS:
+        got = run(placement, routing)
+        cases.assert_equals_reference(routing, got, cases.reference(CONFIG, routing), placement, shape.bank_rows)
+        found |= decided_sizes(shape, placement, got[2].loads) if decide else set()
+    return found
 
 
 def with_late(shape, by_node, rule, **sizes):
@@ -54,32 +70,25 @@ def decided_sizes(shape, placement, loads):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shadowed_experts_equal_reference(schedule):
     mesh, by_node = MESHES[schedule]
-    placement = cases.draw_placement(1, mesh["expert"], replica_slots=0).replace(shares=None, rule="home")
+    placement = draw(1, mesh["expert"], "home", replica_slots=0)
     price = 20.0 if mesh["expert"] == 4 else 8.0  # at which some layers shadow and others do not
     rule = ShadowRule(compute=1.0, exchange=0.5, shadow=price, residual=False)
     shape = with_late(build_shape(placement), by_node, rule)
-    found = set()
     with jax.enable_x64(True):
-        run = cases.runner(shape, mesh, schedule)
-        for routing in cases.ROUTINGS:
-            got = run(placement, routing)
-            cases.assert_equals_reference(routing, got, cases.reference(routing), placement, shape.bank_rows)
-            found |= decided_sizes(shape, placement, got[2].loads)
+        found = equals_reference(cases.runner(CONFIG, schedule, mesh, shape), placement, shape)
     assert len(found) > 1, found
 
 
 @pytest.mark.parametrize("schedule", ["deepspeed", pytest.param("s1", marks=pytest.mark.slow)])
 def test_shares_solved_on_the_device_equal_reference(schedule):
     mesh, by_node = MESHES[schedule]
-    placements = [cases.draw_placement(seed, mesh["expert"]).replace(shares=None, rule="shares") for seed in range(2)]
+    placements = [draw(seed, mesh["expert"], "shares") for seed in range(2)]
     shape = grow(build_shape(placements[0], by_node=by_node), placements[1])
     shape = dataclasses.replace(shape, candidates=shape.devices, after_gate=ShareRule(sweeps=8))
     with jax.enable_x64(True):
-        run = cases.runner(shape, mesh, schedule)
+        run = cases.runner(CONFIG, schedule, mesh, shape)
         for placement in placements:
-            for routing in cases.ROUTINGS:
-                got = run(placement, routing)
-                cases.assert_equals_reference(routing, got, cases.reference(routing), placement, shape.bank_rows)
+            equals_reference(run, placement, shape, decide=False)
 
 
 @pytest.mark.parametrize(
@@ -88,16 +97,11 @@ def test_shares_solved_on_the_device_equal_reference(schedule):
 def test_replicas_added_by_calibration_equal_reference(schedule):
     """One replica a device comes ahead and up to two late, of experts that may have replicas ahead too."""
     mesh, by_node = MESHES[schedule]
-    placement = cases.draw_placement(1, mesh["expert"], replica_slots=1).replace(shares=None, rule="nearest")
+    placement = draw(1, mesh["expert"], "nearest", replica_slots=1)
     assert len(placement.replicas)
     rule = CalibrateRule(overlap_degree=3, compute=1.0, exchange=0.5, late_seconds=(0.0, 1.0, 2.0))
     shape = dataclasses.replace(build_shape(placement, by_node=by_node), candidates=mesh["expert"])
     shape = with_late(shape, by_node, rule)
-    found = set()
     with jax.enable_x64(True):
-        run = cases.runner(shape, mesh, schedule)
-        for routing in cases.ROUTINGS:
-            got = run(placement, routing)
-            cases.assert_equals_reference(routing, got, cases.reference(routing), placement, shape.bank_rows)
-            found |= decided_sizes(shape, placement, got[2].loads)
+        found = equals_reference(cases.runner(CONFIG, schedule, mesh, shape), placement, shape)
     assert max(found) > 0, found

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.cluster.targets import parse_target
 from moe_jax.errors import UserError
-from moe_jax.models import LanguageModel, ModelConfig, attention, make_loss
+from moe_jax.models import ModelConfig, attention
 from moe_jax.models.attention import attend, resolve_attention
-from moe_jax.moe import MoEConfig
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 NARROW = ModelConfig(dtype="bfloat16", model_dim=128, heads=2)
 
@@ -71,12 +69,21 @@ def test_fallbacks_on_gpus_are_said_once_and_named_choices_refused(config, devic
     assert str(raised.value).endswith(f"{reason}; set ModelConfig.attention = 'auto', which takes 'xla' there")
 
 
-def test_cudnn_on_the_cpu_is_refused_when_the_step_is_built():
-    config = dataclasses.replace(NARROW, attention="cudnn", vocab_size=256)
-    roles = build_mesh(MeshConfig(), jax.devices()[:1])
-    model = LanguageModel(config=config, moe=MoEConfig(num_experts=8), vocab_size=256, roles=roles)
-    with pytest.raises(UserError, match="cuDNN runs on NVIDIA GPUs, and the devices are of platform 'cpu'; set"):
-        make_loss(model, model.layout(), 2, 16)
+PAIRS = [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shared_keys_in_jax_and_here_are_alike(dtype):
+    """float64 has a branch of its own; query head i reads keys and values of head i // 3."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 5, heads, 4)), dtype) for heads in (6, 2, 2))
+    got = np.asarray(attend(q, k, v, True, "xla"), np.float64)
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(np.asarray(array, np.float64)) for array in (q, k, v))
+        want = np.asarray(attend(q, k, v, True, "xla"))
+        alone = [attend(q[:, :, i : i + 1], k[:, :, j : j + 1], v[:, :, j : j + 1], True, "xla") for i, j in PAIRS]
+    np.testing.assert_allclose(want, np.concatenate(alone, axis=2), atol=1e-14)
+    assert np.max(np.abs(got - want)) < (1e-6 if dtype == "float32" else 0.02)
 
 
 @pytest.fixture

@@ -1,15 +1,24 @@
 """A student beside a frozen teacher on one mesh: the divergence against whole logits, and whom its gradient reaches."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
-from support.distillation import assert_close, taught_loss
-from support.equality_cases import BATCH, LENGTH, VOCAB, data, model_config, moe_config
+from support.distillation import taught_loss
+from support.equality_cases import (
+    BATCH,
+    LENGTH,
+    VOCAB,
+    assert_close,
+    banks,
+    data,
+    model_config,
+    moe_config,
+    reference_params,
+    tables_of,
+)
 from support.program_order import overtaking
-from support.segment_cases import banks, tables_of
 
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, make_loss
@@ -26,26 +35,6 @@ TEACHER = {"layers": 3, "model_dim": 24, "hidden_dim": 16, "positions": "rotary"
 def in_float64():
     with jax.enable_x64(True):
         yield
-
-
-@functools.cache
-def drawn(seed, config, moe):
-    """Return parameters {'dense', 'experts'} away from their neutral start."""
-    roles = build_mesh(MeshConfig(), jax.devices()[:1])
-    model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
-
-    @jax.jit
-    def draw(key):
-        leaves, tree = jax.tree.flatten(model.init(key))
-        keys = jax.random.split(key, len(leaves))
-        noisy = [a + 0.1 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys, strict=True)]
-        return jax.tree.unflatten(tree, noisy)
-
-    params, experts = draw(jax.random.key(seed)), {}
-    for segment in model.expert_segments:
-        shape, own = (segment.config.moe_layers, segment.moe.num_experts), params["bank"][segment.name]
-        experts[segment.name] = {n: v.reshape(*shape, *v.shape[1:]) for n, v in own.items()}
-    return {"dense": params["dense"], "experts": experts}
 
 
 def stored(params, config, moe, roles):
@@ -98,7 +87,7 @@ def test_loss_and_every_gradient_equal_whole_logits(case):
     # its gate noise is for its own training: a teacher draws none
     parts = ("layers=1 num_experts=2", "layers=2 num_experts=8 hidden_dim=20") if "segments" in case else ()
     teacher = model_config(**TEACHER, segments=parts), moe_config(num_experts=4, top_k=1, gate_noise=0.5)
-    params, frozen = drawn(1, *student), drawn(5, *teacher)
+    params, frozen = reference_params(*student), reference_params(*teacher)
     loss, _, roles = build(mesh, student, teacher, ALPHA, zero, teacher_zero)
     both = stored(params, *student, roles), stored(frozen, *teacher, roles)
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*both).compile()
@@ -125,7 +114,7 @@ def test_alpha_zero_is_training_without_a_teacher():
     student = model_config(**STUDENT), moe_config()
     teacher = model_config(**TEACHER), moe_config(num_experts=4, top_k=1)
     loss, plain, roles = build(mesh, student, teacher, 0.0)
-    params, frozen = stored(drawn(1, *student), *student, roles), stored(drawn(5, *teacher), *teacher, roles)
+    params, frozen = (stored(reference_params(*one), *one, roles) for one in (student, teacher))
     (got, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, frozen)
     (want, plain_stats), want_grads = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
     assert float(stats.kl) > 0.1 and plain_stats.kl is None
@@ -141,9 +130,7 @@ def test_bfloat16_student_and_teacher_have_a_divergence_near_the_exact_one():
         )
         loss, _, roles = build({"data": 2}, student, teacher, ALPHA)
         cast = lambda tree, config: jax.tree.map(lambda a: a.astype(config.param_dtype), tree)  # noqa: E731
-        exact = [
-            drawn(seed, dataclasses.replace(c, dtype="float64"), m) for seed, (c, m) in ((1, student), (5, teacher))
-        ]
+        exact = [reference_params(dataclasses.replace(c, dtype="float64"), m) for c, m in (student, teacher)]
         both = [cast(stored(p, c, m, roles), c) for p, (c, m) in zip(exact, (student, teacher), strict=True)]
         kl[dtype] = float(jax.jit(loss)(*both)[1].kl)
     assert kl["bfloat16"] == pytest.approx(kl["float64"], rel=0.05) and kl["float64"] > 0.1

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support import prefetch_cases
-from support.prefetch_cases import BATCH, EXPERTS, LENGTH, VOCAB, batch, model_config, moe_config, placements_of, run
+from support.prefetch_cases import BATCH, EXPERTS, LENGTH, VOCAB, batch, model_config, moe_config, placements_of, runner
 
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.moe import MoEConfig
@@ -24,7 +24,7 @@ def test_halves_equal_the_whole(monkeypatch):
     monkeypatch.setattr(prefetch_cases, "moe_config", in_float8)
     with jax.enable_x64(True):
         whole, halves = (
-            run(dataclasses.replace(config, overlap=overlap), "s1", {"expert": 2}, shape, placements)[0]
+            runner(dataclasses.replace(config, overlap=overlap), "s1", {"expert": 2}, shape)(placements[0])
             for overlap in ("none", "halves")
         )
     for got, want in zip(jax.tree.leaves(halves[:2]), jax.tree.leaves(whole[:2]), strict=True):

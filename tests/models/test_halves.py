@@ -1,40 +1,11 @@
-"""Two halves of a device's sequences: what is refused, and what their statistics say. Equality: test_prefetch.py."""
+"""Two halves of a device's sequences: their statistics, and what waits for what. Equality: test_prefetch.py."""
 
 import dataclasses
 
 import jax
 import numpy as np
-import pytest
-from support.prefetch_cases import (
-    BATCH,
-    LENGTH,
-    VOCAB,
-    gradient_step,
-    model_config,
-    moe_config,
-    placements_of,
-    run,
-)
+from support.prefetch_cases import BATCH, LENGTH, VOCAB, gradient_step, model_config, placements_of, runner
 from support.traced_programs import equations_in, jaxprs_in
-
-from moe_jax.errors import UserError
-from moe_jax.models import LanguageModel, make_loss
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
-
-
-@pytest.mark.parametrize(
-    ("mesh", "schedule", "message"),
-    [
-        ({"expert": 8}, "s1", "cuts the 1 sequences of a device into two halves; make train.batch_size an even"),
-        ({"expert": 2}, "pairwise", "ModelConfig.overlap needs a MoEConfig.schedule whose"),
-    ],
-)
-def test_what_cannot_run_in_halves_is_refused(mesh, schedule, message):
-    roles = build_mesh(MeshConfig(**mesh), jax.devices()[: mesh["expert"]])
-    with jax.enable_x64(True), pytest.raises(UserError, match=message):
-        config = model_config(overlap="halves")
-        model = LanguageModel(config=config, moe=moe_config(schedule), vocab_size=VOCAB, roles=roles)
-        make_loss(model, model.layout(), BATCH, LENGTH)
 
 
 def test_statistics_count_every_token_of_both_halves():
@@ -43,7 +14,7 @@ def test_statistics_count_every_token_of_both_halves():
     placements, shape = placements_of(False, config.moe_layers, 2, number=1)
     with jax.enable_x64(True):
         whole, halves = (
-            run(dataclasses.replace(config, overlap=overlap), "s1", {"expert": 2}, shape, placements)[0][2]
+            runner(dataclasses.replace(config, overlap=overlap), "s1", {"expert": 2}, shape)(placements[0])[2]
             for overlap in ("none", "halves")
         )
     np.testing.assert_array_equal(whole.loads, halves.loads)

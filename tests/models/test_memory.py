@@ -31,12 +31,18 @@ overflow_copies_the_bank = pytest.mark.xfail(
 
 
 @functools.cache
-def gradient_of(*, layers, model_dim, hidden_dim, batch, length, slack, ahead=None, stack="scan", expert_dtype=COMPUTE):
-    """Return (model, compiled gradient of the loss) for a small model under expert parallelism; ahead: of replicas."""
+def gradient_of(
+    *, layers, model_dim, hidden_dim, batch, length, slack, shape=None, expert_dtype=COMPUTE, how=()
+):  # fmt: skip
+    """Return (model, compiled gradient of the loss) for a small model under expert parallelism.
+
+    Args:
+      shape: of plans with replicas; how: further pairs of the ModelConfig.
+    """
     roles = build_mesh(MeshConfig(), jax.devices()[:DEVICES])
     config = ModelConfig(
         layers=layers, model_dim=model_dim, heads=2, hidden_dim=hidden_dim, loss_chunk=64, max_length=length,
-        stack=stack,
+        **dict(how),
     )  # fmt: skip
     moe = MoEConfig(num_experts=EXPERTS, bucket_slack=slack, expert_dtype=expert_dtype)
     model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
@@ -47,17 +53,17 @@ def gradient_of(*, layers, model_dim, hidden_dim, batch, length, slack, ahead=No
         layout.params,
     )
     ids, weights = (jax.ShapeDtypeStruct((batch, length), dtype) for dtype in (jnp.int32, jnp.float32))
-    plan = shape_of(layers, ahead)
+    plan = {"segment_0": shape or shape_of(layers)}
     step = jax.jit(jax.grad(make_loss(model, layout, batch, length, plan=plan), has_aux=True))
-    tables = {"segment_0": table_shapes(plan["segment_0"]) if ahead else even_tables(layers, EXPERTS, DEVICES)}
+    tables = {"segment_0": table_shapes(shape) if shape else even_tables(layers, EXPERTS, DEVICES)}
     arguments = (params, Batch(ids, ids, weights), tables, jax.random.key(0), np.int32(0), np.float32(1))
     return model, step.lower(*arguments).compile()
 
 
-def shape_of(layers, ahead):
+def shape_of(layers, ahead=None):
     """Return the shape of plans over two nodes of two devices, with so many replicas."""
     even = build_shape(Placement.even(layers, EXPERTS, DEVICES, DEVICES // 2))
-    return {"segment_0": dataclasses.replace(even, candidates=2, ahead=ahead)}
+    return dataclasses.replace(even, candidates=2, ahead=ahead)
 
 
 def bank_bytes(model):
@@ -141,9 +147,10 @@ def test_replicas_take_what_is_predicted(form):
     sizes = {"layers": 2, "model_dim": 128, "hidden_dim": 256, "batch": 16, "length": 4, "slack": slack}
     temp, predicted = [], []
     for transfer in (None, ahead):
-        model, compiled = gradient_of(**sizes, ahead=transfer)
+        shape = shape_of(2, transfer)
+        model, compiled = gradient_of(**sizes, shape=shape if transfer else None)
         run = Sizes(model=dataclasses.replace(model, zero_stage=0), length=4, batch_size=16, grad_accum_steps=1)
-        held = device_bytes(run, shape_of(2, transfer))
+        held = device_bytes(run, {"segment_0": shape})
         predicted.append(held.replicas + held.overflow)
         temp.append(compiled.memory_analysis().temp_size_in_bytes)
     chunk = 2 * 128 * 256 * 4
@@ -156,7 +163,7 @@ def test_replicas_take_what_is_predicted(form):
 def test_float8_stays_below_the_bound(stack):
     """Large experts, few tokens: what the copies of quantised weights take is counted, and the bound is not loose."""
     sizes = {"model_dim": 128, "hidden_dim": 256, "batch": 16, "length": 4}
-    model, compiled = gradient_of(layers=2, slack=float(DEVICES), stack=stack, expert_dtype=E4M3, **sizes)
+    model, compiled = gradient_of(layers=2, slack=float(DEVICES), how=(("stack", stack),), expert_dtype=E4M3, **sizes)
     run = Sizes(model=dataclasses.replace(model, zero_stage=0), length=4, batch_size=16, grad_accum_steps=1)
     held = device_bytes(run, optimizer=0)
     found = compiled.memory_analysis()
@@ -174,3 +181,25 @@ def test_a_teacher_is_counted_by_the_largest_of_its_segments():
         model = LanguageModel(config=config, moe=MoEConfig(), vocab_size=128, roles=roles)
         found.add(teacher_bytes(Sizes(model=model, length=16, batch_size=8, grad_accum_steps=1)))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "case", "alive"),
+    [("hecate", "split", 2), pytest.param("pro_prophet", "expert", 3, marks=pytest.mark.slow)],
+)
+def test_refetch_replicas_keeps_a_layer_or_two_of_replicas(prefetch, case, alive):
+    """One layer of replicas, or two, and one more while a transfer is in flight, instead of those of all six.
+
+    Every expert is on every device: 6 replicas of 256 KiB beside 32 tokens, so temporary bytes count layers of them.
+    """
+    layers, sizes = 6, {"model_dim": 128, "hidden_dim": 256, "batch": 16, "length": 8, "slack": float(DEVICES)}
+    even = Placement.even(layers, EXPERTS, DEVICES, DEVICES)
+    replicas = [index for index in np.ndindex(layers, EXPERTS, DEVICES) if even.home[index[:2]] != index[2]]
+    shape, temp = build_shape(even.replace(replicas=np.array(replicas, np.int32))), []
+    for again in (False, True):
+        how = (("prefetch", prefetch), ("prefetch_case", case), ("refetch_replicas", again))
+        _, compiled = gradient_of(layers=layers, **sizes, shape=shape, how=how)
+        temp.append(compiled.memory_analysis().temp_size_in_bytes)
+    less = (temp[0] - temp[1]) / (6 * 2 * 128 * 256 * 4)
+    print(f"\n{prefetch}: {temp[0]} bytes without, {temp[1]} with: {less:.2f} layers of replicas less")
+    assert less > layers - alive - 0.5

@@ -5,20 +5,23 @@ all first choices on one expert) run through four executables, one per shape. fl
 entry of each leaf.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
-from support.placement_cases import (
+from support.prefetch_cases import (
     ROUTINGS,
     assert_equals_reference,
     counted_compilations,
-    draw_placement,
+    model_config,
+    placements_of,
     reference,
     runner,
 )
 
 from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.planning.plan_shape import build_shape, fits, grow
+from moe_jax.planning.plan_shape import fits
 
 SHAPES = {
     "flat": (False, {"expert": 8}, "deepspeed", None),
@@ -28,27 +31,17 @@ SHAPES = {
 }
 
 
-def cases_of(by_node, devices):
-    """Return 17 placements and one shape for all."""
-    placements = [draw_placement(seed, devices) for seed in range(17)]
-    shape = build_shape(placements[0], by_node=by_node)
-    for placement in placements[1:]:
-        shape = grow(shape, placement)
-    return placements, shape
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "flat_data2" else name for name in SHAPES]
 )
 def test_random_placements_equal_reference_without_compiling(name):
-    by_node, mesh, schedule, rows = SHAPES[name]
-    placements, shape = cases_of(by_node, mesh["expert"])
-    if rows:
-        shape = type(shape)(**{**vars(shape), "bucket_rows": rows})
+    (by_node, mesh, schedule, rows), config = SHAPES[name], model_config(layers=2)
+    placements, shape = placements_of(by_node, 2, mesh["expert"], 17, rules="any", replica_slots=3)
+    shape = dataclasses.replace(shape, bucket_rows=rows)
     assert all(fits(shape, placement) for placement in placements)
     with jax.enable_x64(True):
-        wants = {routing: reference(routing) for routing in ROUTINGS}
-        run = runner(shape, mesh, schedule)
+        wants = {routing: reference(config, routing) for routing in ROUTINGS}
+        run = runner(config, schedule, mesh, shape)
         run(placements[0], "general")
         most_passes = 0
         with counted_compilations() as compilations:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.equality_cases import on_mesh
 from support.prefetch_cases import placements_of
 from support.sums_in_programs import narrow_sums
 
@@ -171,11 +172,7 @@ def gradients(case: Case, dtype: str):
     params = model.init(jax.random.key(7))
     if rows:  # experts anywhere; which weights they have does not matter here
         params["bank"] = jax.tree.map(lambda leaf: jnp.resize(leaf, (rows, *leaf.shape[1:])), params["bank"])
-    placed = jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(model.roles.mesh, spec)),
-        params,
-        layout.params,
-    )
+    placed = on_mesh(params, layout.params, model.roles)
     step = jax.jit(jax.grad(loss, has_aux=True))
     grads, _ = step(placed, batch_of(), tables, jax.random.key(0), np.int32(0), np.float32(BATCH * LENGTH))
     return {jax.tree_util.keystr(path): np.asarray(g, np.float64) for path, g in jax.tree.leaves_with_path(grads)}

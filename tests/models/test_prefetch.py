@@ -14,11 +14,9 @@ import pytest
 from support.prefetch_cases import check, gradient_step, model_config, placements_of
 from support.traced_programs import equations_in, jaxprs_in
 
-from moe_jax.errors import UserError
-from moe_jax.models import LanguageModel, make_loss
-from moe_jax.moe import MoEConfig
+from moe_jax.moe.after_gate_rules import CalibrateRule, ShadowRule
 from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.transfer_shape import TransferShape
 
 FEW = BucketRows(own=16, node=16, far=8)
 CASES = {
@@ -52,16 +50,48 @@ SLOW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+# Replicas that come after the gate inside a block-wise schedule, which brings others ahead, as in Hecate: those that
+# are planned come beside attention, and calibration adds more once the gate has counted.
+def calibrated(shape):
+    """Up to two replicas more on a device, by node, at a price that some layers pay."""
+    sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": 2, "slots": 2}
+    late = TransferShape(**sizes, by_node=True, crossing=3)
+    rule = CalibrateRule(overlap_degree=3, compute=1.0, exchange=0.5, late_transfer=0.25)
+    return {"late": late, "after_gate": rule, "candidates": shape.devices}
+
+
+def shadowed(shape):
+    """Shadows alone, flat: nothing is brought ahead."""
+    late = TransferShape(devices=shape.devices, devices_per_node=shape.devices_per_node, offers=1, slots=2)
+    return {"late": late, "ahead": None, "after_gate": ShadowRule(compute=1.0, exchange=0.5, shadow=8.0, residual=True)}
+
+
+LATE = {
+    "hecate": {"prefetch": "hecate", "late": calibrated},
+    "shadows_pro_prophet_unrolled": {"prefetch": "pro_prophet", "stack": "unrolled", "late": shadowed},
+    "again_block_data2": {
+        "prefetch": "hecate", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
+        "late": calibrated,
+    },
+    "halves": {"prefetch": "hecate", "overlap": "halves", "mesh": {"expert": 4}, "late": calibrated},
+    "split_s1_mp2_esp2": {
+        "prefetch": "pro_prophet", "schedule": "s1", "mesh": {"expert": 4, "expert_shard": 2, "model": 2},
+        "late": calibrated,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("hecate", "halves") else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
+)
+def test_late_replicas_equal_reference(name):
+    check(**LATE[name])
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_equals_reference(name):
-    passes = check(**CASES[name])
+    passes = check(**{**CASES, **SLOW}[name])
     assert "overflow" not in name or passes > 1, "this case is here to overflow"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_odd_models_equal_reference(name):
-    check(**SLOW[name])
 
 
 FACTORS = {
@@ -191,25 +221,3 @@ def test_the_sum_of_dense_gradients_waits_for_the_moves_of_its_window(prefetch, 
         sources |= {id(out): before for out in equation.outvars}
     in_window = max(sums, key=lambda pair: pair[0])[1]
     assert len(moves) > 2 and len(in_window & moves) == beside_attention * len(moves)
-
-
-def build(schedule, mesh, **changes):
-    roles = build_mesh(MeshConfig(**mesh), jax.devices())
-    moe = MoEConfig(num_experts=8, schedule=schedule)
-    with jax.enable_x64(True):
-        model = LanguageModel(config=model_config(**changes), moe=moe, vocab_size=31, roles=roles)
-        return make_loss(model, model.layout(), 8, 8)
-
-
-def test_a_schedule_whose_experts_run_in_pieces_is_refused():
-    with pytest.raises(UserError, match="ModelConfig.prefetch needs .* not 'ring'; set MoEConfig"):
-        build("ring", {"expert": 8}, prefetch="hecate")
-
-
-def test_nothing_to_move_is_refused():
-    with pytest.raises(UserError, match="has nothing to move under MoEConfig.schedule = 'dp'"):
-        build("dp", {"expert": 1, "data": 8}, prefetch="pro_prophet")
-    with pytest.raises(UserError, match=r"ModelConfig.refetch_replicas \(True\) needs ModelConfig.prefetch"):
-        model_config(refetch_replicas=True)
-    with pytest.raises(UserError, match="prefetch"):
-        model_config(prefetch="fast")

@@ -9,48 +9,30 @@ import collections
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_config, moe_config
+from support.equality_cases import BATCH, EXPERTS, KEY, LENGTH, build, data, model_config, moe_config, tables_of
 from support.sums_in_programs import constants_and_carries
+from support.traced_programs import equations_of
 
-from moe_jax.models import LanguageModel, make_loss
+from moe_jax.models import make_loss
 from moe_jax.models.language_model import first_pass_model
-from moe_jax.moe.routing import even_tables
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 LAYERS, M, F = 4, 32, 48
 T = BATCH * LENGTH // 2  # tokens of one of the two devices
 
 
-def inner_jaxprs(eqn):
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            part = getattr(part, "jaxpr", part)
-            if hasattr(part, "eqns"):
-                yield part
-
-
 def stacked(jaxpr, turns: int) -> list:
     """Return the types of what the first scan of so many turns, the forward's, stacks; without the stacked dim."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" and eqn.params["length"] == turns:
-            carries = constants_and_carries(eqn.params, len(eqn.outvars))[1]
-            types = [out.aval for out in eqn.outvars[carries:]]
-            return [jax.ShapeDtypeStruct(one.shape[1:], one.dtype) for one in types]
-        for inner in inner_jaxprs(eqn):
-            found = stacked(inner, turns)
-            if found:
-                return found
-    return []
+    scans = (eqn for eqn in equations_of(jaxpr) if eqn.primitive.name == "scan" and eqn.params["length"] == turns)
+    first = next(scans)
+    carries = constants_and_carries(first.params, len(first.outvars))[1]
+    return [jax.ShapeDtypeStruct(out.aval.shape[1:], out.aval.dtype) for out in first.outvars[carries:]]
 
 
 def stacked_by_scan(turns: int, **fields) -> list:
     config = model_config("bfloat16", layers=LAYERS, model_dim=M, hidden_dim=F, **fields)
-    roles = build_mesh(MeshConfig(expert=2), jax.devices()[:2])
-    moe = moe_config(gate_noise=0.0, schedule="s1")
-    model = first_pass_model(LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles))
+    model = first_pass_model(build(config, moe_config(gate_noise=0.0, schedule="s1"), {"expert": 2}))
     gradient = jax.grad(make_loss(model, model.layout(), BATCH, LENGTH), has_aux=True)
-    tables = {"segment_0": even_tables(LAYERS, EXPERTS, 2)}
-    inputs = model.shapes(), data("float32", False), tables, jax.random.key(0), np.int32(0), np.float32(1)
+    inputs = model.shapes(), data("float32", False), tables_of(model), KEY, np.int32(0), np.float32(1)
     return stacked(jax.make_jaxpr(gradient)(*inputs).jaxpr, turns)
 
 

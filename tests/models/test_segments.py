@@ -3,14 +3,35 @@
 import jax
 import numpy as np
 import pytest
-from support.equality_cases import LENGTH
-from support.segment_cases import PYRAMID, assert_equal, build, model_config, moe_config, tables_of
+from routers.dense_router import Groups, dense_route
+from support import equality_cases
+from support.equality_cases import BATCH, KEY, LENGTH, assert_equal, build, moe_config, tables_of
 
 from moe_jax.errors import UserError
 from moe_jax.models import Batch, ModelConfig, make_loss
-from moe_jax.models.config import segments_of
+from moe_jax.models.config import segments_of, with_experts
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+
+PYRAMID = (
+    "layers=1 num_experts=2", "layers=2 moe_every=2 num_experts=4 hidden_dim=20", "layers=2 num_experts=8 top_k=3",
+)  # fmt: skip
+
+
+def model_config(segments, **changes):
+    layers = sum(int(text.split()[0].removeprefix("layers=")) for text in segments)
+    return equality_cases.model_config(segments=segments, layers=layers, **changes)
+
+
+def route_of(config, moe):
+    """Return the dense route of all layers, where a segment has another router than `topk`; else None."""
+    segments, layers = with_experts(segments_of(config, moe)), []
+    for segment in segments:
+        groups = Groups(drop_groups=1, local=np.ones((1, segment.moe.num_experts), bool))
+        layers += [dense_route(segment.moe, KEY, BATCH * LENGTH, groups)] * segment.config.moe_layers
+    only_topk = all(segment.moe.router == "topk" for segment in segments)
+    return None if only_topk else lambda layer, gate, x: layers[layer](layer, gate, x)
+
 
 # segments, mesh, ZeRO stage, further changes of model and layer
 CASES = {
@@ -38,7 +59,8 @@ SLOW = {
 def test_segments_equal_the_reference_float64(case):
     segments, mesh, zero, changes, layer = {**CASES, **SLOW}[case]
     with jax.enable_x64(True):
-        stats = assert_equal(case, model_config(segments, **changes), moe_config(**layer), mesh, zero)
+        config, moe = model_config(segments, **changes), moe_config(**layer)
+        stats = assert_equal(case, config, moe, mesh, zero, route=route_of(config, moe))
     if case == "dense_first_data2_mp2_zero3":
         assert int(np.max(stats.passes)) > 1, "this case is here to overflow"
 
@@ -47,7 +69,7 @@ def test_one_segment_lowers_to_the_same_program():
     """A model of one segment, said in any way, is the program of a model without segments."""
 
     def program(**changes):
-        config = model_config(**{"segments": (), "dtype": "float32", "layers": 2, **changes})
+        config = equality_cases.model_config("float32", **changes)
         moe = moe_config(num_experts=4)
         model = build(config, moe, {"expert": 4})
         layout = model.layout()

@@ -11,14 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_config, moe_config, reference_params
-from support.placements import to_bank
+from support.equality_cases import (
+    BATCH,
+    LENGTH,
+    assert_close,
+    build,
+    data,
+    model_config,
+    moe_config,
+    placed,
+    reference_params,
+    tables_of,
+)
 
-from moe_jax.models import LanguageModel, make_loss
+from moe_jax.models import make_loss
 from moe_jax.models.language_model import flatten
-from moe_jax.moe.routing import even_tables
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning.placement import Placement
 
 EXACT = {"xla_allow_excess_precision": False}  # else XLA:CPU leaves out the rounding of a weight that it has in float32
 MODELS = {  # model, layer, mesh beside 2 expert-parallel devices
@@ -38,19 +45,12 @@ MODELS = {  # model, layer, mesh beside 2 expert-parallel devices
 def loss_of(name, dtype, zero):
     """Return (model, its loss, the loss's inputs) on a mesh."""
     changes, layer, mesh = MODELS[name]
-    config = model_config(dtype, **changes)
-    moe = moe_config(gate_noise=0.0, **layer)
-    roles = build_mesh(MeshConfig(expert=2, **mesh), jax.devices()[: 2 * mesh["data"]])
-    model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=zero)
-    layout, params = model.layout(), reference_params(config, moe, "uniform")
-    bank = to_bank(params["experts"], Placement.even(config.moe_layers, EXPERTS, 2))
-    placed = jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(roles.mesh, spec)),
-        {"dense": params["dense"], "bank": bank}, layout.params,
-    )  # fmt: skip
-    batch = data(config.param_dtype, weighted=True)
-    inputs = placed, batch, {"segment_0": even_tables(config.moe_layers, EXPERTS, 2)}, jax.random.key(1), np.int32(0)
-    return model, make_loss(model, layout, BATCH, LENGTH), (*inputs, np.sum(batch.weights))
+    config, moe = model_config(dtype, **changes), moe_config(gate_noise=0.0, **layer)
+    model = build(config, moe, {"expert": 2, **mesh}, zero_stage=zero)
+    layout, batch = model.layout(), data(config.param_dtype, weighted=True)
+    params = placed(model, layout, reference_params(config, moe))
+    inputs = params, batch, tables_of(model), jax.random.key(1), np.int32(0), np.sum(batch.weights)
+    return model, make_loss(model, layout, BATCH, LENGTH), inputs
 
 
 def gathered_bytes(text: str) -> int:
@@ -90,6 +90,4 @@ def test_gradients_in_bfloat16_are_those_without_zero(name):
     for zero in (0, 3):
         _, loss, inputs = loss_of(name, "bfloat16", zero)
         grads.append(jax.jit(jax.grad(loss, has_aux=True)).lower(*inputs).compile(EXACT)(*inputs)[0])
-    for (path, a), b in zip(jax.tree.leaves_with_path(grads[0]), jax.tree.leaves(grads[1]), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        np.testing.assert_allclose(b, a, rtol=0, atol=2e-5 * np.max(np.abs(a)), err_msg=jax.tree_util.keystr(path))
+    assert_close(grads[1], grads[0], 2e-5)

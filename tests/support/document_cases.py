@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from support.equality_cases import BATCH, LENGTH, VOCAB
-from support.segment_cases import banks, tables_of
+from support.equality_cases import BATCH, LENGTH, VOCAB, tables_of
 
 from moe_jax.data.stream import document_numbers, inside_documents
 from moe_jax.models import Batch
@@ -45,15 +44,6 @@ def alone(batch):
         for own, packed in ((inputs, batch.inputs), (targets, batch.targets), (weights, batch.weights)):
             own[here, : last - first] = packed[row, first:last]
     return Batch(inputs, targets, weights), np.array(places)
-
-
-def placed(model, layout, params):
-    """Return the reference's parameters {'dense', 'experts'} on the mesh."""
-    return jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(model.roles.mesh, spec)),
-        {"dense": params["dense"], "bank": banks(model, params["experts"])},
-        layout.params,
-    )
 
 
 def make_mesh_logits(model, layout):

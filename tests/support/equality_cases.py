@@ -1,4 +1,7 @@
-"""A model on a mesh beside the one-device reference: sizes, parameters, data, and the comparison of every gradient."""
+"""A model on a mesh beside the one-device reference: sizes, parameters, data, and the comparison of every gradient.
+
+A model whose layers differ has experts, banks and tables by segment.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +9,7 @@ import numpy as np
 from support.placements import to_bank
 
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
+from moe_jax.models.config import expert_counts
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
@@ -15,6 +19,7 @@ from moe_jax.planning.placement import Placement
 
 EXPERTS, BATCH, LENGTH, VOCAB = 8, 8, 8, 31
 NOISE = 0.1
+KEY = jax.random.key(11)
 
 
 def model_config(dtype="float64", **changes):
@@ -26,29 +31,67 @@ def moe_config(**changes):
     return MoEConfig(**{"num_experts": EXPERTS, "gate_noise": NOISE, **changes})
 
 
-def skew(params, routing):
+def build(config, moe, mesh, **stages):
+    """Return the model on the devices of a mesh {name: size}, cut for the model's experts."""
+    devices = int(np.prod([size for name, size in mesh.items() if name not in ("model", "devices_per_node")]))
+    sizes = MeshConfig(**mesh)
+    roles = build_mesh(sizes, jax.devices()[:devices], expert_counts(config, moe, sizes, devices))
+    return LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles, **stages)
+
+
+def skew(dense, routing):
     """Tilt the gates: 'one_hot' sends every first choice to expert 3, 'zero' leaves experts 0-3 without a token."""
-    gate = params["dense"]["units"]["segment_0"]["gate"]
-    if "bias" in gate["norm"]:
-        gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])
-    w = gate["w_gate"]
-    if routing == "one_hot":
-        gate["w_gate"] = w.at[:, :, 3].add(5.0)
-    elif routing == "zero":
-        gate["w_gate"] = w.at[:, :, :4].add(-5.0)
-    return params
+    if routing in ("one_hot", "zero"):
+        gate = dense["units"]["segment_0"]["gate"]
+        if "bias" in gate["norm"]:
+            gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])
+        at, by = (3, 5.0) if routing == "one_hot" else (slice(4), -5.0)
+        gate["w_gate"] = gate["w_gate"].at[:, :, at].add(by)
+    return dense
 
 
-def reference_params(config, moe, routing):
-    roles = build_mesh(MeshConfig(), jax.devices()[:1])
-    params = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles).init(jax.random.key(7))
+def reference_params(config, moe, routing="general"):
+    """Return parameters {'dense', 'experts': {segment: {name: [L, E, ...]}}} as the reference takes them."""
+    model = build(config, moe, {"expert": 1})
+    params, experts = model.init(jax.random.key(7)), {}
     # biases and norms away from their neutral start, so that their gradients are tested at a general point
     leaves, tree = jax.tree.flatten(params["dense"])
     keys = jax.random.split(jax.random.key(8), len(leaves))
     noisy = [a + 0.05 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys, strict=True)]
-    params = skew({"dense": jax.tree.unflatten(tree, noisy), "bank": params["bank"]}, routing)
-    experts = jax.tree.map(lambda leaf: leaf.reshape(config.moe_layers, EXPERTS, *leaf.shape[1:]), params["bank"])
-    return {"dense": params["dense"], "experts": experts}
+    for segment in model.expert_segments:
+        shape, own = (segment.config.moe_layers, segment.moe.num_experts), params["bank"][segment.name]
+        experts[segment.name] = {name: v.reshape(*shape, *v.shape[1:]) for name, v in own.items()}
+    return {"dense": skew(jax.tree.unflatten(tree, noisy), routing), "experts": experts}
+
+
+def banks(model, experts):
+    """Return the bank of a model, homes even, from experts {segment: [L, E, ...]}."""
+    found = {}
+    for segment in model.expert_segments:
+        devices = model.roles_of(segment).size(model.roles_of(segment).expert)
+        even = Placement.even(segment.config.moe_layers, segment.moe.num_experts, devices)
+        found[segment.name] = to_bank(experts[segment.name], even)
+    return found
+
+
+def tables_of(model):
+    """Return tables of even homes, for every segment with experts."""
+    found = {}
+    for segment in model.expert_segments:
+        roles, layers = model.roles_of(segment), segment.config.moe_layers
+        found[segment.name] = even_tables(layers, segment.moe.num_experts, roles.size(roles.expert))
+    return found
+
+
+def on_mesh(tree, specs, roles):
+    """Return the leaves as their PartitionSpecs say."""
+    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, roles.sharding(*spec)), tree, specs)
+
+
+def placed(model, layout, params):
+    """Return the reference's parameters {'dense', 'experts'} on the mesh, homes even."""
+    stored = {"dense": params["dense"], "bank": banks(model, params["experts"])}
+    return on_mesh(stored, layout.params, model.roles)
 
 
 def data(dtype, weighted):
@@ -58,51 +101,46 @@ def data(dtype, weighted):
     return Batch(tokens[:, :-1], tokens[:, 1:], weights.astype(dtype))
 
 
-def noise_of(moe, layers, dtype, key):
-    if moe.gate_noise == 0:
-        return None
+def noise_of(model, dtype):
+    """Return the gates' noise of every MoE layer, [B Sq, E] each; None without."""
     ids = jnp.arange(BATCH * LENGTH, dtype=jnp.int32)
-    return [gate_noise(jax.random.fold_in(key, layer), ids, EXPERTS, dtype) for layer in range(layers)]
+    noise = [
+        gate_noise(jax.random.fold_in(KEY, segment.first_layer + layer), ids, segment.moe.num_experts, dtype)
+        for segment in model.expert_segments
+        for layer in range(segment.config.moe_layers)
+    ]
+    return noise if model.moe.gate_noise else None
 
 
-def assert_equal(case, config, moe, mesh, zero, expert_zero, routing, weighted=False, route=None):
+def assert_close(got, want, tolerance=1e-10, case=""):
+    """Compare trees to a tolerance of each leaf's largest entry."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(a)) + 1e-30, (case, jax.tree_util.keystr(path))
+
+
+def assert_equal(
+    case, config, moe, mesh, zero=1, expert_zero=1, routing="general", weighted=True, route=None
+):  # fmt: skip
+    """Compare loss, loads and every gradient with the reference; returns the statistics."""
     dtype = jnp.dtype(config.dtype)
-    key = jax.random.key(11)
-    devices = int(np.prod([size for name, size in mesh.items() if name not in ("model", "devices_per_node")]))
-    roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices])
-    drop_groups = roles.num_devices
-    params = reference_params(config, moe, routing)
-    batch = data(dtype, weighted)
-    noise = noise_of(moe, config.moe_layers, dtype, key)
+    model = build(config, moe, mesh, zero_stage=zero, expert_zero_stage=expert_zero)
+    params, batch, noise = reference_params(config, moe, routing), data(dtype, weighted), noise_of(model, dtype)
 
     def oracle(params):
         return reference_loss(
             params, batch.inputs, batch.targets, batch.weights, config, moe, noise=noise,
-            drop_groups=drop_groups, route=route,
+            drop_groups=model.roles.num_devices, route=route,
         )  # fmt: skip
 
     (want, (_, want_loads)), want_grads = jax.jit(jax.value_and_grad(oracle, has_aux=True))(params)
-    model = LanguageModel(
-        config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=zero, expert_zero_stage=expert_zero
-    )
     layout = model.layout()
-    devices = roles.size(roles.expert)
-    placement = Placement.even(config.moe_layers, EXPERTS, devices)
-    placed = jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(roles.mesh, spec)),
-        {"dense": params["dense"], "bank": to_bank(params["experts"], placement)},
-        layout.params,
-    )
-    loss = make_loss(model, layout, BATCH, LENGTH)
-    tables = {"segment_0": even_tables(config.moe_layers, EXPERTS, devices)}
-    (got, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(
-        placed, batch, tables, key, np.int32(0), np.sum(batch.weights)
+    step = jax.jit(jax.value_and_grad(make_loss(model, layout, BATCH, LENGTH), has_aux=True))
+    (got, stats), grads = step(
+        placed(model, layout, params), batch, tables_of(model), KEY, np.int32(0), np.sum(batch.weights)
     )
     tolerance = 1e-10 if dtype == jnp.float64 else 2e-5
     np.testing.assert_allclose(float(got), float(want), rtol=tolerance, err_msg=case)
     np.testing.assert_array_equal(np.sum(np.asarray(stats.loads), axis=1), want_loads)
-    want_flat = {"dense": want_grads["dense"], "bank": to_bank(want_grads["experts"], placement)}
-    for (path, a), b in zip(jax.tree.leaves_with_path(want_flat), jax.tree.leaves(grads), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(a)) + 1e-30, (case, jax.tree_util.keystr(path))
+    assert_close(grads, {"dense": want_grads["dense"], "bank": banks(model, want_grads["experts"])}, tolerance, case)
     return stats

@@ -6,6 +6,7 @@ Inputs: a jaxpr. Outputs: one `Sum` per place that adds many terms, and keeps th
 import dataclasses
 
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 ADDS = ("add", "add_any", "add_jaxvals")
 REDUCTIONS = (
@@ -28,15 +29,6 @@ def is_narrow(atom) -> bool:
     return getattr(atom.aval, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
-def inner_jaxprs(equation):
-    """Yield the programs inside an equation."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
-
-
 def narrow_sums(jaxpr, most_terms: int, parameters=frozenset(), outer=""):
     """Yield every `Sum` of a jaxpr.
 
@@ -52,7 +44,7 @@ def narrow_sums(jaxpr, most_terms: int, parameters=frozenset(), outer=""):
             yield Sum(name, shape, scope)
         elif narrow and name in MATMULS and contracted(equation) >= most_terms:
             yield Sum(name, shape, scope)
-        for inner in inner_jaxprs(equation):
+        for inner in jaxprs_in_params(equation.params):
             yield from narrow_sums(inner, most_terms, parameters, scope)
         if name in ("scan", "while"):
             yield from carried_sums(equation, scope)

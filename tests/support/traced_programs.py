@@ -14,6 +14,11 @@ def jaxprs_in(jaxpr):
             yield from jaxprs_in(inner)
 
 
+def equations_of(jaxpr):
+    """Return all equations of a jaxpr, those inside of others too."""
+    return [equation for held in jaxprs_in(jaxpr) for equation in held.eqns]
+
+
 def equations_in(equation):
     """Return the equations that one holds."""
-    return [e for held in jaxprs_in_params(equation.params) for inner in jaxprs_in(held) for e in inner.eqns]
+    return [e for held in jaxprs_in_params(equation.params) for e in equations_of(held)]
