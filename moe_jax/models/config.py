@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -243,13 +244,8 @@ class ModelConfig:
                 f"ModelConfig.experts_per_layer has {len(experts_per_layer)} numbers for ModelConfig.layers ({layers})"
                 f"{counted} with moe_every = {moe_every}; give {rest // moe_every}, one for each MoE layer"
             )
-        runs = []
-        for experts in experts_per_layer:
-            if runs and runs[-1]["num_experts"] == experts:
-                runs[-1]["layers"] += moe_every
-            else:
-                runs.append({"layers": moe_every, "num_experts": experts})
-        return (*dense, *runs)
+        alike = ((experts, len(list(same))) for experts, same in itertools.groupby(experts_per_layer))
+        return (*dense, *({"layers": moe_every * number, "num_experts": experts} for experts, number in alike))
 
     @property
     def moe_layers(self) -> int:
@@ -343,6 +339,11 @@ class Segment:
     @property
     def has_experts(self) -> bool:
         return self.config.moe_every > 0
+
+    @property
+    def moe_layers(self) -> slice:
+        """Which of all MoE layers are this segment's."""
+        return slice(self.first_layer, self.first_layer + self.config.moe_layers)
 
     def roles(self, roles: Roles) -> Roles:
         """Return the roles of this segment on the model's mesh.

@@ -169,24 +169,16 @@ class LanguageModel:
             raise UserError(f"train.zero_stage ({self.zero_stage}) must be 0, 1 or 3")
         if self.expert_zero_stage not in (0, 1, 2, 3):
             raise UserError(f"train.expert_zero_stage ({self.expert_zero_stage}) must be 0, 1, 2 or 3")
-        heads, parts = self.config.heads, self.roles.size(self.roles.model)
-        if heads % parts:
-            raise UserError(
-                f"ModelConfig.heads ({heads}) must be divisible by MeshConfig.model ({parts}); set MeshConfig.model to "
-                f"a divisor of {heads}"
-            )
-        kv_heads = self.config.key_value_heads
-        if kv_heads % parts:
-            raise UserError(
-                f"ModelConfig.kv_heads ({kv_heads}) must be divisible by MeshConfig.model ({parts}); set "
-                f"MeshConfig.model to a divisor of {kv_heads}"
-            )
+        parts = self.roles.size(self.roles.model)
+        sizes = [("ModelConfig.heads", self.config.heads), ("ModelConfig.kv_heads", self.config.key_value_heads)]
         for segment in self.segments:
-            ffn_dim = segment.config.ffn_dim
-            if segment.config.moe_every != 1 and ffn_dim % parts:
+            if segment.config.moe_every != 1:
+                sizes.append(("the dense hidden dim", segment.config.ffn_dim))
+        for name, size in sizes:
+            if size % parts:
                 raise UserError(
-                    f"the dense hidden dim ({ffn_dim}) must be divisible by MeshConfig.model ({parts}); set "
-                    f"MeshConfig.model to a divisor of {ffn_dim}"
+                    f"{name} ({size}) must be divisible by MeshConfig.model ({parts}); set MeshConfig.model to a "
+                    f"divisor of {size}"
                 )
         for segment in self.expert_segments:
             shared = segment.moe.shared_ffn_dim(segment.config.hidden_dim)
@@ -393,10 +385,8 @@ def with_own_leaves(params, layout: Layout, roles: Roles):
 
 def summed(grads, layout: Layout, roles: Roles):
     """Return the parameters' gradient from that of `with_own_leaves`; what is summed here lies as the moments do."""
-    own = layout.own
-    places = jax.tree.map(
-        lambda own, param, state: state if own else param, own, layout.params["dense"], layout.state["dense"]
-    )
+    specs, moments = layout.params["dense"], layout.state["dense"]
+    places = jax.tree.map(lambda own, spec, state: state if own else spec, layout.own, specs, moments)
 
     def over_devices(leaf, own, place):
         if not own:
@@ -406,17 +396,18 @@ def summed(grads, layout: Layout, roles: Roles):
             return lax.psum(leaf[0], roles.dense)
         return lax.psum_scatter(leaf[0], roles.dense, scatter_dimension=dim, tiled=True)
 
-    def add(dense):
-        return jax.tree.map(over_devices, dense, own, places)
-
-    add = jax.shard_map(add, mesh=roles.mesh, in_specs=(own_specs(layout, roles),), out_specs=places)
-    return {**grads, "dense": add(grads["dense"])}
+    total = jax.shard_map(
+        lambda dense: jax.tree.map(over_devices, dense, layout.own, places),
+        mesh=roles.mesh,
+        in_specs=(own_specs(layout, roles),),
+        out_specs=places,
+    )
+    return {**grads, "dense": total(grads["dense"])}
 
 
 def own_layers(counts, segment: Segment):
     """Return a segment's counts [L, E] of those of all MoE layers, without the zeros of the experts that it lacks."""
-    layers = slice(segment.first_layer, segment.first_layer + segment.config.moe_layers)
-    return counts[layers, : segment.moe.num_experts]
+    return counts[segment.moe_layers, : segment.moe.num_experts]
 
 
 # What routers keep beside parameters: leaves in the gate of their layer, so that checkpoints, --init_from and

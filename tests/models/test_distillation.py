@@ -96,7 +96,7 @@ def test_loss_and_every_gradient_equal_whole_logits(case):
     (want, kl), want_grads = jax.jit(jax.value_and_grad(taught_loss, has_aux=True), static_argnums=(3, 4, 5))(
         params, frozen, data("float64", weighted=True), student, teacher, ALPHA
     )
-    assert float(kl) > 0.1
+    assert float(kl) > 0.03
     np.testing.assert_allclose([float(got), float(stats.kl)], [float(want), float(kl)], rtol=1e-10)
     assert_close(grads[0], stored(want_grads, *student, roles))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads[1])), "a gradient reaches the teacher"
@@ -117,7 +117,7 @@ def test_alpha_zero_is_training_without_a_teacher():
     params, frozen = (stored(reference_params(*one), *one, roles) for one in (student, teacher))
     (got, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, frozen)
     (want, plain_stats), want_grads = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
-    assert float(stats.kl) > 0.1 and plain_stats.kl is None
+    assert float(stats.kl) > 0.03 and plain_stats.kl is None
     np.testing.assert_allclose(float(got), float(want), rtol=1e-12)
     assert_close(grads, want_grads, 1e-12)
 
@@ -133,4 +133,4 @@ def test_bfloat16_student_and_teacher_have_a_divergence_near_the_exact_one():
         exact = [reference_params(dataclasses.replace(c, dtype="float64"), m) for c, m in (student, teacher)]
         both = [cast(stored(p, c, m, roles), c) for p, (c, m) in zip(exact, (student, teacher), strict=True)]
         kl[dtype] = float(jax.jit(loss)(*both)[1].kl)
-    assert kl["bfloat16"] == pytest.approx(kl["float64"], rel=0.05) and kl["float64"] > 0.1
+    assert kl["bfloat16"] == pytest.approx(kl["float64"], rel=0.05) and kl["float64"] > 0.03

@@ -4,8 +4,13 @@ import dataclasses
 
 import jax
 import numpy as np
+from support import prefetch_cases
+from support.equality_cases import assert_close
 from support.prefetch_cases import BATCH, LENGTH, VOCAB, gradient_step, model_config, placements_of, runner
 from support.traced_programs import equations_in, jaxprs_in
+
+from moe_jax.kernels.float8 import E4M3
+from moe_jax.moe import MoEConfig
 
 
 def test_statistics_count_every_token_of_both_halves():
@@ -20,6 +25,24 @@ def test_statistics_count_every_token_of_both_halves():
     np.testing.assert_array_equal(whole.loads, halves.loads)
     assert int(np.asarray(halves.loads).sum()) == config.moe_layers * BATCH * LENGTH * 2
     np.testing.assert_allclose(whole.gate_entropy, halves.gate_entropy, rtol=1e-12)
+
+
+def test_float8_gives_the_same_in_halves_and_whole(monkeypatch):
+    """One layer on two devices with replicas, buckets for any routing: there are no later passes to compile."""
+    float8 = {"dispatch_dtype": E4M3, "expert_dtype": E4M3}
+    in_float8 = lambda name: MoEConfig(num_experts=8, top_k=2, schedule=name, bucket_slack=2.0, **float8)  # noqa: E731
+    monkeypatch.setattr(prefetch_cases, "moe_config", in_float8)
+    config, found = model_config(layers=1), []
+    placements, shape = placements_of(False, config.moe_layers, 2, number=1)
+    with jax.enable_x64(True):
+        for overlap in ("none", "halves"):
+            halved = dataclasses.replace(config, overlap=overlap)
+            step, arguments = gradient_step(halved, "s1", {"expert": 2}, shape)
+            lowered = step.lower(*arguments(placements[0]))
+            assert "f8E4M3FN" in lowered.as_text()
+            (value, _), grads = lowered.compile()(*arguments(placements[0]))
+            found.append((value, grads))
+    assert_close(found[1], found[0])
 
 
 def ancestors(jaxpr, given, marked, found):
