@@ -35,7 +35,7 @@ from moe_jax.models.attention import attend
 from moe_jax.models.config import Segment
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.model_group import ModelGroup, in_dtype, project
-from moe_jax.models.transformer import Unit, abstract_transformer, add_shared
+from moe_jax.models.transformer import abstract_transformer, add_shared, unit_graph
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.layer import MoE
@@ -184,7 +184,7 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
     tokens on a GPU, where small kernels count.
     """
     config = segment.config
-    graph = nnx.split(nnx.eval_shape(lambda: Unit(segment, nnx.Rngs(0))))[0]
+    graph = unit_graph(segment)
 
     def loop(x, units, bank, tables, cache, positions, real):
         def body(x, inputs):

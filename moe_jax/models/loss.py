@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
-from moe_jax.models.attention import check_document_mask, document_positions, resolve_attention
+from moe_jax.models.attention import check_document_mask, resolve_attention
 from moe_jax.models.cross_entropy import chunked_cross_entropy, chunked_distillation
 from moe_jax.models.language_model import (
     Batch,
@@ -29,18 +28,14 @@ from moe_jax.models.language_model import (
     own_layers,
     own_specs,
 )  # fmt: skip
-from moe_jax.models.layer_loop import make_layers
+from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
-from moe_jax.models.stages import Constants
-from moe_jax.models.transformer import abstract_transformer
-from moe_jax.moe.bank import open_grad_sink, with_grad_sink
+from moe_jax.moe.bank import with_grad_sink
 from moe_jax.moe.passes import most_of_all
 from moe_jax.moe.routers import build_router, z_loss
-from moe_jax.moe.routing import even_tables, local
+from moe_jax.moe.routing import even_tables
 from moe_jax.moe.schedule import MOST_ROWS
-from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.ordering import wait_for_tree
-from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape
 
 
@@ -148,14 +143,14 @@ def _make_stack(
     config, roles = model.config, model.roles
     global_tokens = rows * length * roles.size(roles.dense)
     group = make_model_group(config, roles, rows, length)
-    trunk = _make_trunk(model, layout, rows, length, plan)
+    trunk = make_trunk(model, layout, rows, length, plan)
     if teacher is not None:
         if group.split and group.parts > 1:
             raise UserError(
                 "ModelConfig.overlap ('halves') with ModelConfig.sequence_parallel orders tokens as the teacher does "
                 "not; set ModelConfig.overlap = 'none'"
             )
-        teacher_trunk = _make_trunk(teacher.model, teacher.layout, rows, length, None)
+        teacher_trunk = make_trunk(teacher.model, teacher.layout, rows, length, None)
 
     def passes_of(found):
         return most_of_all(_all_layers([passes for _, passes in found.values()]), roles.all)
@@ -249,56 +244,3 @@ def _in_turn(x: tuple, *rows, chunk: int) -> Iterator[tuple]:
         else:
             a, b = parts
             yield a[:begin], b, a[begin:]
-
-
-def _make_trunk(model: LanguageModel, layout: Layout, rows: int, length: int, plan):
-    """Return trunk((dense, bank, grad_sink), batch, tables, key, first_row) -> (x, table, found).
-
-    It is all of the model but the loss: x, the parts of [t, M], are the last norm's results for the tokens of the MP
-    group that this device takes to the loss, t of them in the order of `ModelGroup.own_flat`, and table [V, M] gives
-    their logits; the rest is what `make_layers` finds. Two halves are two parts, and neither waits for the other.
-    """
-    config, roles = model.config, model.roles
-    dtype = jnp.dtype(config.dtype)
-    tokens = rows * length
-    transformer = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
-    group = make_model_group(config, roles, rows, length)
-    layers = make_layers(model, layout, tokens, plan, group)
-
-    def trunk(weights, batch, tables, key, first_row):
-        dense, bank, grad_sink = weights
-        device = lax.axis_index(roles.dense)
-        token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
-        tables = local(tables)
-        bank = jax.tree.map(lambda leaf: lax.stop_gradient(leaf).astype(dtype), bank)
-        opened = {}
-        for segment in model.expert_segments:
-            home_row = tables[segment.name].home_row
-            own = grad_sink[segment.name]
-            opened[segment.name] = {name: open_grad_sink(leaf, home_row) for name, leaf in own.items()}
-        outer = {name: leaf for name, leaf in dense.items() if name != "units"}
-        dims, wires = ({name: tree[name] for name in outer} for tree in (layout.gather, layout.wires))
-        outer = gather_tree(outer, dims, roles.dense, roles.size(roles.dense), wires)
-
-        if group.split:  # cast once: embedding and output head share the sum of their gradients over the group
-            outer = cast_varying(outer, roles.model)
-        outer["norm"] = cast_varying(outer["norm"], roles.dense)  # its gradients by part are summed over devices once
-
-        units = nnx.merge(transformer, {**outer, "units": dense["units"]})
-        positions = None if batch.documents is None else document_positions(batch.documents)
-        x = units.embedding(batch.inputs, dtype, group, positions)
-        x = tuple(jnp.split(x, group.parts))
-        choices = batch.choices  # [b, Sq, L, K], of the layers [L, t, K]
-        if choices is not None:
-            choices = jnp.moveaxis(choices.reshape(-1, *choices.shape[2:]), 1, 0)
-        constants = Constants(bank, tables, token_ids, key, batch.documents, choices)
-        x, found = layers(x, dense["units"], opened, constants)
-        with jax.named_scope("loss"):
-            if group.split or not group.axes:  # halves stay apart where a device takes its part of each
-                x = tuple(part.reshape(-1, part.shape[-1]) for part in x)
-            else:
-                x = jnp.concatenate(x)
-                x = (own_part(x.reshape(-1, x.shape[-1]), group.axes),)
-            return tuple(map(units.norm, x)), units.embedding.head_table(), found
-
-    return trunk

@@ -17,48 +17,42 @@ Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.models.residuals import Residuals, residuals_of
 from moe_jax.models.stages import Constants, LayerInputs, Stages, join_floats
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, return_part
 from moe_jax.parallel.varying import cast_varying, declare_equal, varying_axes
-from moe_jax.planning.block_schedule import Loop, Window
+from moe_jax.planning.block_schedule import Loop, Move, Window
 
+STAGES = {  # of a layer: what each reads of the live values, and what it makes
+    "attention": ("x", "a"), "route": ("a", "packed"), "send": ("packed", "received"),
+    "experts": ("received", "done"), "send_back": ("done", "returned"), "unpack": ("returned", "x"),
+}  # fmt: skip
 STEPS = {  # the stages of windows that have several of them, in the order of the forward
     "dispatch": ("route", "send"),
     "combine": ("send_back", "unpack"),
     "recompute": ("route_again", "send_again", "experts_again", "send_back_again", "unpack_again"),
 }
-AFTER = {"send": "experts", "experts": "send_back", "send_back": "unpack"}  # which stage reads a stage's rows
-READ = {  # what a stage takes out of the live values: (name, of the next layer)
-    "forward": {
-        "attention": ("x", 0), "route": ("a", 0), "send": ("packed", 0), "experts": ("received", 0),
-        "send_back": ("done", 0), "unpack": ("returned", 0),
-    },
-    "backward": {
-        "route_again": ("a", 0), "send_again": ("packed", 0), "experts_again": ("received", 0),
-        "send_back_again": ("done", 0), "unpack_again": ("returned", 0), "unpack": ("dx", 1),
-        "send_back": ("dreturned", 0), "experts": ("ddone", 0), "send": ("dreceived", 0), "route": ("dpacked", 0),
-        "attention": ("da", 0),
-    },
-}  # fmt: skip
 
 
-def run_stack(how: Stages, x, params, grad_sink, constants: Constants):
+def run_stack(how: Stages, x, units, grad_sink, constants: Constants):
     """Run a stack of layers.
 
     Args:
       x: a tuple of [b, Sq, M] or [t / N_MP, M], of all sequences or of either half.
-      params: (mix, gate), leaves [L, ...].
+      units: parameters of the units, leaves [L, ...].
       grad_sink: {name: [L, Hs, ...]}, whose cotangent is the gradient of home experts.
 
     Returns:
-      (x as it came, GateStats [L, ...], passes int32 [L], the most of both halves).
+      (x as it came, (GateStats [L, ...], passes int32 [L], the most of both halves)).
     """
 
     @jax.custom_vjp
@@ -76,24 +70,33 @@ def run_stack(how: Stages, x, params, grad_sink, constants: Constants):
         return dx, dparams, d_grad_sink, None
 
     stack.defvjp(forward, backward)
-    halves = how.schedule.halves
-    if how.scan and halves:  # one sum over devices after the loop, not one in each of its turns
+    halves, params = how.schedule.halves, of_moe(units)
+    # as rows vary: a cast inside a stage would be saved for its backward
+    constants = dataclasses.replace(constants, bank=cast_varying(constants.bank, how.roles.all))
+    if how.segment.config.stack == "scan" and halves:  # one sum over devices after the loop, not one in each turn
         params = cast_varying(params, varying_axes(constants.token_ids))
     x, stats, passes = stack(x, params, grad_sink, constants)
     if not halves:
-        return x, stats[0], passes[0]
+        return x, (stats[0], passes[0])
     choices = [half.choices for half in stats]  # the first half's tokens come first
     sums = jax.tree.map(jnp.add, *(dataclasses.replace(half, choices=None) for half in stats))
     if choices[0] is not None:
         sums = dataclasses.replace(sums, choices=jnp.concatenate(choices, axis=1))
-    return x, sums, jnp.maximum(*passes)
+    return x, (sums, jnp.maximum(*passes))
+
+
+def of_moe(units: dict) -> tuple[dict, dict]:
+    """Return a unit's leaves by name: (of what precedes the MoE layer, of the layer: its gate and shared experts)."""
+    inside = {name: leaf for name, leaf in units.items() if name in ("gate", "shared")}
+    return {name: leaf for name, leaf in units.items() if name not in inside}, inside
 
 
 class Direction:
-    """Code of both directions: look-ups by layer, moves, fences, and the loop."""
+    """Code of both directions: look-ups by layer, stages of the forward, moves, fences, and the loop."""
 
     def __init__(self, how: Stages, params, grad_sink, constants: Constants):
         self.how, self.params, self.constants = how, params, constants
+        self.scan, self.recompute = how.segment.config.stack == "scan", how.segment.config.recomputes
         self.layers, self.halves = how.schedule.layers, (0, 1) if how.schedule.halves else (None,)
         self.alone: dict = {}  # in the backward: what the forward saved of windows outside the loop
         self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
@@ -116,20 +119,24 @@ class Direction:
             return jax.tree.map(lambda leaf: leaf[index], tree)
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), tree)
 
-    def prepare(self, mix, gate):
+    def gathered(self, mix, gate):
         """Return one layer's parameters as its stages take them.
 
         Where two halves use them they vary over the data-parallel devices, so that their gradients are added before
         they are summed over devices.
         """
-        prepared = self.how.prepare(mix, gate)
-        if not self.how.schedule.halves:
-            return prepared
-        return cast_varying(prepared, varying_axes(self.constants.token_ids))
+        whole = self.how.gathered(mix, gate)
+        return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.schedule.halves else whole
 
     def saved(self, key: tuple, residuals: dict):
         """Return what the forward left under (name, layer, half), in this turn of the loop or outside it."""
         return residuals[key] if key in residuals else self.alone[key]
+
+    def reads(self, stage: str) -> tuple[str, int]:
+        """Return which live value a stage begins with: its name, and 1 if it is of the layer above, else 0."""
+        if self.direction == "forward" or stage.endswith("_again"):
+            return STAGES[stage.removesuffix("_again")][0], 0
+        return "d" + STAGES[stage][1], int(stage == "unpack")
 
     def inputs(self, stage: str, at: tuple, env: dict, residuals: dict) -> LayerInputs:
         """Return what a stage at (layer, half) reads; replicas only where it uses them.
@@ -145,10 +152,10 @@ class Direction:
             if self.how.late is not None:
                 key = "late", layer, half
                 replicas += env[key] if key in env else self.saved(key, residuals)
-        mix, gate = self.prepare(*self.of_layer(self.params, layer))
+        mix, gate = self.gathered(*self.of_layer(self.params, layer))
         key, token_ids, documents = None, self.constants.token_ids, self.constants.documents
         if self.constants.key is not None:
-            first = self.how.first_layer
+            first = self.how.segment.first_layer
             key = jax.random.fold_in(self.constants.key, first + self.index(layer) if first else self.index(layer))
         if half is not None:
             token_ids = jnp.split(token_ids, 2)[half]
@@ -176,15 +183,36 @@ class Direction:
         home, axes = zeros(tables.home_row.shape[-1], self.grad_sink_axes), varying_axes(bank, tables)
         return home, tuple(zeros(part.slots, axes) for part in (self.how.transfer, self.how.late) if part is not None)
 
-    def beside(self, window: Window, env: dict, chain, compute):
-        """Return compute(chain) with the window's moves in flight; their results go to `env`.
+    def run_stage(
+        self, stage: str, window: Window, env: dict, value, inputs: LayerInputs, save: bool
+    ) -> tuple[Any, Residuals | None]:
+        """Run a stage of the forward on the value that it reads; returns (result, what its backward needs)."""
+        how, at = self.how, (window.layer, window.half)
+        if stage in ("attention", "route"):
+            run, rest = getattr(how, stage)(inputs)
+        elif stage == "experts":
+            run, rest = how.experts(inputs, env["metadata", *at])
+        elif stage == "unpack":
+            run, rest = how.unpack(inputs, env.pop(("metadata", *at)), *env.pop(("context", *at)))
+        else:  # an exchange
+            run, rest = functools.partial(getattr(how.moe.schedule, stage), sent=env["metadata", *at]), ()
+        value, moves = self.start_moves(window, env, value)
+        if not save:
+            out, kept = run(value, *rest), None
+        else:
+            out, pull_back, *aux = jax.vjp(run, value, *rest, has_aux=stage == "route")
+            out, kept = (out, *aux) if aux else out, residuals_of(pull_back, inputs)
+        return self.end_moves(moves, env, out), kept
 
-        What a move sends is packed and fenced with what enters the stage: the move cannot start before it, and the
-        stage not before everything is packed. With a fence of its table alone the compiler packs Agg after attention,
-        and keeps the gradients of experts, and all that they are computed from, in memory until then.
+    def start_moves(self, window: Window, env: dict, chain):
+        """Return the chain of values that a stage takes, and the window's moves, packed.
+
+        What a move sends is fenced with what enters the stage: the move cannot start before it, and the stage not
+        before everything is packed. With a fence of its table alone the compiler packs Agg after attention, and keeps
+        the gradients of experts, and all that they are computed from, in memory until then.
         """
         moves, transfer, bank = [], self.how.transfer, self.constants.bank  # (key of what it fills, `ChunkTransfer`)
-        for move in window.beside:
+        for move in self.moves(window):
             tables = self.of_layer(self.constants.tables, move.layer)
             part = round(move.start * PARTS), round(move.stop * PARTS)
             if move.kind == "trans":
@@ -195,20 +223,27 @@ class Direction:
                 gradients = env["dheld_replicas", move.layer, None]
                 steps = return_part(gradients, tables.transfer, transfer, part, wires)
                 moves.append((("home", move.layer, None), steps))
-        payload = [steps.pack() for _, steps in moves]
-        if moves:
-            chain, payload = fence((chain, payload))
-            payload = self.after(payload, chain)
-        (main, *others) = compute(chain)
+        if not moves:
+            return chain, ()
+        chain, packed = fence((chain, [steps.pack() for _, steps in moves]))
+        packed = self.after(packed, chain)
+        return chain, [(*move, one) for move, one in zip(moves, packed, strict=True)]
+
+    def moves(self, window: Window) -> tuple[Move, ...]:
+        return () if self.how.transfer is None else window.beside
+
+    def end_moves(self, moves, env: dict, value):
+        """Return what a stage made once the moves beside it have arrived; what they bring goes to `env`."""
+        if not moves:
+            return value
         arrived = {}
-        for (key, steps), one in zip(moves, payload, strict=True):
+        for key, steps, packed in moves:
             into = env.pop(key, None)
-            into = empty_replicas(bank, transfer) if into is None else into
-            arrived[key] = steps.unpack(steps.communicate(one), into)
-        if moves:
-            main, arrived = fence((main, arrived))
+            into = empty_replicas(self.constants.bank, self.how.transfer) if into is None else into
+            arrived[key] = steps.unpack(steps.communicate(packed), into)
+        value, arrived = fence((value, arrived))
         env.update(arrived)
-        return (main, *others)
+        return value
 
     def pair(self, window: Window, env: dict, emit: dict, residuals: dict):
         """Run a window and its `others`, of which the first reads what is there already and each the one before.
@@ -222,7 +257,7 @@ class Direction:
         keys = []  # of what the windows of a half read first
         for one, (first, *_) in zip(window.pair[:2], steps, strict=False):
             if one.half is not None:
-                name, ahead = READ[self.direction][first]
+                name, ahead = self.reads(first)
                 keys.append((name, one.layer + ahead, one.half))
                 if keys[-1] not in env:  # what is computed again starts from what was saved
                     env[keys[-1]] = self.saved(keys[-1], residuals)
@@ -231,8 +266,7 @@ class Direction:
         for i, one in enumerate(window.pair):
             if i < len(keys):
                 # what the next windows of the other half will read, as far as it is there
-                chain = {name for name, _ in READ[self.direction].values()}
-                others = [v for (name, _, half), v in env.items() if half == 1 - one.half and name in chain]
+                others = [v for (name, _, half), v in env.items() if half == 1 - one.half and name in self.chain]
                 env[keys[i]] = self.after(env[keys[i]], *others)
             for step in steps[i]:
                 self.step(step, one, env, emit, residuals)
@@ -247,14 +281,8 @@ class Direction:
         Args:
           saved: what the other direction's loop emitted, stacked, for the same turns.
         """
-        if not self.how.scan:
+        if not self.scan:
             loop = Loop(loop.windows(self.layers), (), range(0), ())
-        if self.how.transfer is None:  # nothing moves
-
-            def bare(windows: tuple[Window, ...]) -> tuple[Window, ...]:
-                return tuple(dataclasses.replace(one, beside=(), others=bare(one.others)) for one in windows)
-
-            loop = Loop(bare(loop.before), bare(loop.body), loop.turns, bare(loop.after))
         alone: dict = {}
         for window in loop.before:
             self.pair(window, env, alone, {})
@@ -302,7 +330,7 @@ def fence(tree):
 class Forward(Direction):
     """The forward direction."""
 
-    direction = "forward"
+    direction, chain = "forward", {reads for reads, _ in STAGES.values()}
 
     def __init__(self, how, params, grad_sink, constants, *, save_residuals: bool):
         super().__init__(how, params, grad_sink, constants)
@@ -342,22 +370,19 @@ class Forward(Direction):
         return (out, tuple(found[:halves]), tuple(found[halves:])), (*kept, env.get(("last", None, None)))
 
     def step(self, stage: str, window: Window, env: dict, emit: dict, residuals: dict):
-        at, how = (window.layer, window.half), self.how
-        save = self.save_residuals and (stage == "attention" or not how.recompute)
+        at = window.layer, window.half
+        save = self.save_residuals and (stage == "attention" or not self.recompute)
         inputs = self.inputs(stage, at, env, residuals)
-        value = env[("a", *at)] if stage == "route" else env.pop((READ["forward"][stage][0], *at))
-        if stage == "attention":
-            env["a", *at], kept = self.beside(window, env, value, lambda x: how.attention(x, inputs, save))
-        elif stage == "route":
-            (found, (env["metadata", *at], whole, passes, env["late", *at])), kept = how.route(value, inputs, save)
-            rows, context, stats, _ = found
+        reads, makes = STAGES[stage]
+        value = env[("a", *at)] if stage == "route" else env.pop((reads, *at))
+        out, kept = self.run_stage(stage, window, env, value, inputs, save)
+        if stage == "route":
+            (rows, context, stats, _), (env["metadata", *at], whole, passes, env["late", *at]) = out
             env["packed", *at], env["context", *at] = self.after(rows, stats), (context, whole[0])
             emit["stats", *at], emit["passes", *at] = join_floats(stats, whole[1]), passes
         elif stage == "unpack":
-            late, metadata = env.pop(("late", *at)), env.pop(("metadata", *at))
-            (context, whole), a = env.pop(("context", *at)), env.pop(("a", *at))
-            y, kept = how.unpack(value, metadata, context, whole, inputs, save)
-            env["x", window.layer + 1, window.half] = a + y.reshape(a.shape)
+            late, a = env.pop(("late", *at)), env.pop(("a", *at))
+            env["x", window.layer + 1, window.half] = a + out.reshape(a.shape)
             if save and late:
                 emit["late", *at] = late
             elif self.save_residuals and not save:
@@ -369,9 +394,7 @@ class Forward(Direction):
                 elif self.save_residuals and replicas is not None:
                     emit["held_replicas", window.layer, None] = replicas
         else:
-            metadata, run = env["metadata", *at], getattr(how, stage)
-            key = READ["forward"][AFTER[stage]][0], *at
-            env[key], kept = self.beside(window, env, value, lambda rows: run(rows, metadata, inputs, save))
+            env[makes, *at] = out
         if save:
             emit[stage, *at] = kept
 
@@ -383,6 +406,7 @@ class Backward(Direction):
     """The backward direction: cotangents, gradients, and the replicas fetched a second time."""
 
     direction = "backward"
+    chain = {reads for reads, _ in STAGES.values()} - {"x"} | {"d" + makes for _, makes in STAGES.values()}
 
     def run(self, cotangents, saved: tuple):
         """Return (halves of dx, dparams, d_grad_sink)."""
@@ -401,14 +425,14 @@ class Backward(Direction):
             "gate": jax.tree.map(zeros, gate),
             "sums": cast_varying(full, self.grad_sink_axes),
         }
-        env.update({(name, None, None): value if self.how.scan else {} for name, value in full.items()})
+        env.update({(name, None, None): value if self.scan else {} for name, value in full.items()})
         env, _, _ = self.run_loop(self.how.schedule.backward, env, stacked)
         for one in self.held:
             self.write(*one, env)
         dx = tuple(env["dx", 0, half] for half in self.halves)
         dx = tuple(self.after(part, *dx) for part in dx)
         grads = {name: env[name, None, None] for name in full}
-        if not self.how.scan:  # layers that are written out are put together once
+        if not self.scan:  # layers that are written out are put together once
             for name, like in full.items():
                 values = (grads[name][layer] for layer in range(self.layers))
                 grads[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
@@ -420,7 +444,7 @@ class Backward(Direction):
         Nothing reads those before the end of the step, and the compiler would compute most of them beside the last
         exchanges, and nothing beside the first. Small ones are left to it: fenced, each is a kernel of its own.
         """
-        if self.how.scan:  # each turn of a loop computes its own
+        if self.scan:  # each turn of a loop computes its own
             return fence(chains)
         keys = [key for key in env if key[0] in ("home", "dmix", "dgate")]
         leaves, tree = jax.tree.flatten(([value for *_, value in self.held], [env[key] for key in keys]))
@@ -440,20 +464,20 @@ class Backward(Direction):
         Returns:
           what was written, or () where it is held.
         """
-        if self.how.schedule.halves and not self.how.scan:
+        if self.how.schedule.halves and not self.scan:
             self.held.append((name, layer, value))
             return ()
         return self.write(name, layer, value, env)
 
     def write(self, name: str, layer: int, value, env: dict):
-        """Write a gradient: of `mix` and `gate`, cotangents of what `prepare` returned, the layer's own."""
+        """Write a gradient: of `mix` and `gate`, cotangents of what `gathered` returned, the layer's own."""
         mix, gate = self.of_layer(self.params, layer) if name != "sums" else (None, None)
         if name == "mix":
-            value = jax.vjp(lambda p: self.prepare(p, gate)[0], mix)[1](value)[0]
+            value = jax.vjp(lambda p: self.gathered(p, gate)[0], mix)[1](value)[0]
         elif name == "gate":
-            value = jax.vjp(lambda p: self.prepare(mix, p)[1], gate)[1](value)[0]
+            value = jax.vjp(lambda p: self.gathered(mix, p)[1], gate)[1](value)[0]
         index, total = self.index(layer), env[name, None, None]
-        if self.how.scan:
+        if self.scan:
             env[name, None, None] = jax.tree.map(lambda all, own: all.at[index].set(own), total, value)
         else:
             total[index] = value
@@ -462,13 +486,13 @@ class Backward(Direction):
     def step(self, stage: str, window: Window, env: dict, emit: dict, residuals: dict):
         at, layer, how = (window.layer, window.half), window.layer, self.how
         if stage.endswith("_again"):
-            self._again(stage.removesuffix("_again"), at, env, residuals)
+            self.again(stage.removesuffix("_again"), window, env, residuals)
             return
         moves = how.transfer is not None
         last = window.half in (None, 0)  # no other half of this layer follows in the backward
         inputs = self.inputs(stage, at, env, residuals)
         kept = env.pop((stage, *at), None) or self.saved((stage, *at), residuals)
-        name, ahead = READ["backward"][stage]
+        name, ahead = self.reads(stage)
         d = env.pop((name, layer + ahead, window.half))
         # On XLA:CPU what a stage's backward makes again of what was saved waits for the cotangent: the branch of later
         # passes, whose number is a scalar, and the tokens that an MP group gathers again.
@@ -480,10 +504,12 @@ class Backward(Direction):
         pull_back = kept.restore(inputs)
 
         if stage in ("send", "send_back"):
-            (env[{"send": "dpacked", "send_back": "ddone"}[stage], *at],) = pull_back(d)
+            (env["d" + STAGES[stage][0], *at],) = pull_back(d)
         elif stage == "attention":
-            (dx, dmix) = self.beside(window, env, d, pull_back)
-            if window.beside:  # else the sum of dmix over devices, and so all of attention, would run before the moves
+            d, flight = self.start_moves(window, env, d)
+            dx, dmix = pull_back(d)
+            dx = self.end_moves(flight, env, dx)
+            if flight:  # else the sum of dmix over devices, and so all of attention, would run before the moves
                 dx, dmix = fence((dx, dmix))
             add(env, ("dmix", layer, None), dmix)
             if last:
@@ -494,7 +520,9 @@ class Backward(Direction):
             add(env, ("home", layer, None), dhome)
             env["da", *at], env["dcontext", *at] = d, dcontext
         elif stage == "experts":
-            dreceived, (dhome, dreplicas) = self.beside(window, env, d, pull_back)
+            d, flight = self.start_moves(window, env, d)
+            dreceived, (dhome, dreplicas) = pull_back(d)
+            dreceived = self.end_moves(flight, env, dreceived)
             add(env, ("home", layer, None), dhome)
             dreplicas = jax.tree.map(jnp.add, env.pop(("dreplicas", *at)), dreplicas)
             env["dreceived", *at] = dreceived
@@ -522,35 +550,32 @@ class Backward(Direction):
                 da = self.after(da, self.finish("gate", layer, env.pop(("dgate", layer, None)), env))
             env["da", *at] = da
 
-        for move in window.beside if moves and stage in ("attention", "experts") else ():
+        for move in self.moves(window) if stage in ("attention", "experts") else ():
             if move.kind == "agg" and move.stop == 1.0:
                 del env["dheld_replicas", move.layer, None]
                 self.finish("sums", move.layer, env.pop(("home", move.layer, None)), env)
 
-    def _again(self, stage: str, at: tuple, env: dict, residuals: dict):
+    def again(self, stage: str, window: Window, env: dict, residuals: dict):
         """Run a stage of the forward again, and keep what its backward needs."""
-        how, cotangent = self.how, ("dx", at[0] + 1, at[1])
+        at = layer, half = window.layer, window.half
+        cotangent, (reads, makes) = ("dx", layer + 1, half), STAGES[stage]
         if stage == "route":
-            a = env.pop(("a", *at), None)
-            a = self.after(self.saved(("a", *at), residuals) if a is None else a, env[cotangent])
-            if at[1] is not None:
-                a, env[cotangent] = fence((a, env[cotangent]))
-            (found, (env["metadata", *at], whole, _, late)), env["route", *at] = how.route(
-                a, self.inputs(stage, at, env, residuals), True
-            )
-            env["packed", *at], env["context", *at] = found[0], (found[1], whole[0])
+            value = env.pop(("a", *at), None)
+            value = self.after(self.saved(("a", *at), residuals) if value is None else value, env[cotangent])
+            if half is not None:
+                value, env[cotangent] = fence((value, env[cotangent]))
+        inputs = self.inputs(stage, at, env, residuals)
+        value = value if stage == "route" else env.pop((reads, *at))
+        out, env[stage, *at] = self.run_stage(stage, window, env, value, inputs, True)
+        if stage == "route":
+            (rows, context, *_), (env["metadata", *at], whole, _, late) = out
+            env["packed", *at], env["context", *at] = rows, (context, whole[0])
             if late:
                 env["late", *at] = late
-            return
-        inputs = self.inputs(stage, at, env, residuals)
-        value = env.pop((READ["forward"][stage][0], *at))
-        if stage == "unpack":
-            (context, whole), metadata = env.pop(("context", *at)), env.pop(("metadata", *at))
-            again, env["unpack", *at] = how.unpack(value, metadata, context, whole, inputs, True)
-            env[cotangent] = self.after(env[cotangent], again)
-            return
-        key = READ["forward"][AFTER[stage]][0], *at
-        env[key], env[stage, *at] = getattr(how, stage)(value, env["metadata", *at], inputs, True)
+        elif stage == "unpack":
+            env[cotangent] = self.after(env[cotangent], out)
+        else:
+            env[makes, *at] = out
 
 
 def add(env: dict, key: tuple, value):

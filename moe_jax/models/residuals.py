@@ -6,28 +6,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
+from moe_jax.models.config import ModelConfig
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
+@dataclasses.dataclass(frozen=True, eq=False)
 class Residuals:
     """What `jax.vjp` returned, taken apart: `arrays` are its own, `plan` says where each of its leaves comes from."""
 
-    def __init__(self, arrays, plan):
-        self.arrays, self.plan = arrays, plan
-
-    def tree_flatten(self):
-        return tuple(self.arrays), self.plan
-
-    @classmethod
-    def tree_unflatten(cls, plan, arrays):
-        return cls(arrays, plan)
+    arrays: list
+    plan: tuple
 
     def restore(self, known):
         """Return the function; `known` is the tree that was given to `residuals_of`, with arrays of the same shapes."""
@@ -82,13 +78,12 @@ RECOMPUTED = frozenset(
 # scatters, and counts. Made again is what functions of single values, casts and moves make of them (RECOMPUTED), sums
 # over rows of floats, which are those of norms, and, as in Megatron's sequence parallelism, the tokens that an MP group
 # gathers. A layer that is written out, not looped over, keeps all that it reads: nothing is stacked there.
-def named(value, name: str):
-    """Return a value, or a tree of them, under one of NAMES. `moe/experts.py` names its own."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), value)
+def checkpointed(function: Callable, config: ModelConfig, model_axes: tuple[str, ...]) -> Callable:
+    """Return a layer, or a stage of one, that keeps for its backward what `ModelConfig.remat` says.
 
-
-def save_expensive_residuals(function: Callable, model_axes: tuple[str, ...]) -> Callable:
-    """Return the body of a scan; model_axes: mesh axes of the MP group."""
+    Args:
+      model_axes: mesh axes of the MP group.
+    """
 
     def is_kept(primitive, *operands, **params) -> bool:
         if primitive.name == "name":
@@ -102,4 +97,8 @@ def save_expensive_residuals(function: Callable, model_axes: tuple[str, ...]) ->
             return sum(out.size for out in params["call_jaxpr"].out_avals) <= sum(one.size for one in operands)
         return primitive.name not in RECOMPUTED
 
-    return jax.checkpoint(function, policy=is_kept, prevent_cse=False)
+    if config.remat == "none" and config.stack != "scan":
+        return function
+    policies = {"none": is_kept, "block": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    policy = policies[config.remat] if config.remat in policies else getattr(jax.checkpoint_policies, config.remat)
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

@@ -1,4 +1,4 @@
-"""One layer as six functions, and the `Residuals` that each saves for its backward; `prefetch.py` runs a stack of them.
+"""One layer in stages, which `prefetch.py` runs, and saves for the backward of, one by one.
 
 Letters: docs/notation.md.
 """
@@ -12,15 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
-from moe_jax.models.residuals import Residuals, residuals_of
+from moe_jax.models.config import Segment
+from moe_jax.models.model_group import ModelGroup
+from moe_jax.models.residuals import checkpointed
 from moe_jax.models.transformer import add_shared
 from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.permute import permute_rows, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import record
+from moe_jax.parallel.gather import gather_tree
+from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sparse_all_gather import Transfer
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.block_schedule import BlockSchedule
@@ -31,7 +36,7 @@ class Constants:
     """What all layers of a stack read and never differentiate.
 
     Attributes:
-      bank: {name: [Rb, ...]} in the compute dtype; tables: leaves [L, ...]; of the whole model {segment: that}.
+      bank: {name: [Rb, ...]} in the compute dtype; tables: leaves [L, ...].
       token_ids: int32 [t].
       key: of the gates' noise; None where they have none.
       documents: int32 [b, Sq], or None.
@@ -71,89 +76,80 @@ class LayerInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A stack of layers, and each one's stages: they return a result, with `save_residuals` `Residuals`, else None.
+    """A stack of layers, and each one's stages.
 
-    The exchanges stand alone (`send`, `send_back`), with all computation in the stages around them. Where the schedule
-    has halves, the stages are those of half as many tokens.
+    A stage returns (function, its arguments but the first, which is what the stage before made). Between `route` and
+    `experts` is an exchange alone, `send` of the schedule, between `experts` and `unpack` another, `send_back`. Where
+    the schedule has halves, the stages are those of half as many tokens.
 
     Attributes:
-      attend: (mix, gate, x [b, Sq, M], documents) -> [b, Sq, M], everything before the MoE layer.
-      enter_moe: (mix, gate, x) -> ([t, M], what shared experts add), what `Unit.enter_moe` returns.
+      segment: the layers; roles, group: where they run; graph: a unit's modules without their parameters.
       moe: the layer, whose schedule is an `ExpertParallel` that runs its experts in one piece.
-      checkpoint: wraps a stage in an activation checkpointing policy.
-      recompute: save the inputs of the two halves of a layer only; the schedule runs the stages of the second again, so
-        no checkpoint does.
       schedule: the windows.
       transfer: how parameters move; with None the windows have no moves.
       late: of replicas that come after the gate, inside the stage `route`; None for none.
-      prepare: (mix, gate) of one layer -> the same, gathered; differentiated by the stack.
-      scan: loop over turns, else write all layers out.
-      first_layer: MoE layers before this stack, by which the gates' noise is keyed.
+      dims, wires: as `gather_tree` takes them, (of what precedes the MoE layer, of the layer).
     """
 
-    attend: Callable
-    enter_moe: Callable
+    segment: Segment
+    roles: Roles
+    group: ModelGroup
+    graph: Any
     moe: MoE
-    checkpoint: Callable
-    recompute: bool
     schedule: BlockSchedule
     transfer: Transfer | None
     late: TransferShape | None
-    prepare: Callable
-    scan: bool
-    first_layer: int
+    dims: tuple[dict, dict]
+    wires: tuple[dict, dict]
 
-    def attention(self, x, inputs: LayerInputs, save_residuals: bool):
-        """Run everything before the gate: [b, Sq, M] -> [b, Sq, M]."""
+    def gathered(self, mix, gate):
+        """Return (mix, gate) of one layer with whole leaves."""
+        trees, axes = zip((mix, gate), self.dims, self.wires, strict=True), self.roles.dense
+        return tuple(gather_tree(tree, dims, axes, self.roles.size(axes), wires) for tree, dims, wires in trees)
+
+    def _checkpointed(self, run: Callable) -> Callable:
+        """Return a stage of the MoE half; where the schedule runs it again in the backward, no checkpoint does."""
+        config = self.segment.config
+        return run if config.recomputes else checkpointed(run, config, self.roles.model)
+
+    def attention(self, inputs: LayerInputs):
+        """Everything before the gate: [b, Sq, M] -> [b, Sq, M]."""
 
         def run(x, mix):
-            return self.attend(mix, inputs.gate, x, inputs.documents)
+            unit = nnx.merge(self.graph, {**mix, **inputs.gate})
+            return unit.attend(x, self.group, inputs.documents)
 
-        return self._run(self.checkpoint(run), (x, inputs.mix), inputs, save_residuals)
+        return checkpointed(run, self.segment.config, self.roles.model), (inputs.mix,)
 
-    def route(self, a, inputs: LayerInputs, save_residuals: bool):
-        """Gate and pack: returns ((rows, context's floats, stats' floats, late grad_sinks), what has no gradient).
+    def route(self, inputs: LayerInputs):
+        """Gate and pack: (rows, context's floats, stats' floats, late grad_sinks), and beside it what has no gradient.
 
         The latter are (sent, the rest of context and stats, passes, late replicas): replicas that come after the
         gate, a tuple of {name: [m, ...]}, and the grad_sinks through which their gradients enter.
         """
 
         def run(a, gate, home_sink):
-            tokens, beside = self.enter_moe(inputs.mix, gate, a)
+            tokens, beside = nnx.merge(self.graph, {**inputs.mix, **gate}).enter_moe(a, self.group)
             router_params = {name: leaf for name, leaf in gate["gate"].items() if name != "norm"}
             schedule = self.moe.schedule
-            routed, stats, _, late = self.moe.route(
-                tokens,
-                router_params,
-                RouterInputs(inputs.noise_key, inputs.token_ids, inputs.tables),
-                inputs.bank,
-                home_sink,
-            )
+            given = RouterInputs(inputs.noise_key, inputs.token_ids, inputs.tables)
+            routed, stats, _, late = self.moe.route(tokens, router_params, given, inputs.bank, home_sink)
             rows, sent = schedule.pack(routed, 0)
             before, passes = None, routed.passes
             if schedule.run_passes > 1:  # later passes wait for them
                 before = lax.stop_gradient(stats)
             else:  # the combine needs the weights alone
                 routed = dataclasses.replace(routed, tokens=None, routing=None)
-            context = routed, before, beside
-            leaves, tree = jax.tree.flatten((context, stats))
+            leaves, tree = jax.tree.flatten(((routed, before, beside), stats))
             floats = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None for leaf in leaves]
             rest = [leaf if own is None else None for leaf, own in zip(leaves, floats, strict=True)]
             (context, stats), whole = (jax.tree.unflatten(tree, part) for part in (floats, rest))
             values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
             return (rows, context, stats, late_grad_sinks), (sent, whole, passes, values)
 
-        arguments = (a, inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
-        return self._run(
-            run if self.recompute else self.checkpoint(run), arguments, inputs, save_residuals, has_aux=True
-        )
+        return self._checkpointed(run), (inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
 
-    def send(self, rows, sent, inputs: LayerInputs, save_residuals: bool):
-        """Exchange the packed rows."""
-        schedule = self.moe.schedule
-        return self._run(lambda rows: schedule.send(rows, sent), (rows,), inputs, save_residuals)
-
-    def experts(self, received, sent, inputs: LayerInputs, save_residuals: bool):
+    def experts(self, inputs: LayerInputs, sent):
         """Compute received rows, which leave in the order in which they came."""
 
         def run(received, grad_sinks):
@@ -161,16 +157,9 @@ class Stages:
             done = self.moe.experts(rows, sent.grouping.group_sizes, self._weights(inputs, grad_sinks))
             return unpermute_rows(done, sent.grouping)
 
-        return self._run(
-            run if self.recompute else self.checkpoint(run), (received, inputs.grad_sinks), inputs, save_residuals
-        )
+        return self._checkpointed(run), (inputs.grad_sinks,)
 
-    def send_back(self, rows, sent, inputs: LayerInputs, save_residuals: bool):
-        """Exchange the computed rows the other way."""
-        schedule = self.moe.schedule
-        return self._run(lambda rows: schedule.send_back(rows, sent), (rows,), inputs, save_residuals)
-
-    def unpack(self, returned, sent, context, whole, inputs: LayerInputs, save_residuals: bool):
+    def unpack(self, inputs: LayerInputs, sent, context, whole):
         """Bring returned rows to their tokens and run the later passes: [t, M]."""
 
         def run(returned, context, grad_sinks):
@@ -180,23 +169,12 @@ class Stages:
             y = self.moe.finish(y, routed, stats, experts)
             return add_shared(y, *beside)
 
-        return self._run(
-            run if self.recompute else self.checkpoint(run),
-            (returned, context, inputs.grad_sinks),
-            inputs,
-            save_residuals,
-        )
+        return self._checkpointed(run), (context, inputs.grad_sinks)
 
     def _weights(self, inputs: LayerInputs, grad_sinks) -> ExpertWeights:
         home, of_replicas = grad_sinks
         replicas = tuple(zip(inputs.replicas, of_replicas, strict=True))
         return ExpertWeights(inputs.bank, home, inputs.tables.home_row, replicas, constant=True)
-
-    def _run(self, run, arguments, inputs, save_residuals, has_aux=False) -> tuple[Any, Residuals | None]:
-        if not save_residuals:
-            return run(*arguments), None
-        out, pull_back, *aux = jax.vjp(run, *arguments, has_aux=has_aux)
-        return ((out, *aux) if has_aux else out), residuals_of(pull_back, inputs)
 
 
 def join_floats(floats, rest):

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig, Segment, segments_of
 from moe_jax.models.model_group import ModelGroup, add_bias, in_dtype
-from moe_jax.models.residuals import named
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.routers import build_router
@@ -169,7 +169,7 @@ class Attention(nnx.Module):
             if config.positions == "rotary":
                 positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
                 q, k = (rotate(array, positions, config.rotary_base, config.rotary_factor) for array in (q, k))
-            q, k, v = named((q, k, v), "heads")
+            q, k, v = (checkpoint_name(array, "heads") for array in (q, k, v))
             if mix is None:
                 mixed = attend(q, k, v, config.kind == "gpt", config.attention, documents)
             else:
@@ -366,6 +366,11 @@ class Transformer(nnx.Module):
             units[segment.name] = nnx.split_rngs(splits=segment.config.units)(make)(rngs)
         self.units = nnx.Dict(units)
         self.norm = Norm(config)
+
+
+def unit_graph(segment: Segment):
+    """Return the modules of a unit without their parameters."""
+    return nnx.split(nnx.eval_shape(lambda: Unit(segment, nnx.Rngs(0))))[0]
 
 
 def abstract_transformer(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Transformer:

@@ -11,7 +11,7 @@ from support.equality_cases import BATCH, LENGTH, VOCAB, tables_of
 
 from moe_jax.data.stream import document_numbers, inside_documents
 from moe_jax.models import Batch
-from moe_jax.models.loss import _make_trunk
+from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import with_grad_sink
 
@@ -51,7 +51,7 @@ def make_mesh_logits(model, layout):
     roles = model.roles
     rows = BATCH // roles.size(roles.dense)
     group = make_model_group(model.config, roles, rows, LENGTH)
-    trunk = _make_trunk(model, layout, rows, LENGTH, None)
+    trunk = make_trunk(model, layout, rows, LENGTH, None)
     number = np.arange(BATCH * LENGTH, dtype=np.int32).reshape(BATCH, LENGTH)
 
     def body(dense, bank, grad_sink, inputs, documents, number, tables):
