@@ -98,7 +98,8 @@ class Direction:
         self.how, self.params, self.constants = how, params, constants
         self.scan, self.recompute = how.segment.config.stack == "scan", how.segment.config.recomputes
         self.layers, self.halves = how.schedule.layers, (0, 1) if how.schedule.halves else (None,)
-        self.alone: dict = {}  # in the backward: what the forward saved of windows outside the loop
+        # in the backward: what the forward saved of windows outside the loop, and of the same turn of the loop
+        self.alone, self.residuals = {}, {}
         self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
         self.grad_sink_axes = varying_axes(grad_sink)
         self.turn = None
@@ -128,9 +129,9 @@ class Direction:
         whole = self.how.gathered(mix, gate)
         return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.schedule.halves else whole
 
-    def saved(self, key: tuple, residuals: dict):
+    def saved(self, key: tuple):
         """Return what the forward left under (name, layer, half), in this turn of the loop or outside it."""
-        return residuals[key] if key in residuals else self.alone[key]
+        return self.residuals[key] if key in self.residuals else self.alone[key]
 
     def reads(self, stage: str) -> tuple[str, int]:
         """Return which live value a stage begins with: its name, and 1 if it is of the layer above, else 0."""
@@ -138,7 +139,7 @@ class Direction:
             return STAGES[stage.removesuffix("_again")][0], 0
         return "d" + STAGES[stage][1], int(stage == "unpack")
 
-    def inputs(self, stage: str, at: tuple, env: dict, residuals: dict) -> LayerInputs:
+    def inputs(self, stage: str, at: tuple, env: dict) -> LayerInputs:
         """Return what a stage at (layer, half) reads; replicas only where it uses them.
 
         Those planned ahead stand before those that came after the gate; each are alive, fetched again, or saved.
@@ -148,10 +149,10 @@ class Direction:
         if stage.startswith(("experts", "unpack")):
             if self.how.transfer is not None:
                 key = "held_replicas", layer, None
-                replicas.append(env[key] if key in env else self.saved(key, residuals))
+                replicas.append(env[key] if key in env else self.saved(key))
             if self.how.late is not None:
                 key = "late", layer, half
-                replicas += env[key] if key in env else self.saved(key, residuals)
+                replicas += env[key] if key in env else self.saved(key)
         mix, gate = self.gathered(*self.of_layer(self.params, layer))
         key, token_ids, documents = None, self.constants.token_ids, self.constants.documents
         if self.constants.key is not None:
@@ -245,7 +246,7 @@ class Direction:
         env.update(arrived)
         return value
 
-    def pair(self, window: Window, env: dict, emit: dict, residuals: dict):
+    def pair(self, window: Window, env: dict, emit: dict):
         """Run a window and its `others`, of which the first reads what is there already and each the one before.
 
         Neither side starts before what both read is there. On XLA:CPU every window of a half, alone or not, waits for
@@ -260,8 +261,8 @@ class Direction:
                 name, ahead = self.reads(first)
                 keys.append((name, one.layer + ahead, one.half))
                 if keys[-1] not in env:  # what is computed again starts from what was saved
-                    env[keys[-1]] = self.saved(keys[-1], residuals)
-        if window.others:
+                    env[keys[-1]] = self.saved(keys[-1])
+        if window.others:  # no part of what a pair reads is used before all of it is there
             env.update(zip(keys, self.start(env, tuple(env[key] for key in keys)), strict=True))
         for i, one in enumerate(window.pair):
             if i < len(keys):
@@ -269,11 +270,7 @@ class Direction:
                 others = [v for (name, _, half), v in env.items() if half == 1 - one.half and name in self.chain]
                 env[keys[i]] = self.after(env[keys[i]], *others)
             for step in steps[i]:
-                self.step(step, one, env, emit, residuals)
-
-    def start(self, env: dict, chains: tuple) -> tuple:
-        """Return what a pair of windows reads; no part of it is used before all of it is there."""
-        return fence(chains)
+                self.step(step, one, env, emit)
 
     def run_loop(self, loop: Loop, env: dict, saved=None):
         """Run all windows; returns (env, emitted before and after {key: value}, emitted by the body, stacked).
@@ -285,18 +282,18 @@ class Direction:
             loop = Loop(loop.windows(self.layers), (), range(0), ())
         alone: dict = {}
         for window in loop.before:
-            self.pair(window, env, alone, {})
+            self.pair(window, env, alone)
         stacked = {}
         if len(loop.turns):
             step = loop.turns.step
             carry = _moved(env, -loop.turns[0])
 
             def body(carry, inputs):
-                self.turn, residuals = inputs
+                self.turn, self.residuals = inputs
                 env, emitted = dict(carry), {}
                 for window in loop.body:
-                    self.pair(window, env, emitted, residuals)
-                self.turn = None
+                    self.pair(window, env, emitted)
+                self.turn, self.residuals = None, {}
                 env = _moved(env, -step)
                 assert env.keys() == carry.keys(), (sorted(map(str, env)), sorted(map(str, carry)))
                 return env, emitted
@@ -308,7 +305,7 @@ class Direction:
             carry, stacked = lax.scan(body, carry, (turns, saved), reverse=flipped)
             env = _moved(carry, loop.turns[-1] + step)
         for window in loop.after:
-            self.pair(window, env, alone, {})
+            self.pair(window, env, alone)
         return env, alone, stacked
 
 
@@ -331,6 +328,7 @@ class Forward(Direction):
     """The forward direction."""
 
     direction, chain = "forward", {reads for reads, _ in STAGES.values()}
+    start = staticmethod(lambda env, chains: fence(chains))
 
     def __init__(self, how, params, grad_sink, constants, *, save_residuals: bool):
         super().__init__(how, params, grad_sink, constants)
@@ -369,10 +367,10 @@ class Forward(Direction):
         out = tuple(env["x", self.layers, half] for half in self.halves)
         return (out, tuple(found[:halves]), tuple(found[halves:])), (*kept, env.get(("last", None, None)))
 
-    def step(self, stage: str, window: Window, env: dict, emit: dict, residuals: dict):
+    def step(self, stage: str, window: Window, env: dict, emit: dict):
         at = window.layer, window.half
         save = self.save_residuals and (stage == "attention" or not self.recompute)
-        inputs = self.inputs(stage, at, env, residuals)
+        inputs = self.inputs(stage, at, env)
         reads, makes = STAGES[stage]
         value = env[("a", *at)] if stage == "route" else env.pop((reads, *at))
         out, kept = self.run_stage(stage, window, env, value, inputs, save)
@@ -483,15 +481,15 @@ class Backward(Direction):
             total[index] = value
         return value
 
-    def step(self, stage: str, window: Window, env: dict, emit: dict, residuals: dict):
+    def step(self, stage: str, window: Window, env: dict, emit: dict):
         at, layer, how = (window.layer, window.half), window.layer, self.how
         if stage.endswith("_again"):
-            self.again(stage.removesuffix("_again"), window, env, residuals)
+            self.again(stage.removesuffix("_again"), window, env)
             return
         moves = how.transfer is not None
         last = window.half in (None, 0)  # no other half of this layer follows in the backward
-        inputs = self.inputs(stage, at, env, residuals)
-        kept = env.pop((stage, *at), None) or self.saved((stage, *at), residuals)
+        inputs = self.inputs(stage, at, env)
+        kept = env.pop((stage, *at), None) or self.saved((stage, *at))
         name, ahead = self.reads(stage)
         d = env.pop((name, layer + ahead, window.half))
         # On XLA:CPU what a stage's backward makes again of what was saved waits for the cotangent: the branch of later
@@ -503,29 +501,34 @@ class Backward(Direction):
             kept = jax.tree.map(lambda v: self.after(v, d) if jnp.issubdtype(v.dtype, floats) else v, kept)
         pull_back = kept.restore(inputs)
 
-        if stage in ("send", "send_back"):
-            (env["d" + STAGES[stage][0], *at],) = pull_back(d)
-        elif stage == "attention":
-            d, flight = self.start_moves(window, env, d)
-            dx, dmix = pull_back(d)
-            dx = self.end_moves(flight, env, dx)
+        d, flight = self.start_moves(window, env, d)
+        given, of_read = d, ("d" + STAGES[stage][0], *at)
+        if stage == "unpack":
+            given = d.reshape(-1, d.shape[-1])
+        elif stage == "route":
+            # cotangents of integers have no dtype
+            own = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
+            dstats = jax.tree.map(own, self.dstats[window.half or 0])
+            given = d, env.pop(("dcontext", *at)), dstats, env.pop(("dlate", *at), ())
+        dread, *others = pull_back(given)
+        dread = self.end_moves(flight, env, dread)
+        if stage == "attention":
+            (dmix,) = others
             if flight:  # else the sum of dmix over devices, and so all of attention, would run before the moves
-                dx, dmix = fence((dx, dmix))
+                dread, dmix = fence((dread, dmix))
             add(env, ("dmix", layer, None), dmix)
             if last:
-                dx = self.after(dx, self.finish("mix", layer, env.pop(("dmix", layer, None)), env))
-            env["dx", *at] = dx
-        elif stage == "unpack":
-            env["dreturned", *at], dcontext, (dhome, env["dreplicas", *at]) = pull_back(d.reshape(-1, d.shape[-1]))
+                dread = self.after(dread, self.finish("mix", layer, env.pop(("dmix", layer, None)), env))
+        if stage != "route":
+            env[of_read] = dread
+        if stage == "unpack":
+            env["dcontext", *at], (dhome, env["dreplicas", *at]) = others
             add(env, ("home", layer, None), dhome)
-            env["da", *at], env["dcontext", *at] = d, dcontext
+            env["da", *at] = d
         elif stage == "experts":
-            d, flight = self.start_moves(window, env, d)
-            dreceived, (dhome, dreplicas) = pull_back(d)
-            dreceived = self.end_moves(flight, env, dreceived)
+            ((dhome, dreplicas),) = others
             add(env, ("home", layer, None), dhome)
             dreplicas = jax.tree.map(jnp.add, env.pop(("dreplicas", *at)), dreplicas)
-            env["dreceived", *at] = dreceived
             env.pop(("late", *at), None)
             if moves:
                 add(env, ("dheld_replicas", layer, None), dreplicas[0])
@@ -535,36 +538,32 @@ class Backward(Direction):
                 env.pop(("held_replicas", layer, None), None)
                 if not moves and how.late is None:
                     self.finish("sums", layer, env.pop(("home", layer, None)), env)
-        else:
-            # cotangents of integers have no dtype
-            own = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
-            dstats = jax.tree.map(own, self.dstats[window.half or 0])
-            da, dgate, dhome = pull_back((d, env.pop(("dcontext", *at)), dstats, env.pop(("dlate", *at), ())))
+        elif stage == "route":
+            dgate, dhome = others
             if how.late is not None:  # what the replicas that came late add
                 add(env, ("home", layer, None), dhome)
                 if not moves and last:
                     self.finish("sums", layer, env.pop(("home", layer, None)), env)
-            da = env["da", *at] + da
+            dread = env[of_read] + dread
             add(env, ("dgate", layer, None), dgate)
             if last:
-                da = self.after(da, self.finish("gate", layer, env.pop(("dgate", layer, None)), env))
-            env["da", *at] = da
-
-        for move in self.moves(window) if stage in ("attention", "experts") else ():
+                dread = self.after(dread, self.finish("gate", layer, env.pop(("dgate", layer, None)), env))
+            env[of_read] = dread
+        for move in self.moves(window) if flight else ():
             if move.kind == "agg" and move.stop == 1.0:
                 del env["dheld_replicas", move.layer, None]
                 self.finish("sums", move.layer, env.pop(("home", move.layer, None)), env)
 
-    def again(self, stage: str, window: Window, env: dict, residuals: dict):
+    def again(self, stage: str, window: Window, env: dict):
         """Run a stage of the forward again, and keep what its backward needs."""
         at = layer, half = window.layer, window.half
         cotangent, (reads, makes) = ("dx", layer + 1, half), STAGES[stage]
         if stage == "route":
             value = env.pop(("a", *at), None)
-            value = self.after(self.saved(("a", *at), residuals) if value is None else value, env[cotangent])
+            value = self.after(self.saved(("a", *at)) if value is None else value, env[cotangent])
             if half is not None:
                 value, env[cotangent] = fence((value, env[cotangent]))
-        inputs = self.inputs(stage, at, env, residuals)
+        inputs = self.inputs(stage, at, env)
         value = value if stage == "route" else env.pop((reads, *at))
         out, env[stage, *at] = self.run_stage(stage, window, env, value, inputs, True)
         if stage == "route":
