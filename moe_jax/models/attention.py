@@ -1,8 +1,5 @@
 """Self-attention of one device's heads, and which implementation computes it.
 
-Inputs: q [b, Sq, H, Dh] and k, v [b, Sq, Hkv, Dh], Hkv a divisor of H, perhaps documents int32 [b, Sq]; or a
-ModelConfig and a device. Outputs: [b, Sq, H, Dh], or 'xla' or 'cudnn'.
-
 `xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` does not (flash attention), but of packed documents it reads
 their mask as a bias [b, 1, Sq, Sq], and writes that one's gradient, which nobody reads. 'auto' is resolved once, when a
 step is built: to `cudnn` on a GPU where cuDNN takes the dtype, the head size and the GPU's generation, else to `xla`.

@@ -1,7 +1,5 @@
 """Cross-entropy of a large vocabulary, a chunk of tokens at a time, so that the logits are never all in memory.
 
-Inputs: final activations [t, M], targets and weights [t], each in one part or several, and the output table [V, M].
-Outputs: the weighted sum of the token losses, in at least float32; the caller divides by the number of target tokens.
 Letters: docs/notation.md.
 """
 
@@ -41,7 +39,7 @@ def in_chunks(chunk: int, *rows):
 
 
 def chunked_cross_entropy(x: tuple, table, targets: tuple, weights: tuple, chunk: int):
-    """Return sum_i weights_i * loss_i, with at most `chunk` rows of logits in memory.
+    """Return sum_i weights_i * loss_i, in at least float32, with at most `chunk` rows of logits in memory.
 
     Args:
       x: parts [t_i, M].
@@ -59,7 +57,8 @@ def _loss(chunk, table_dtype, x, held, table, targets, weights):
 
     def piece(total, rows):
         x, targets, weights = rows
-        losses, _ = token_losses(_logits(x, held), targets)
+        logits = jnp.einsum("tm,vm->tv", x, held, preferred_element_type=_sum_dtype(x))
+        losses, _ = token_losses(logits, targets)
         return total + jnp.sum(losses * weights.astype(losses.dtype)), None
 
     total = cast_varying(jnp.zeros((), _sum_dtype(x[0])), varying_axes(x))
@@ -75,7 +74,7 @@ def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
     def piece(carry, rows):
         total, dtable = carry
         x, targets, weights = rows
-        logits = _logits(x, held)
+        logits = jnp.einsum("tm,vm->tv", x, held, preferred_element_type=sum_dtype)
         # as `token_losses`, without its care for a token whose logits are all infinite
         largest = jnp.max(logits, axis=-1)
         log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1))
@@ -109,10 +108,6 @@ def _loss_bwd(chunk, table_dtype, residuals, d):
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
-
-
-def _logits(x, held):
-    return jnp.einsum("tm,vm->tv", x, held, preferred_element_type=_sum_dtype(x))
 
 
 def _sum_dtype(x):

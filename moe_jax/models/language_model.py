@@ -1,7 +1,6 @@
 """A language model on a mesh: names, shapes and layout of its parameters; the records of a batch and its statistics.
 
-Inputs: configs and roles. Outputs: fresh parameters {'dense': ..., 'bank': ...}, and a PartitionSpec for each. What is
-computed with them is in `loss.py`.
+What is computed with them is in `loss.py`.
 Letters: docs/notation.md.
 """
 
@@ -221,17 +220,12 @@ class LanguageModel:
         banks = {}
         for segment in self.expert_segments:
             config, roles = segment.config, self.roles_of(segment)
+            own_key = jax.random.fold_in(expert_key, segment.first_layer) if segment.first_layer else expert_key
+            sizes = config.moe_layers, segment.moe.num_experts, roles.size(roles.expert)
             banks[segment.name] = init_bank(
-                jax.random.fold_in(expert_key, segment.first_layer) if segment.first_layer else expert_key,
-                config.moe_layers,
-                segment.moe.num_experts,
-                roles.size(roles.expert),
-                model_dim=config.model_dim,
-                hidden_dim=config.hidden_dim,
-                activation=config.activation,
-                dtype=config.param_dtype,
-                output_scale=(2 * segment.depth) ** -0.5,
-            )
+                own_key, *sizes, model_dim=config.model_dim, hidden_dim=config.hidden_dim,
+                activation=config.activation, dtype=config.param_dtype, output_scale=(2 * segment.depth) ** -0.5,
+            )  # fmt: skip
         return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": banks}
 
     def shapes(self) -> dict:
@@ -278,21 +272,6 @@ class LanguageModel:
             dp_stage=dp_stage,
         )
 
-    def layout_of(self, layout: Layout, segment: Segment) -> Layout:
-        """Return the layout of one segment: its own units and bank; what lies outside the layers is as it was."""
-        parts = layout.params["bank"], layout.state["bank"], layout.grad_sink
-        if segment.has_experts:
-            parts = tuple(tree[segment.name] for tree in parts)
-        bank_params, bank_state, grad_sink = parts
-        return dataclasses.replace(
-            layout,
-            params={**layout.params, "bank": bank_params},
-            state={**layout.state, "bank": bank_state},
-            grad_sink=grad_sink,
-            gather={**layout.gather, "units": layout.gather["units"][segment.name]},
-            wires={**layout.wires, "units": layout.wires["units"][segment.name]},
-        )
-
 
 def first_pass_model(model: LanguageModel) -> LanguageModel:
     """Return the model whose MoE layers run pass 0 alone: `StepStats.passes` says whether that was enough."""
@@ -306,11 +285,8 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShap
       tokens: of one MP group in one microbatch.
       plan: as `make_loss` takes it.
     """
-    x = jax.ShapeDtypeStruct((tokens, model.config.model_dim), model.config.dtype)
-    schedules = (
-        make_schedule(segment.moe, model.roles_of(segment), x, None if plan is None else plan[segment.name])
-        for segment in model.expert_segments
-    )
+    x, own = jax.ShapeDtypeStruct((tokens, model.config.model_dim), model.config.dtype), plan or {}
+    schedules = (make_schedule(s.moe, model.roles_of(s), x, own.get(s.name)) for s in model.expert_segments)
     return any(schedule.most_passes > 1 for schedule in schedules)
 
 
@@ -331,9 +307,9 @@ class Teacher:
     @property
     def home(self) -> dict[str, np.ndarray]:
         """{segment: int32 [L, E]}, home device of every expert of the teacher; they stay there."""
-        model, homes = self.model, {}
-        for segment in model.expert_segments:
-            roles, layers = model.roles_of(segment), segment.config.moe_layers
+        homes = {}
+        for segment in self.model.expert_segments:
+            roles, layers = self.model.roles_of(segment), segment.config.moe_layers
             homes[segment.name] = Placement.even(layers, segment.moe.num_experts, roles.size(roles.expert)).home
         return homes
 
@@ -343,16 +319,11 @@ class Teacher:
 
     def stored_params(self) -> dict:
         """Return the parameters as they stand in a checkpoint, as ShapeDtypeStructs with shardings."""
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            self.model.shapes(),
-            self.shardings(),
-        )
+        return jax.tree.map(lambda leaf, own: leaf.update(sharding=own), self.model.shapes(), self.shardings())
 
     def held_params(self) -> dict:
         """Return the parameters as a step takes them: the bank in the compute dtype, since nobody updates it."""
-        stored = self.stored_params()
-        dtype = jnp.dtype(self.model.config.dtype)
+        stored, dtype = self.stored_params(), jnp.dtype(self.model.config.dtype)
         return {**stored, "bank": jax.tree.map(lambda leaf: leaf.update(dtype=dtype), stored["bank"])}
 
 

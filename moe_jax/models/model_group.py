@@ -1,7 +1,4 @@
-"""How the devices of a model-parallel (MP) group share the blocks between the MoE layers.
-
-Inputs: normed tokens as the group keeps its residual stream. Outputs: what a matmul that is split over the group reads,
-and, from its partial results, the tokens as the residual stream keeps them again. Two ways to keep it:
+"""How the devices of a model-parallel (MP) group share the blocks between the MoE layers. Two ways to keep tokens:
 
     replicated      x [b, Sq, M] on every device; one all-reduce after the second matmul of attention or FFN
     split tokens    x [t / N_MP, M], device r holds the r-th part of the group's tokens; all-gather before the first

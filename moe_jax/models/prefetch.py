@@ -154,24 +154,16 @@ class Direction:
                 key = "late", layer, half
                 replicas += env[key] if key in env else self.saved(key)
         mix, gate = self.gathered(*self.of_layer(self.params, layer))
-        key, token_ids, documents = None, self.constants.token_ids, self.constants.documents
-        if self.constants.key is not None:
+        key, token_ids, documents = self.constants.key, self.constants.token_ids, self.constants.documents
+        if key is not None:
             first = self.how.segment.first_layer
-            key = jax.random.fold_in(self.constants.key, first + self.index(layer) if first else self.index(layer))
+            key = jax.random.fold_in(key, first + self.index(layer) if first else self.index(layer))
         if half is not None:
             token_ids = jnp.split(token_ids, 2)[half]
             documents = None if documents is None else jnp.split(documents, 2)[half]
-        return LayerInputs(
-            mix=mix,
-            gate=gate,
-            bank=self.constants.bank,
-            replicas=tuple(replicas),
-            grad_sinks=self.grad_sinks(),
-            tables=self.of_layer(self.constants.tables, layer),
-            token_ids=token_ids,
-            noise_key=key,
-            documents=documents,
-        )
+        grad_sinks, tables = self.grad_sinks(), self.of_layer(self.constants.tables, layer)
+        constants = Constants(self.constants.bank, tables, token_ids, key, documents)
+        return LayerInputs(mix, gate, tuple(replicas), grad_sinks, constants)
 
     def grad_sinks(self):
         """Return zeros that nothing reads, through which gradients of one layer leave: of homes and of replicas."""

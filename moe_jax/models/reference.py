@@ -1,7 +1,6 @@
 """The whole model on one device, layer after layer, in plain JAX: the oracle for loss and every gradient.
 
-Inputs: the same parameters as the real model, with experts as [L, E, ...] instead of a bank, and a batch. Outputs: the
-loss. No mesh, no scan, no module: formulas on dictionaries, layer after layer and segment after segment.
+No mesh, no scan, no module: formulas on dictionaries.
 Letters: docs/notation.md.
 """
 

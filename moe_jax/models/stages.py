@@ -33,12 +33,12 @@ from moe_jax.planning.block_schedule import BlockSchedule
 
 @record
 class Constants:
-    """What all layers of a stack read and never differentiate.
+    """What the layers of a stack, or one of them, read and never differentiate.
 
     Attributes:
-      bank: {name: [Rb, ...]} in the compute dtype; tables: leaves [L, ...].
+      bank: {name: [Rb, ...]} in the compute dtype; tables: leaves [L, ...], of one layer [...].
       token_ids: int32 [t].
-      key: of the gates' noise; None where they have none.
+      key: PRNG key of the gates' noise; None where they have none.
       documents: int32 [b, Sq], or None.
       choices: int32 [L, t, K], recorded expert ids to replay, or None.
     """
@@ -57,21 +57,16 @@ class LayerInputs:
 
     Attributes:
       mix: parameters of what precedes the MoE layer, gathered; gate: of its gate and its shared experts.
-      bank: {name: [Rb, ...]} in the compute dtype.
       replicas: a tuple with {name: [m, ...]} for each transfer, ahead of the gate and after it.
       grad_sinks: (home {name: [Hs, ...]}, a tuple of grad_sinks beside `replicas`).
-      tables: the layer's; token_ids: int32 [t]; noise_key: PRNG key, or None; documents: int32 [b, Sq], or None.
+      constants: of this layer and, where there are two, this half.
     """
 
     mix: Any
     gate: Any
-    bank: dict
     replicas: tuple[dict, ...]
     grad_sinks: tuple[dict, tuple[dict, ...]]
-    tables: Any
-    token_ids: jax.Array
-    noise_key: jax.Array | None
-    documents: jax.Array | None
+    constants: Constants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +112,7 @@ class Stages:
 
         def run(x, mix):
             unit = nnx.merge(self.graph, {**mix, **inputs.gate})
-            return unit.attend(x, self.group, inputs.documents)
+            return unit.attend(x, self.group, inputs.constants.documents)
 
         return checkpointed(run, self.segment.config, self.roles.model), (inputs.mix,)
 
@@ -132,8 +127,9 @@ class Stages:
             tokens, beside = nnx.merge(self.graph, {**inputs.mix, **gate}).enter_moe(a, self.group)
             router_params = {name: leaf for name, leaf in gate["gate"].items() if name != "norm"}
             schedule = self.moe.schedule
-            given = RouterInputs(inputs.noise_key, inputs.token_ids, inputs.tables)
-            routed, stats, _, late = self.moe.route(tokens, router_params, given, inputs.bank, home_sink)
+            of_layer = inputs.constants
+            given = RouterInputs(of_layer.key, of_layer.token_ids, of_layer.tables)
+            routed, stats, _, late = self.moe.route(tokens, router_params, given, of_layer.bank, home_sink)
             rows, sent = schedule.pack(routed, 0)
             before, passes = None, routed.passes
             if schedule.run_passes > 1:  # later passes wait for them
@@ -174,7 +170,7 @@ class Stages:
     def _weights(self, inputs: LayerInputs, grad_sinks) -> ExpertWeights:
         home, of_replicas = grad_sinks
         replicas = tuple(zip(inputs.replicas, of_replicas, strict=True))
-        return ExpertWeights(inputs.bank, home, inputs.tables.home_row, replicas, constant=True)
+        return ExpertWeights(inputs.constants.bank, home, inputs.constants.tables.home_row, replicas, constant=True)
 
 
 def join_floats(floats, rest):

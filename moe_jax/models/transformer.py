@@ -1,10 +1,9 @@
 """The parts of a Transformer, as Flax modules: their parameters and their forward on this device's tokens.
 
-Inputs: activations x as the MP group keeps its residual stream: [b, Sq, M], or [t / N_MP, M] where tokens are split
-(see `model_group.py`). Outputs: the same shape. Modules give structure, names and initial values; they are called
-inside `shard_map` on merged parameters, one unit at a time. A unit is what the layer loop scans: an MoE block, a dense
-block followed by an MoE block, or, in a segment without experts, a dense block. Of a parameter `model_dim` says which
-dim the MP group splits, and `operand` that it is read in the compute dtype alone.
+Activations x are as the MP group keeps its residual stream: [b, Sq, M], or [t / N_MP, M] where tokens are split (see
+`model_group.py`). Modules give structure, names and initial values; they are called inside `shard_map` on merged
+parameters, one unit at a time. Of a parameter `model_dim` says which dim the MP group splits, and `operand` that it is
+read in the compute dtype alone.
 Letters: docs/notation.md.
 """
 
@@ -58,10 +57,8 @@ class HeadNorm(nnx.Module):
     def __init__(self, config: ModelConfig, heads: int):
         self.whole, self.epsilon = config.qk_norm == "width", config.norm_epsilon
         self.features = heads * config.head_size
-        if self.whole:
-            self.scale = nnx.Param(jnp.ones((heads, config.head_size), config.param_dtype), model_dim=0)
-        else:
-            self.scale = nnx.Param(jnp.ones((config.head_size,), config.param_dtype))
+        shape = (heads, config.head_size) if self.whole else (config.head_size,)
+        self.scale = nnx.Param(jnp.ones(shape, config.param_dtype), model_dim=0 if self.whole else -1)
 
     def __call__(self, x, group: ModelGroup):
         """Return x normalised; over all heads the squares are summed over the MP group, which holds them together."""
