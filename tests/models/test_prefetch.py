@@ -66,26 +66,21 @@ def shadowed(shape):
     return {"late": late, "ahead": None, "after_gate": ShadowRule(compute=1.0, exchange=0.5, shadow=8.0, residual=True)}
 
 
-LATE = {
-    "hecate": {"prefetch": "hecate", "late": calibrated},
-    "shadows_pro_prophet_unrolled": {"prefetch": "pro_prophet", "stack": "unrolled", "late": shadowed},
-    "again_block_data2": {
+CASES |= {
+    "late_hecate": {"prefetch": "hecate", "late": calibrated},
+    "late_halves": {"prefetch": "hecate", "overlap": "halves", "mesh": {"expert": 4}, "late": calibrated},
+}
+SLOW |= {
+    "late_shadows_pro_prophet_unrolled": {"prefetch": "pro_prophet", "stack": "unrolled", "late": shadowed},
+    "late_again_block_data2": {
         "prefetch": "hecate", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
         "late": calibrated,
     },
-    "halves": {"prefetch": "hecate", "overlap": "halves", "mesh": {"expert": 4}, "late": calibrated},
-    "split_s1_mp2_esp2": {
+    "late_split_s1_mp2_esp2": {
         "prefetch": "pro_prophet", "schedule": "s1", "mesh": {"expert": 4, "expert_shard": 2, "model": 2},
         "late": calibrated,
     },
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in ("hecate", "halves") else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
-)
-def test_late_replicas_equal_reference(name):
-    check(**LATE[name])
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
