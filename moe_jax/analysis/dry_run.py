@@ -120,17 +120,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
     LanguageModel(config=run.model, moe=run.moe, vocab_size=vocab_size, roles=roles, **stages)  # checks
     shards, length = roles.size(roles.dense), run.data.sequence_length
     rows = run.train.microbatch_size
-    if rows % shards:
-        raise UserError(
-            f"train.batch_size per accumulation step ({rows}) must be divisible by the {shards} data-parallel devices; "
-            f"set it to a multiple of {shards}"
-        )
-    if run.model.positions == "learned" and length > run.model.max_length:
-        raise UserError(
-            f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({run.model.max_length}); "
-            "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
-        )
-    make_model_group(run.model, roles, rows // shards, length)
+    make_model_group(run.model, roles, rows, length)
     check_transfer(run, roles)
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         check_planner(run, roles)

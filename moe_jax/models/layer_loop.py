@@ -41,7 +41,7 @@ from moe_jax.planning.plan_shape import PlanShape
 
 
 def make_trunk(
-    model: LanguageModel, layout: Layout, rows: int, length: int, plan: dict[str, PlanShape] | None
+    model: LanguageModel, layout: Layout, batch_size: int, length: int, plan: dict[str, PlanShape] | None
 ) -> Callable:
     """Return trunk((dense, bank, grad_sink), batch, tables, key, first_row) -> (x, table, found).
 
@@ -51,16 +51,16 @@ def make_trunk(
     two parts, and neither waits for the other.
 
     Args:
-      rows: sequences of this device; length: Sq.
+      batch_size: B; length: Sq.
       plan: {segment: sizes of the placements to come}; None is an even placement without replicas.
 
     Raises:
       UserError: a block-wise schedule where it cannot run.
     """
     config, roles = model.config, model.roles
-    dtype, tokens = jnp.dtype(config.dtype), rows * length
+    group, loops = make_model_group(config, roles, batch_size, length), {}
+    dtype, rows, tokens = jnp.dtype(config.dtype), group.rows, group.rows * length
     transformer = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
-    group, loops = make_model_group(config, roles, rows, length), {}
     for segment in model.segments:
         own_plan = plan[segment.name] if plan is not None and segment.has_experts else None
         own_roles, block_wise = model.roles_of(segment), segment.has_experts and segment.config.is_block_wise

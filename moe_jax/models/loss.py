@@ -60,7 +60,7 @@ def make_loss(
       and a token's loss is CE + alpha KL.
 
     Raises:
-      UserError: if the batch does not divide over the data-parallel devices, or is longer than the positions.
+      UserError: as `make_model_group`, or where choices of a step cannot be counted.
     """
     roles, device = model.roles, model.roles.mesh.devices.flat[0]
     config = resolve_attention(model.config, device)
@@ -69,17 +69,6 @@ def make_loss(
         taught = resolve_attention(teacher.model.config, device)
         check_document_mask(taught, length)
         teacher = dataclasses.replace(teacher, model=dataclasses.replace(teacher.model, config=taught))
-    shards = roles.size(roles.dense)
-    if batch_size % shards:
-        raise UserError(
-            f"train.batch_size per accumulation step ({batch_size}) must be divisible by the {shards} data-parallel "
-            f"devices; set it to a multiple of {shards}"
-        )
-    if config.positions == "learned" and length > config.max_length:
-        raise UserError(
-            f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); "
-            "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
-        )
     check_document_mask(config, length)
     top_k = max(segment.moe.top_k for segment in model.expert_segments)
     choices = batch_size * microbatches * length * top_k
@@ -102,7 +91,7 @@ def make_loss(
         choices=P(None, roles.dense + roles.model), teacher_passes=P(),
     )  # fmt: skip
     sharded = jax.shard_map(
-        _make_stack(model, layout, batch_size // shards, length, microbatches, plan, teacher),
+        _make_stack(model, layout, batch_size, length, microbatches, plan, teacher),
         mesh=roles.mesh,
         in_specs=(
             (own_specs(layout, roles), layout.params["bank"], layout.grad_sink),
@@ -137,20 +126,20 @@ def make_loss(
 
 
 def _make_stack(
-    model: LanguageModel, layout: Layout, rows: int, length: int, microbatches: int, plan, teacher: Teacher | None
-):
-    """Return the body of the shard_map: all that one device computes on its `rows` sequences."""
-    config, roles = model.config, model.roles
-    global_tokens = rows * length * roles.size(roles.dense)
-    group = make_model_group(config, roles, rows, length)
-    trunk = make_trunk(model, layout, rows, length, plan)
+    model: LanguageModel, layout: Layout, batch_size: int, length: int, microbatches: int, plan,
+    teacher: Teacher | None,
+):  # fmt: skip
+    """Return the body of the shard_map: all that one device computes on its sequences."""
+    config, roles, global_tokens = model.config, model.roles, batch_size * length
+    group = make_model_group(config, roles, batch_size, length)
+    trunk = make_trunk(model, layout, batch_size, length, plan)
     if teacher is not None:
         if group.split and group.parts > 1:
             raise UserError(
                 "ModelConfig.overlap ('halves') with ModelConfig.sequence_parallel orders tokens as the teacher does "
                 "not; set ModelConfig.overlap = 'none'"
             )
-        teacher_trunk = make_trunk(teacher.model, teacher.layout, rows, length, None)
+        teacher_trunk = make_trunk(teacher.model, teacher.layout, batch_size, length, None)
 
     def passes_of(found):
         return most_of_all(_all_layers([passes for _, passes in found.values()]), roles.all)

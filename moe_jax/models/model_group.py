@@ -159,14 +159,26 @@ class ModelGroup:
         return own.reshape(-1, *own.shape[2:])
 
 
-def make_model_group(config: ModelConfig, roles: Roles, rows: int, length: int) -> ModelGroup:
-    """Return the MP group of a mesh whose groups hold `rows` sequences each; a group of one has nothing to split.
+def make_model_group(config: ModelConfig, roles: Roles, batch_size: int, length: int) -> ModelGroup:
+    """Return the MP group of a mesh on a microbatch of `batch_size` sequences; a group of one has nothing to split.
 
     Raises:
-      UserError: sequences of `length` tokens that do not split evenly over the MP group where `sequence_parallel` is
-        set, or halves of an odd number of sequences.
+      UserError: a batch that does not divide over the data-parallel devices, or halves of an odd number of sequences;
+        sequences of `length` tokens that are longer than the positions, or do not split evenly over the MP group where
+        `sequence_parallel` is set.
     """
-    parts, halves = roles.size(roles.model), config.overlap == "halves"
+    shards, parts, halves = roles.size(roles.dense), roles.size(roles.model), config.overlap == "halves"
+    rows = batch_size // shards
+    if batch_size % shards:
+        raise UserError(
+            f"train.batch_size per accumulation step ({batch_size}) must be divisible by the {shards} data-parallel "
+            f"devices; set it to a multiple of {shards}"
+        )
+    if config.positions == "learned" and length > config.max_length:
+        raise UserError(
+            f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); "
+            "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
+        )
     # tokens of a whole batch could split evenly even so; but then it would depend on its size whether a config runs
     if config.sequence_parallel and length % parts:
         raise UserError(

@@ -114,7 +114,7 @@ def teacher_model(
         run = dataclasses.replace(run, model=resolve_attention(model, device), moe=moe)
         built = build_model(run, roles, vocab_size)
         rows, length = config.train.microbatch_size, config.data.sequence_length
-        make_model_group(model, roles, rows // roles.size(roles.dense), length)
+        make_model_group(model, roles, rows, length)
         tokens = rows // roles.size(roles.dense) * length
         for segment in built.expert_segments:
             x = jax.ShapeDtypeStruct((tokens, model.model_dim), model.dtype)

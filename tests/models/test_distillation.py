@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.distillation import taught_loss
 from support.equality_cases import (
     BATCH,
     LENGTH,
@@ -24,11 +24,22 @@ from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.config import expert_counts
 from moe_jax.models.language_model import Teacher
+from moe_jax.models.reference import reference_logits
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 ALPHA = 0.7
 STUDENT = {"layers": 2, "max_length": LENGTH}
 TEACHER = {"layers": 3, "model_dim": 24, "hidden_dim": 16, "positions": "rotary", "loss_chunk": 7}
+
+
+def taught_loss(params, frozen, batch, student, teacher, alpha):
+    """Return (loss, KL) of two models, each given as (ModelConfig, MoEConfig), by whole log probabilities."""
+    logits, gate_loss, _ = reference_logits(params, batch.inputs, *student)
+    taught, _, _ = reference_logits(frozen, batch.inputs, *teacher)
+    log_probs, taught = jax.nn.log_softmax(logits, -1), jax.nn.log_softmax(taught, -1)
+    kl = jnp.sum(jnp.sum(jnp.exp(taught) * (taught - log_probs), -1) * batch.weights) / jnp.sum(batch.weights)
+    picked = jnp.take_along_axis(log_probs, batch.targets[..., None], -1)[..., 0]
+    return gate_loss - jnp.sum(picked * batch.weights) / jnp.sum(batch.weights) + alpha * kl, kl
 
 
 @pytest.fixture(autouse=True)

@@ -49,9 +49,8 @@ def alone(batch):
 def make_mesh_logits(model, layout):
     """Return logits(params, batch) -> NumPy array [B, Sq, V] of the whole model, in the order of the batch."""
     roles = model.roles
-    rows = BATCH // roles.size(roles.dense)
-    group = make_model_group(model.config, roles, rows, LENGTH)
-    trunk = make_trunk(model, layout, rows, LENGTH, None)
+    group = make_model_group(model.config, roles, BATCH, LENGTH)
+    trunk = make_trunk(model, layout, BATCH, LENGTH, None)
     number = np.arange(BATCH * LENGTH, dtype=np.int32).reshape(BATCH, LENGTH)
 
     def body(dense, bank, grad_sink, inputs, documents, number, tables):
