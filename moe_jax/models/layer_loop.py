@@ -95,15 +95,9 @@ def make_trunk(
             _check_replay(model, choices)
             choices = jnp.moveaxis(choices.reshape(-1, *choices.shape[2:]), 1, 0)
         for segment, loop in loops.items():
-            name = segment.name
-            constants = Constants(
-                bank=bank.get(name),
-                tables=tables.get(name),
-                token_ids=token_ids,
-                key=key if segment.has_experts and build_router(segment.moe).draws else None,
-                documents=batch.documents,
-                choices=None if choices is None else choices[segment.moe_layers],
-            )
+            name, replayed = segment.name, None if choices is None else choices[segment.moe_layers]
+            own_key = key if segment.has_experts and build_router(segment.moe).draws else None
+            constants = Constants(bank.get(name), tables.get(name), token_ids, own_key, batch.documents, replayed)
             x, own = loop(x, dense["units"][name], opened.get(name), constants)
             if segment.has_experts:
                 found[segment] = own

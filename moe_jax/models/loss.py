@@ -109,9 +109,8 @@ def make_loss(
             (held,) = lax.stop_gradient(teacher_params)
             frozen_tables = {}  # its experts stay where they are
             for segment in teacher.model.expert_segments:
-                own = teacher.model.roles_of(segment)
-                sizes = segment.config.moe_layers, segment.moe.num_experts, own.size(own.expert)
-                frozen_tables[segment.name] = even_tables(*sizes)
+                own, layers = teacher.model.roles_of(segment), segment.config.moe_layers
+                frozen_tables[segment.name] = even_tables(layers, segment.moe.num_experts, own.size(own.expert))
             frozen = (held["dense"], *with_grad_sink(held["bank"])), frozen_tables
         total, stats = sharded(weights, batch, tables, key, first_row, normalizer, frozen)
         if len(stats.loads) > 1:  # [L, sources, E] of each segment; sources and experts that one lacks are 0
