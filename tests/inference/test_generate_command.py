@@ -155,7 +155,7 @@ def test_two_processes_write_what_one_does(workdir, many, tmp_path):
     (code, text, errors), (other, quiet, more) = map(finish, both)
     quiet = "".join(line for line in quiet.splitlines(True) if not line.startswith("[Gloo]"))  # it says who is there
     assert (code, other) == (0, 0), errors + more
-    assert text and not quiet
+    assert text and not quiet, quiet
     want = many.generate([[49, 50], [55]], 5, GREEDY)
     assert json.loads((tmp_path / "out.json").read_text())["token_ids"] == want.token_ids
 
