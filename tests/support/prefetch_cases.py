@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.equality_cases import assert_close, on_mesh
+from support.equality_cases import BATCH, EXPERTS, KEY, LENGTH, NOISE, VOCAB, assert_close, data, on_mesh
 from support.placements import random_placement, to_bank
 from support.program_order import overtaking
 
-from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
+from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.plan_shape import build_shape, fill_tables, grow
 
-EXPERTS, BATCH, LENGTH, VOCAB, SLOTS, NOISE = 8, 8, 8, 31, 2, 0.1
+SLOTS = 2
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ROUTINGS = ("general", "one_hot", "zero")
 
@@ -62,20 +62,14 @@ def reference_params(config, routing="general"):
     return {"dense": params["dense"], "experts": experts}
 
 
-def batch():
-    tokens = np.random.default_rng(3).integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
-    return Batch(tokens[:, :-1], tokens[:, 1:], np.ones((BATCH, LENGTH)))
-
-
 @functools.cache
 def reference_step(config):
     ids = jnp.arange(BATCH * LENGTH, dtype=jnp.int32)
-    key = jax.random.key(11)
-    noise = [gate_noise(jax.random.fold_in(key, i), ids, EXPERTS, jnp.float64) for i in range(config.moe_layers)]
+    noise = [gate_noise(jax.random.fold_in(KEY, i), ids, EXPERTS, jnp.float64) for i in range(config.moe_layers)]
 
     def oracle(params):
-        data = batch()
-        return reference_loss(params, data.inputs, data.targets, data.weights, config, moe_config("s1"), noise=noise)
+        batch = data("float64", False)
+        return reference_loss(params, batch.inputs, batch.targets, batch.weights, config, moe_config("s1"), noise=noise)
 
     return jax.jit(jax.value_and_grad(oracle, has_aux=True))
 
@@ -103,7 +97,7 @@ def gradient_step(config, schedule, mesh, shape, zero=1, shares=None, routing="g
     plan = {"segment_0": dataclasses.replace(shape, **(shares or {}))}
     loss = make_loss(model, layout, BATCH, LENGTH, plan=plan)
     by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
-    rest = jax.device_put((batch(), jax.random.key(11), np.int32(0), np.float64(BATCH * LENGTH)), whole)
+    rest = jax.device_put((data("float64", False), KEY, np.int32(0), np.float64(BATCH * LENGTH)), whole)
 
     def arguments(placement, routing=routing):
         params = reference_params(what(config), routing)
