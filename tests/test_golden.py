@@ -33,3 +33,10 @@ def test_a_change_is_seen(key, change):
         got[key][2] *= 1 + change
     (line,) = golden.differences(KEPT["hecate"], got, golden.TOLERANCE)
     assert key in line and "3" in line
+
+
+def test_every_planner_trains_the_same_model():
+    """Plans change and experts move, ahead and after the gate; the numbers are those of plain expert parallelism."""
+    planners = "balanced eplb fastermoe flexmoe hecate llep pro_prophet smartmoe".split()
+    for name in planners:
+        assert golden.differences(KEPT["deepspeed_moe"], KEPT[name], golden.TOLERANCE) == [], name

@@ -4,7 +4,6 @@ Contents depend on a leaf's name only: random bits, so that NaNs, denormals and 
 bank is laid out by loops here, as the oracle of what the checkpointer does on the devices.
 """
 
-import argparse
 import os
 import sys
 import zlib
@@ -13,13 +12,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
+from support.tiny_run import join_job
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import HostsConfig, start_hosts
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import abstract_state, build_state_shardings
 
@@ -97,36 +96,31 @@ def assert_state(got, abstract_tree, home):
 
 def main():
     """Restore step 1 on two processes, save steps 2 to 4, keep two."""
-    parser = argparse.ArgumentParser()
-    for flag in ("--folder", "--coordinator"):
-        parser.add_argument(flag)
-    for flag in ("--num_processes", "--process_id"):
-        parser.add_argument(flag, type=int)
-    flags = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    config = HostsConfig(coordinator=flags.coordinator, num_processes=flags.num_processes, process_id=flags.process_id)
+    folder, hosts = join_job(devices=2)
 
     def untimed(name):
         raise AssertionError(f"a barrier without a time limit: {name}")
 
     multihost_utils.sync_global_devices = untimed
-    with start_hosts(config) as hosts:
+    with hosts:
         here, home = abstract(2, 2, zero=3), homes(2, seed=5)
-        checkpointer = Checkpointer(flags.folder, keep=2)
+        checkpointer = Checkpointer(folder, keep=2)
         assert checkpointer.latest() == 1
         restored, host = checkpointer.restore(1, here, home)
         assert host == HOST
         assert_state(restored, here, home)
         spoil = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)
         for step in (2, 3, 4):
-            checkpointer.save(step, restored, home, HOST)
+            host = {**HOST}
+            checkpointer.save(step, restored, home, host)
+            host.clear()
             spoil(restored)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(restored)), "save still held a buffer"
             restored = state(here, home)
         checkpointer.wait()
         assert checkpointer.latest() == 4
         checkpointer.close()
-        print(f"process {hosts.process_index}: {sorted(os.listdir(flags.folder))}", flush=True)
+        print(f"process {hosts.process_index}: {sorted(os.listdir(folder))}", flush=True)
         hosts.close()
 
 

@@ -5,17 +5,15 @@ the whole batch, bit for bit. The last lines are the held-out losses, which test
 process.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
-from support.tiny_run import bindings_of
+from support.tiny_run import bindings_of, join_job
 
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.data.cache import TokenSpan
-from moe_jax.training.hosts import HostsConfig, start_hosts
 from moe_jax.training.loop import evaluate
 from moe_jax.training.program import build_session
 
@@ -63,15 +61,7 @@ def assert_own_rows(session, process, want, read):
 
 def main():
     """Check every mesh, then evaluate fresh parameters on two of them."""
-    parser = argparse.ArgumentParser()
-    for flag in ("--folder", "--coordinator"):
-        parser.add_argument(flag)
-    for flag in ("--num_processes", "--process_id"):
-        parser.add_argument(flag, type=int)
-    flags = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
-    config = HostsConfig(coordinator=flags.coordinator, num_processes=flags.num_processes, process_id=flags.process_id)
+    folder, hosts = join_job(devices=4)
     read, read_span = [], TokenSpan.read
 
     def counted(self, start, stop):
@@ -79,9 +69,9 @@ def main():
         return read_span(self, start, stop)
 
     TokenSpan.read = counted
-    with start_hosts(config) as hosts:
+    with hosts:
         for name, (_, rows, _) in MESHES.items():
-            session = session_of(Path(flags.folder), name)
+            session = session_of(Path(folder), name)
             assert_own_rows(session, hosts.process_index, rows[hosts.process_index], read)
             if name in EVALUATED:
                 loss = evaluate(session, session.evaluation_step(), session.fresh_state()["params"])

@@ -13,7 +13,7 @@ from moe_jax.config.gin_files import parse_run_config
 from moe_jax.observe import read_metrics
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import Hosts
+from moe_jax.training.hosts import Hosts, HostsConfig, start_hosts
 from moe_jax.training.program import build_session
 from moe_jax.training.run import evaluate_run, run
 
@@ -115,6 +115,15 @@ def start_pair(arguments) -> list[subprocess.Popen]:
     """Start a command as the two processes of one job."""
     job = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
     return [start([*arguments, *job, f"--process_id={index}"]) for index in range(2)]
+
+
+def join_job(devices: int):
+    """Return (first flag, hosts) as one of the two processes of `start_pair`, with so many CPU devices."""
+    own, *words = sys.argv[1:]
+    coordinator, count, index = (word.partition("=")[2] for word in words)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    return own, start_hosts(HostsConfig(coordinator=coordinator, num_processes=int(count), process_id=int(index)))
 
 
 def finish(process: subprocess.Popen, seconds: float = 240):

@@ -1,6 +1,5 @@
 """One of two processes for test_shared_program.py: programs that process 0 compiles, in each way that can go."""
 
-import sys
 import time
 
 import jax
@@ -9,21 +8,19 @@ import numpy as np
 from jax._src import distributed
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.tiny_run import join_job
 
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.training import compiling
 from moe_jax.training.compiling import compile_for_all, shared_function
-from moe_jax.training.hosts import HostsConfig, start_hosts
 
 OPTIONS = {"xla_embed_ir_in_executable": "False"}  # any: without options each process compiles for itself
 
 
-def main(port: str, index: int) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
+def main() -> None:
     jax.config.update("jax_enable_compilation_cache", False)  # a program from it cannot be handed on, on CPUs
-    config = HostsConfig(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=index, start_timeout_seconds=60)
-    with start_hosts(config):
+    _, hosts = join_job(devices=2)
+    with hosts:
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
         devices, split = list(mesh.devices.flat), NamedSharding(mesh, P("d"))
         x_D = jax.make_array_from_callback((4,), split, lambda part: np.arange(4.0, dtype=np.float32)[part])
@@ -61,7 +58,7 @@ def main(port: str, index: int) -> None:
         print("compiled:", compiled, flush=True)
         compiling.compile_guided = compile_guided
 
-        if index == 0:
+        if hosts.is_main:
             held = distributed.global_state.client.key_value_dir_get_bytes("moe_jax/program/")
             print("held:", len({key.rsplit("/", 2)[0] for key, _ in held if key.endswith("/head")}), flush=True)
 
@@ -73,7 +70,7 @@ def main(port: str, index: int) -> None:
             lowered = step(5.0 if kind is UserError else 6.0).lower(x_D)
             compiling.WAIT_SECONDS = 60 if kind is UserError else 0.5
             try:
-                if index == 1 or kind is UserError:  # process 0 never comes to the other one
+                if not hosts.is_main or kind is UserError:  # process 0 never comes to the other one
                     compile_for_all(lowered, OPTIONS, None, devices)
             except (UserError, HostLostError) as error:
                 print("failed:", type(error).__name__, str(error).splitlines()[0], flush=True)
@@ -81,4 +78,4 @@ def main(port: str, index: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main()

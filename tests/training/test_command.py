@@ -42,10 +42,12 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
 
 
 def test_two_processes_give_the_curve_of_one(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    code, _, err = finish(start(command(tmp_path, one, devices=4)))
+    """Two run optimistic steps, and those whose buckets overflow again; one runs complete steps."""
+    one, two, changes = tmp_path / "one", tmp_path / "two", ("MoEConfig.bucket_slack = 1.1", "MoEConfig.top_k = 1")
+    code, _, err = finish(start(command(tmp_path, one, *changes, devices=4)))
     assert code == 0, err
-    done = finish_pair(start_pair(command(tmp_path, two)))
+    changes += ("train.optimistic = True",)
+    done = finish_pair(start_pair(command(tmp_path, two, *changes)))
     assert [code for code, *_ in done] == [0, 0], done
     assert "4 devices a node (2 processes on 1 host(s))" in done[0][1]
     want, got = read_metrics(one), read_metrics(two)
@@ -53,10 +55,28 @@ def test_two_processes_give_the_curve_of_one(tmp_path):
     for a, b in zip(want, got, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["device_load_max_over_mean"] == pytest.approx(a["device_load_max_over_mean"], rel=1e-6)
+    assert sum(record["run_again"] for record in got) > 0
     assert json.loads((two / "environment.json").read_text())["processes"] == 2
     # and a checkpoint of two processes goes on in one
-    code, out, err = finish(start(command(tmp_path, two, "train.steps = 8")))
+    code, out, err = finish(start(command(tmp_path, two, *changes, "train.steps = 8")))
     assert code == 0 and "resuming at step 6" in out, err
+
+
+SWAP = (
+    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 2",
+    "PlannerConfig.shard_every = 50", "PlannerConfig.calibrate = False", "PlannerConfig.interval = 5",
+    "train.loads_every = 1000", "train.checkpoint_every = 0", "train.log_every = 1000",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_processes_swap_when_both_are_ready(tmp_path):
+    for code, out, err in finish_pair(start_pair(command(tmp_path, tmp_path / "work", *SWAP, "train.steps = 3000"))):
+        assert code == 0, out[-2000:] + err[-4000:]
+    records = read_metrics(tmp_path / "work")
+    replicas = [record["replicas"] > 0 for record in records]
+    assert not any(replicas[:3]) and replicas[-1], "the compilation did not end within the run"
+    assert sum(record["rejit_stall_seconds"] for record in records) < 0.1
 
 
 def test_sigterm_to_one_process_stops_both_at_one_step(tmp_path):
@@ -69,11 +89,21 @@ def test_sigterm_to_one_process_stops_both_at_one_step(tmp_path):
     assert Checkpointer(work / "checkpoints", keep=3).latest() == read_metrics(work)[-1]["step"]
 
 
+# homes move every four steps; what is planned during one step is due three steps later, behind a checkpoint
+PLANNER = (
+    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 4",
+    "PlannerConfig.shard_every = 4", "PlannerConfig.swap_after = 3", "PlannerConfig.calibrate = False",
+    "PlannerConfig.predictor = 'window'", "MoEConfig.num_experts = 16",
+)  # fmt: skip
+
+
 def test_three_kills_change_nothing(tmp_path):
-    """Killed once in each way, a run ends bit for bit where an undisturbed one ends."""
+    """Killed once in each way, a run whose experts move ends bit for bit where an undisturbed one ends."""
     command = [sys.executable, "scripts/kill_test.py", "--times=3", f"--workdir={tmp_path}"]
-    code, out, err = finish(start(command), 900)
+    code, out, err = finish(start([*command, *(f"--gin_bindings={binding}" for binding in PLANNER)]), 900)
     assert code == 0, out[-4000:] + err[-4000:]
     result = json.loads(out.splitlines()[-1])
     assert result["ok"] and not result["faults"]
     assert [result[f"kills_while_{kind}"] for kind in ("saving", "training", "starting")] == [1, 1, 1]
+    records = read_metrics(tmp_path / "peaceful")
+    assert records[-1]["replicas"] > 0 and any("reshard_seconds" in record for record in records)

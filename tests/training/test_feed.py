@@ -22,7 +22,7 @@ def test_two_processes_read_their_own_rows(tmp_path):
     for name in feed_rows.EVALUATED:
         session = feed_rows.session_of(tmp_path, name)
         want[name] = evaluate(session, session.evaluation_step(), session.fresh_state()["params"])
-    for code, out, err in finish_pair(start_pair([sys.executable, feed_rows.__file__, f"--folder={tmp_path}"])):
+    for code, out, err in finish_pair(start_pair([sys.executable, feed_rows.__file__, str(tmp_path)])):
         assert code == 0, err[-4000:]
         lines = [line.split() for line in out.splitlines()]
         found = dict(words for words in lines if words and words[0] in want)

@@ -1,42 +1,64 @@
-"""Which leaves decay, that gradients are clipped by their global norm, and the learning rate, derived by hand."""
+"""Optimizers: which leaves decay, updates by hand, the same numbers on any mesh; clipping; the learning rate."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from moe_jax.config.train_config import OPTIMIZERS, TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, ModelConfig
+from moe_jax.models.language_model import flatten, is_bank
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.optimizer import build_learning_rate, build_optimizer, decays
+from moe_jax.planning.placement import Placement, bank_rows
+from moe_jax.training.bank_order import reshard
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.optimizer import (
+    build_learning_rate,
+    build_optimizer,
+    decays,
+    line_on_gates,
+    muon_dims,
+    state_bytes,
+)
+from moe_jax.training.step import abstract_state, build_state_shardings
 
-SPARED = """
-dense/norm/bias dense/norm/scale
-dense/units/segment_0/attention/norm/bias dense/units/segment_0/attention/norm/scale
-dense/units/segment_0/attention/out_bias dense/units/segment_0/attention/qkv_bias
-dense/units/segment_0/dense/in_bias dense/units/segment_0/dense/out_bias
-dense/units/segment_0/dense/norm/bias dense/units/segment_0/dense/norm/scale
-dense/units/segment_0/dense_attention/norm/bias dense/units/segment_0/dense_attention/norm/scale
-dense/units/segment_0/dense_attention/out_bias dense/units/segment_0/dense_attention/qkv_bias
-dense/units/segment_0/gate/norm/bias dense/units/segment_0/gate/norm/scale
-dense/units/segment_0/gate/w_gate
-""".split()
+LAYERS, EXPERTS, VOCAB = 2, 8, 64
+SIZES = {"layers": 2 * LAYERS, "moe_every": 2, "model_dim": 16, "heads": 2, "hidden_dim": 32, "max_length": 8}
 
 
-def test_decays_by_name():
+def config_of(name, **fields):
+    name, _, narrow = name.partition("+")
+    fields = {"first_moment_dtype": "bfloat16", **fields} if narrow else fields
+    fields = {"learning_rate": 0.1, "warmup_steps": 0, "min_dim_size_to_factor": 8, **fields}
+    return TrainConfig(optimizer=name, steps=9, **fields)
+
+
+def model_on(data, expert, zero=1, **changes):
+    return LanguageModel(
+        config=ModelConfig(**SIZES, **changes),
+        moe=MoEConfig(num_experts=EXPERTS),
+        vocab_size=VOCAB,
+        roles=build_mesh(MeshConfig(data=data, expert=expert), jax.devices()[: data * expert]),
+        zero_stage=zero,
+    )
+
+
+def test_which_leaves_decay_and_which_are_muons():
     """Norms, biases and the gate are spared; an expert's or an FFN's weight called w_gate is not the gate."""
-    config = ModelConfig(layers=2, moe_every=2, activation="swiglu", model_dim=8, heads=2, hidden_dim=8)
-    roles = build_mesh(MeshConfig(), jax.devices()[:1])
-    shapes = LanguageModel(config=config, moe=MoEConfig(num_experts=2), vocab_size=16, roles=roles).shapes()
-    found = {True: [], False: []}
-    for path, leaf in jax.tree.leaves_with_path(shapes):
-        found[decays(path, leaf)].append("/".join(entry.key for entry in path))
-    assert {"bank/segment_0/w_gate", "dense/units/segment_0/dense/w_gate", "dense/embedding/tokens"} <= set(found[True])
-    assert sorted(found[False]) == sorted(SPARED)
+    leaves = jax.tree.leaves_with_path(model_on(1, 1, activation="swiglu").shapes())
+    named = {"/".join(entry.key for entry in path): (path, leaf) for path, leaf in leaves}
+    hidden = ["attention/out", "attention/qkv", "dense/w_gate", "dense/w_in", "dense/w_out"]
+    hidden = [f"dense/units/segment_0/{leaf}" for leaf in (*hidden, "dense_attention/out", "dense_attention/qkv")]
+    hidden = [*(f"bank/segment_0/{leaf}" for leaf in ("w_gate", "w_in", "w_out")), *hidden]
+    assert sorted(name for name, (path, _) in named.items() if muon_dims(path)) == hidden
+    decayed = {name for name, (path, leaf) in named.items() if decays(path, leaf)}
+    assert decayed == {*hidden, "dense/embedding/tokens", "dense/embedding/positions"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -48,6 +70,194 @@ def test_optimizer_decays_what_it_should(name):
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"], -0.5 * 0.25 * np.ones((2, 2, 2)), rtol=1e-6)
     np.testing.assert_array_equal(updates["dense"]["norm"]["scale"], np.zeros(2))
+
+
+def one_update(config, params, grads):
+    optimizer = build_optimizer(config)
+    return optimizer.update(grads, optimizer.init(params), params)
+
+
+def tree(bank, qkv, tokens):
+    return {
+        "bank": {"segment_0": {"w_in": bank}},
+        "dense": {"embedding": {"tokens": tokens}, "units": {"segment_0": {"attention": {"qkv": qkv}}}},
+    }
+
+
+NO_DECAY = {"weight_decay": 0.0, "clip_norm": 0.0}
+
+
+def test_muon_takes_each_matrix_by_itself():
+    """Gradients c x I with c from 0 to 1,000: each expert's update has one length, and none has none.
+
+    I / |I| has all singular values 8^-1/2; five steps of s <- 3.4445 s - 4.775 s^3 + 2.0315 s^5 make them one value,
+    and the update is 0.2 sqrt(8) times it, with Nesterov's momentum as with none: all gradients point one way.
+    """
+    identity = jnp.eye(8)
+    bank = jnp.stack([scale * identity for scale in (0, 1, 10, 1000)])
+    qkv = jnp.stack([scale * identity for scale in (1, 100, 10_000)], axis=1).reshape(1, 8, 3, 2, 4)
+    grads = tree(bank, qkv, jnp.full((4, 8), 2.0))
+    updates, _ = one_update(config_of("muon", **NO_DECAY), jax.tree.map(jnp.ones_like, grads), grads)
+    s = 8**-0.5
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    want = -0.1 * 0.2 * 8**0.5 * s * np.eye(8)
+    for expert in (1, 2, 3):
+        np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"][expert], want, atol=1e-5)
+    np.testing.assert_array_equal(updates["bank"]["segment_0"]["w_in"][0], np.zeros((8, 8)))
+    projections = updates["dense"]["units"]["segment_0"]["attention"]["qkv"].reshape(8, 3, 8)
+    for index in range(3):
+        np.testing.assert_allclose(projections[:, index], want, atol=1e-5)
+    # an embedding is Adam's: the first update is the sign of the gradient
+    np.testing.assert_allclose(updates["dense"]["embedding"]["tokens"], np.full((4, 8), -0.1), rtol=1e-5)
+
+
+def test_adafactor_takes_each_matrix_by_itself():
+    """Expert i has gradients i + 1 and parameters of size 2^i: its update is learning rate x 2^i, whatever the rest."""
+    scale = jnp.arange(1.0, 5.0)[:, None, None]
+    size = 2.0 ** jnp.arange(4)[:, None, None]
+    ones = jnp.ones((4, 8, 16))
+    grads = tree(scale * ones, jnp.ones((1, 8, 3, 2, 4)), jnp.full((16, 8), 3.0))
+    params = tree(size * ones, jnp.ones((1, 8, 3, 2, 4)), jnp.full((16, 8), 0.5))
+    updates, state = one_update(config_of("adafactor", **NO_DECAY), params, grads)
+    np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"], -0.1 * size * ones, rtol=1e-5)
+    np.testing.assert_allclose(updates["dense"]["embedding"]["tokens"], np.full((16, 8), -0.05), rtol=1e-5)
+    leaves = flatten(state).items()
+    factors = {name.split("/")[-4]: leaf for name, leaf in leaves if name.endswith("bank/segment_0/w_in")}
+    # at the first step the moments are the squares themselves, means over rows and over columns of each expert
+    np.testing.assert_allclose(factors["v_row"], np.broadcast_to(scale[:, 0] ** 2, (4, 8)), rtol=1e-6)
+    np.testing.assert_allclose(factors["v_col"], np.broadcast_to(scale[:, 0] ** 2, (4, 16)), rtol=1e-6)
+    assert factors["v"].shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "noise"), [({}, True), ({"top_k": 1}, True), ({"top_k": 1, "router": "switch"}, False)], ids=str
+)
+def test_lion_says_that_it_moves_gates_on_noise(layer, noise):
+    """Weights over their own sum have no gradient by an expert that no token chose; rounding has one, whose sign is an
+    update as large as any. A gate loss reaches all experts."""
+    moe = MoEConfig(num_experts=EXPERTS, **{"aux_loss_weight": 0.0, "z_loss_weight": 0.0, **layer})
+    assert bool(line_on_gates(config_of("lion"), [moe])) == noise
+    assert not line_on_gates(config_of("lion"), [dataclasses.replace(moe, z_loss_weight=0.001)])
+    assert not line_on_gates(config_of("adamw"), [moe])
+
+
+class Run:
+    """Updates on one mesh from gradients that are known by (layer, expert)."""
+
+    def __init__(self, config, data, expert, zero=1):
+        self.model = model_on(data, expert, zero)
+        self.optimizer = build_optimizer(config)
+        self.state_shardings = build_state_shardings(self.model, self.optimizer)
+        self.abstract = abstract_state(self.model, self.optimizer, self.state_shardings)
+        self.placement = Placement.even(LAYERS, EXPERTS, expert)
+
+        def update(state, grads):
+            updates, opt_state = self.optimizer.update(grads, state["opt_state"], state["params"])
+            params = optax.apply_updates(state["params"], updates)
+            return {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
+
+        self.update = jax.jit(update, out_shardings=self.state_shardings.state)
+
+    @property
+    def homes(self):
+        return {"segment_0": self.placement.home}
+
+    def params(self, seed, scale):
+        """Random leaves by name, experts in the order of the file."""
+        rng = np.random.default_rng(seed)
+        at = (self.placement.home * (LAYERS * EXPERTS // self.placement.devices) + bank_rows(self.placement)).ravel()
+
+        def one(path, leaf):
+            values = (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
+            if path[0].key == "bank":
+                bank = np.empty_like(values)
+                bank[at] = values
+                values = bank
+            return jax.device_put(values, leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(one, self.abstract["params"])
+
+    def start(self):
+        params = self.params(0, 0.1)
+        make = lambda p: {"step": jnp.zeros((), jnp.int32), "params": p, "opt_state": self.optimizer.init(p)}  # noqa: E731
+        self.state = jax.jit(make, out_shardings=self.state_shardings.state)(params)
+
+    def steps(self, first, last):
+        for seed in range(first, last):
+            self.state = self.update(self.state, self.params(seed, 1.0))
+
+    def move(self, seed):
+        home = np.random.default_rng(seed).permutation(self.placement.home.ravel()).reshape(LAYERS, EXPERTS)
+        new = self.placement.replace(home=home.astype(np.int32))
+        self.state = reshard(self.state, self.placement, new, LAYERS * EXPERTS // new.devices, "segment_0")
+        self.placement = new
+
+
+# of each mesh to the largest entry of a leaf: sums run in another order, and one of 8 bits may round the other way
+TOLERANCES = {"adafactor": 2e-5, "muon+bfloat16": 2**-7}
+
+
+@pytest.mark.parametrize("name", TOLERANCES)
+def test_every_mesh_gives_the_same_numbers(name, tmp_path):
+    """Four updates on one device; on eight two, a move of experts, one, a checkpoint, and one on another mesh.
+
+    What both save at the end is compared leaf by leaf, by (layer, expert): parameters and the optimizer's whole state.
+    The gradients are clipped, so a norm over all devices is in it.
+    """
+    config = config_of(name)
+    checkpoints = {step: Checkpointer(tmp_path / str(step), keep=3) for step in ("one", "eight")}
+    one = Run(config, 1, 1)
+    one.start()
+    one.steps(1, 5)
+    checkpoints["one"].save(4, one.state, one.homes, {})
+    eight = Run(config, 2, 4)
+    eight.start()
+    eight.steps(1, 3)
+    eight.move(seed=7)
+    eight.steps(3, 4)
+    checkpoints["eight"].save(3, eight.state, eight.homes, {})
+    checkpoints["eight"].wait()
+    same, _ = checkpoints["eight"].restore(3, eight.abstract, eight.homes)
+    jax.tree.map(np.testing.assert_array_equal, same, eight.state)  # a resumed run has the same bits
+    other = Run(config, 4, 2, zero=3)
+    other.state, _ = checkpoints["eight"].restore(3, other.abstract, other.homes)
+    other.steps(4, 5)
+    checkpoints["eight"].save(4, other.state, other.homes, {})
+    for checkpointer in checkpoints.values():
+        checkpointer.close()
+    ours, theirs = (checkpointer.read_arrays(4) for checkpointer in checkpoints.values())
+    assert ours.keys() == theirs.keys()
+    narrow = [leaf for leaf, values in ours.items() if values.dtype.name == "bfloat16"]
+    assert all("/mu/" in leaf for leaf in narrow) and bool(narrow) == bool(config.first_moment_dtype)
+    for leaf, want in ours.items():
+        assert want.shape[:2] == (LAYERS, EXPERTS) or not is_bank(leaf), leaf
+        got, want = theirs[leaf].astype(np.float32), want.astype(np.float32)
+        np.testing.assert_allclose(got, want, atol=TOLERANCES[name] * np.abs(want).max(), rtol=0, err_msg=leaf)
+    start, end = one.params(0, 0.1)["bank"]["segment_0"]["w_in"], ours["params/bank/segment_0/w_in"]
+    assert np.abs(end - np.asarray(start).reshape(end.shape)).max() > 0.05  # it went somewhere
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lion", "muon+bfloat16"])
+def test_state_bytes_are_those_of_the_state(name):
+    """What a dry run counts without devices, against the shards of the state on one of eight devices."""
+    config = config_of(name)
+    run = Run(config, 2, 4)
+    leaves = jax.tree.leaves(run.abstract["opt_state"])
+    held = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+    shapes, specs = run.model.shapes(), run.model.layout().state
+    assert state_bytes(config, shapes, specs, dict(run.model.roles.mesh.shape)) == held
+    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
+    if name in ("adafactor", "lion"):
+        assert held < whole / 4
+
+
+def test_an_optimizer_that_optax_lacks_is_one_line(monkeypatch):
+    monkeypatch.delattr(optax.contrib, "scale_by_muon")
+    with pytest.raises(
+        UserError, match=r"train.optimizer \('muon'\) needs what optax \S+ lacks .*scale_by_muon.*; install"
+    ):
+        build_optimizer(config_of("muon"))
 
 
 @pytest.mark.parametrize("clip_norm, scale", [(1.0, 1 / 5), (10.0, 1.0), (0.0, 1.0)])
@@ -99,20 +309,19 @@ def test_schedules(case):
 
 
 @pytest.mark.parametrize(
-    "fields, text",
+    ("fields", "words"),
     [
+        ({"optimizer": "sgd"}, r"train.optimizer \('sgd'\) must be one of adamw, adafactor, muon, lion"),
+        ({"first_moment_dtype": "float16"}, r"train.first_moment_dtype \('float16'\) must be 'bfloat16', or '' for"),
+        ({"first_moment_dtype": "bfloat16", "optimizer": "adafactor"}, r"\('bfloat16'\) has no effect .*'adafactor'"),
+        ({"min_dim_size_to_factor": 0}, r"train.min_dim_size_to_factor \(0\) must be at least 1"),
         (
             {"learning_rate_schedule": "wsd", "steps": 30, "decay_steps": 11},
-            "train.warmup_steps (20) and train.decay_steps (11) must fit into train.steps (30) under 'wsd'; lower "
-            "one of the two",
+            r"train.warmup_steps \(20\) and train.decay_steps \(11\) must fit into train.steps \(30\) under 'wsd'; lo",
         ),
-        (
-            {"decay_steps": 5},
-            "train.decay_steps (5) needs train.learning_rate_schedule = 'wsd'; under 'cosine' leave it 0",
-        ),
+        ({"decay_steps": 5}, r"train.decay_steps \(5\) needs train.learning_rate_schedule = 'wsd'; under 'cosine' lea"),
     ],
 )
-def test_mistakes_in_schedules_are_one_line(fields, text):
-    with pytest.raises(UserError) as caught:
+def test_mistakes_are_one_line(fields, words):
+    with pytest.raises(UserError, match=f"^[^\n]*{words}[^\n]*$"):
         TrainConfig(**fields)
-    assert str(caught.value) == text

@@ -1,41 +1,22 @@
 """Two real processes whose programs process 0 compiles: handed out, not to be handed out, failed, never done."""
 
-import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
-from support.tiny_run import config_of
+from support.tiny_run import config_of, finish_pair, start_pair
 
 from moe_jax.training import compiling
 from moe_jax.training.program import Program
 from moe_jax.training.stepper import build_stepper
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_one_process_compiles_for_two():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
     worker = Path(__file__).with_name("shared_program_worker.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(port), str(index)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    try:
-        done = [process.communicate(timeout=90) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    said = [[line for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in done]
-    assert [process.returncode for process in processes] == [0, 0], done
+    done = finish_pair(start_pair([sys.executable, str(worker), ""]))
+    said = [[line for line in out.splitlines() if not line.startswith("[Gloo]")] for _, out, _ in done]
+    assert [code for code, *_ in done] == [0, 0], done
     ran = ["handed out 12.0", "function 18.0 18.0", "each 24.0", "once more 12.0"]  # 2, 3, 4, 2 times 0 + 1 + 2 + 3
     assert said[0] == [
         *ran,
@@ -51,7 +32,7 @@ def test_one_process_compiles_for_two():
         "failed: HostLostError process 0 did not hand out its compiled program within 0.5 s; see its log",
         "end 1.0",
     ]
-    assert "cannot be handed to the other processes (ZeroDivisionError: division by zero)" in done[0][1]
+    assert "cannot be handed to the other processes (ZeroDivisionError: division by zero)" in done[0][2]
 
 
 def test_the_move_of_experts_is_compiled_for_all(tmp_path, monkeypatch):
