@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.parallel.gather import gather_tree
@@ -41,48 +42,34 @@ def gathering(dtypes, wires=None):
     return step, placed, tree, weights
 
 
-def test_gather_tree():
-    """Every device gets every leaf to the bit; a leaf's gradient is the sum over devices, on the device of its part."""
-    step, placed, tree, weights = gathering(dict.fromkeys(TREE, jnp.float32))
-    (_, full), grads = step(placed, weights)
-    for name in TREE:
-        np.testing.assert_array_equal(full[name], np.broadcast_to(tree[name], (8, *tree[name].shape)))
-        np.testing.assert_allclose(grads[name], weights[name].sum(axis=0), rtol=0, atol=1e-5)  # sums of eight
-        assert grads[name].sharding.is_equivalent_to(placed[name].sharding, grads[name].ndim)
+FLOAT32 = dict.fromkeys(TREE, "float32")
+TWO = {**FLOAT32, "cube": "bfloat16", "rows": "bfloat16"}
+WIRES = {**FLOAT32, "columns": "bfloat16", "rows": "bfloat16"}
 
 
-def test_gather_tree_keeps_dtypes():
-    """Leaves of two dtypes travel apart, each unrounded."""
-    dtypes = {
-        "columns": jnp.float32,
-        "cube": jnp.bfloat16,
-        "rows": jnp.bfloat16,
-        "whole": jnp.float32,
-        "whole_too": jnp.float32,
-    }
-    step, placed, tree, weights = gathering(dtypes)
+@pytest.mark.parametrize(
+    ("dtypes", "wires", "collectives"), [(FLOAT32, None, (1, 1)), (TWO, None, (2, 2)), (FLOAT32, WIRES, (1, 1))]
+)
+def test_every_device_gets_every_leaf(dtypes, wires, collectives):
+    """To the bit of its wire; a leaf's gradient is the sum over devices, in its dtype, on the device of its part.
+
+    Leaves of two dtypes travel apart, each unrounded. Some leaves may travel in bfloat16 beside others in float32, as
+    bits of one all-gather; their gradients are summed in float32.
+    """
+    step, placed, tree, weights = gathering(dtypes, wires)
     (_, full), grads = step(placed, weights)
     for name, dtype in dtypes.items():
+        sent = tree[name].astype((wires or dtypes)[name]).astype(dtype)
         assert full[name].dtype == grads[name].dtype == dtype
-        np.testing.assert_array_equal(full[name][5], tree[name])
-    assert step.lower(placed, weights).as_text().count("stablehlo.all_gather") == 2
-
-
-def test_gather_tree_in_the_dtype_that_is_read():
-    """Some leaves travel in bfloat16 beside others in float32, as bits of one all-gather; gradients in float32."""
-    wires = {**dict.fromkeys(TREE, "float32"), "columns": "bfloat16", "rows": "bfloat16"}
-    step, placed, tree, weights = gathering(dict.fromkeys(TREE, jnp.float32), wires)
-    (_, full), grads = step(placed, weights)
-    for name, wire in wires.items():
-        assert full[name].dtype == grads[name].dtype == jnp.float32
-        np.testing.assert_array_equal(full[name][5], tree[name].astype(wire).astype(jnp.float32))
-        np.testing.assert_allclose(grads[name], weights[name].sum(axis=0), rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(full[name], np.broadcast_to(sent, (8, *sent.shape)))
+        assert grads[name].sharding.is_equivalent_to(placed[name].sharding, grads[name].ndim)
+        if dtype == "float32":
+            np.testing.assert_allclose(grads[name], weights[name].sum(axis=0), rtol=0, atol=1e-5)  # sums of eight
     text = step.lower(placed, weights).as_text()
-    counts = [text.count(f"stablehlo.{name}") for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")]
-    assert counts == [1, 1, 2, 0]
-    values = {name: math.prod(shape) // 8 for name, (shape, _) in TREE.items()}
-    words = values["columns"] + values["rows"] + 2 * values["cube"]
-    assert f"tensor<8x{words}xui16>" in text
+    assert tuple(text.count(f"stablehlo.{kind}") for kind in ("all_gather", "reduce_scatter")) == collectives
+    if wires:
+        values = {name: math.prod(shape) // 8 for name, (shape, _) in TREE.items()}
+        assert f"tensor<8x{values['columns'] + values['rows'] + 2 * values['cube']}xui16>" in text
 
 
 def test_gather_tree_beside_a_model_parallel_leaf():
