@@ -184,11 +184,11 @@ class Direction:
         if stage in ("attention", "route"):
             run, rest = getattr(how, stage)(inputs)
         elif stage == "experts":
-            run, rest = how.experts(inputs, env["metadata", *at])
+            run, rest = how.experts(inputs, env["sent", *at])
         elif stage == "unpack":
-            run, rest = how.unpack(inputs, env.pop(("metadata", *at)), *env.pop(("context", *at)))
+            run, rest = how.unpack(inputs, env.pop(("sent", *at)), *env.pop(("context", *at)))
         else:  # an exchange
-            run, rest = functools.partial(getattr(how.moe.schedule, stage), sent=env["metadata", *at]), ()
+            run, rest = functools.partial(getattr(how.moe.schedule, stage), sent=env["sent", *at]), ()
         value, moves = self.start_moves(window, env, value)
         if not save:
             out, kept = run(value, *rest), None
@@ -367,7 +367,7 @@ class Forward(Direction):
         value = env[("a", *at)] if stage == "route" else env.pop((reads, *at))
         out, kept = self.run_stage(stage, window, env, value, inputs, save)
         if stage == "route":
-            (rows, context, stats, _), (env["metadata", *at], whole, passes, env["late", *at]) = out
+            (rows, context, stats, _), (env["sent", *at], whole, passes, env["late", *at]) = out
             env["packed", *at], env["context", *at] = self.after(rows, stats), (context, whole[0])
             emit["stats", *at], emit["passes", *at] = join_floats(stats, whole[1]), passes
         elif stage == "unpack":
@@ -559,7 +559,7 @@ class Backward(Direction):
         value = value if stage == "route" else env.pop((reads, *at))
         out, env[stage, *at] = self.run_stage(stage, window, env, value, inputs, True)
         if stage == "route":
-            (rows, context, *_), (env["metadata", *at], whole, _, late) = out
+            (rows, context, *_), (env["sent", *at], whole, _, late) = out
             env["packed", *at], env["context", *at] = rows, (context, whole[0])
             if late:
                 env["late", *at] = late

@@ -127,7 +127,6 @@ class MoE:
     def finish(self, y, routed: Routed, stats: GateStats, experts: Callable):
         """Run what follows the combine of pass 0, whose result is y: later passes, leave; returns [t, M]."""
         schedule = self.schedule
-
         one_pass = functools.partial(schedule.run_pass, routed, experts=experts)
         y = add_later_passes(y, one_pass, routed.passes, schedule.run_passes, before=lax.stop_gradient(stats))
         return schedule.leave(y)
@@ -175,10 +174,7 @@ class ExpertParallel(Schedule):
             return unpermute_tokens(returned, weights, sent.parcel)
 
     def pack(self, routed: Routed, index):
-        """Return (rows [R, M] of pass `index` in the buckets of their destinations, `Sent`): all index work of a pass.
-
-        The receivers' part of it, how the rows that come here form groups, needs the counts of all sources.
-        """
+        """Return (rows [R, M] of pass `index` in the buckets of their destinations, `Sent`): all index work."""
         sizes, me = self.sizes, self.member()
         with jax.named_scope("dispatch"):
             parcel = pack(routed.routing, index, self.layout, sizes.config.top_k, sizes.groups, me)
