@@ -72,7 +72,7 @@ class TrainConfig:
       learning_rate_schedule: how it falls from the peak: 'cosine', 'constant' (not at all), 'linear', or 'wsd'
         (warm-up, stable, decay).
       warmup_steps: steps until the peak.
-      final_learning_rate: at the last step, as a share of the peak; 'constant' ignores it.
+      final_learning_rate: after the last step, as a share of the peak; 'constant' ignores it.
       decay_steps: steps at the end in which 'wsd' decays; 0 takes a tenth of `steps`.
       decay_shape: of that decay: 'linear' or '1-sqrt'.
       weight_decay: of every optimizer, multiplied by the learning rate; norms, biases and gates are not decayed.

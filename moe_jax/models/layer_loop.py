@@ -254,7 +254,7 @@ def _make_block_wise_loop(
         group=group,
         graph=unit_graph(segment),
         moe=make_moe(segment.moe, roles, like, config.activation, own_plan, group.split, beside),
-        schedule=config.block_wise.build(config.moe_layers, recompute=config.recomputes, **shares),
+        block_schedule=config.block_wise.build(config.moe_layers, recompute=config.recomputes, **shares),
         transfer=None if plan is None or plan.ahead is None else Transfer(plan.ahead, roles.expert),
         late=None if plan is None else plan.late,
         dims=of_moe(layout.gather["units"][segment.name]),

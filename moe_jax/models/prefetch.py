@@ -70,7 +70,7 @@ def run_stack(how: Stages, x, units, grad_sink, constants: Constants):
         return dx, dparams, d_grad_sink, None
 
     stack.defvjp(forward, backward)
-    halves, params = how.schedule.halves, of_moe(units)
+    halves, params = how.block_schedule.halves, of_moe(units)
     # as rows vary: a cast inside a stage would be saved for its backward
     constants = dataclasses.replace(constants, bank=cast_varying(constants.bank, how.roles.all))
     if how.segment.config.stack == "scan" and halves:  # one sum over devices after the loop, not one in each turn
@@ -97,7 +97,7 @@ class Direction:
     def __init__(self, how: Stages, params, grad_sink, constants: Constants):
         self.how, self.params, self.constants = how, params, constants
         self.scan, self.recompute = how.segment.config.stack == "scan", how.segment.config.recomputes
-        self.layers, self.halves = how.schedule.layers, (0, 1) if how.schedule.halves else (None,)
+        self.layers, self.halves = how.block_schedule.layers, (0, 1) if how.block_schedule.halves else (None,)
         # in the backward: what the forward saved of windows outside the loop, and of the same turn of the loop
         self.alone, self.residuals = {}, {}
         self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
@@ -127,7 +127,7 @@ class Direction:
         they are summed over devices.
         """
         whole = self.how.gathered(mix, gate)
-        return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.schedule.halves else whole
+        return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.block_schedule.halves else whole
 
     def saved(self, key: tuple):
         """Return what the forward left under (name, layer, half), in this turn of the loop or outside it."""
@@ -337,12 +337,12 @@ class Forward(Direction):
         """
         how = self.how
         env = {("x", 0, half): part for half, part in zip(self.halves, x, strict=True)}
-        last = how.transfer is not None and self.save_residuals and how.schedule.refetch_replicas
+        last = how.transfer is not None and self.save_residuals and how.block_schedule.refetch_replicas
         if last:  # the last layer's replicas are needed again at once
             bank = self.constants.bank
             like = self.grad_sinks()[1][0]
             env["last", None, None] = {name: leaf.astype(bank[name].dtype) for name, leaf in like.items()}
-        env, alone, stacked = self.run_loop(how.schedule.forward, env)
+        env, alone, stacked = self.run_loop(how.block_schedule.forward, env)
         found = []
         for wanted in itertools.product(("stats", "passes"), self.halves):
             pieces = {}  # by layer, [1 or turns, ...]
@@ -351,7 +351,7 @@ class Forward(Direction):
                     pieces[at] = jax.tree.map(lambda v: v[None], value)
             for (name, offset, half), value in stacked.items():
                 if (name, half) == wanted:
-                    pieces[how.schedule.forward.turns[0] + offset] = value
+                    pieces[how.block_schedule.forward.turns[0] + offset] = value
             ordered = [pieces[layer] for layer in sorted(pieces)]
             found.append(jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered))
         halves = len(self.halves)
@@ -416,7 +416,7 @@ class Backward(Direction):
             "sums": cast_varying(full, self.grad_sink_axes),
         }
         env.update({(name, None, None): value if self.scan else {} for name, value in full.items()})
-        env, _, _ = self.run_loop(self.how.schedule.backward, env, stacked)
+        env, _, _ = self.run_loop(self.how.block_schedule.backward, env, stacked)
         for one in self.held:
             self.write(*one, env)
         dx = tuple(env["dx", 0, half] for half in self.halves)
@@ -454,7 +454,7 @@ class Backward(Direction):
         Returns:
           what was written, or () where it is held.
         """
-        if self.how.schedule.halves and not self.scan:
+        if self.how.block_schedule.halves and not self.scan:
             self.held.append((name, layer, value))
             return ()
         return self.write(name, layer, value, env)

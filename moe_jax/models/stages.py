@@ -80,7 +80,7 @@ class Stages:
     Attributes:
       segment: the layers; roles, group: where they run; graph: a unit's modules without their parameters.
       moe: the layer, whose schedule is an `ExpertParallel` that runs its experts in one piece.
-      schedule: the windows.
+      block_schedule: the windows, and which transfers of parameters run next to them.
       transfer: how parameters move; with None the windows have no moves.
       late: of replicas that come after the gate, inside the stage `route`; None for none.
       dims, wires: as `gather_tree` takes them, (of what precedes the MoE layer, of the layer).
@@ -91,7 +91,7 @@ class Stages:
     group: ModelGroup
     graph: Any
     moe: MoE
-    schedule: BlockSchedule
+    block_schedule: BlockSchedule
     transfer: Transfer | None
     late: TransferShape | None
     dims: tuple[dict, dict]

@@ -115,14 +115,14 @@ class MoE:
 
     def experts(self, rows, group_sizes, weights: ExpertWeights):
         """Apply the experts to rows [R, M] in group order; group_sizes int32 [G]."""
-        name = self.config.grouped_matmul
+        wanted = self.config.grouped_matmul
         with jax.named_scope("experts"):
             operands = {name: weights.operands(name) for name in weights.bank}
-            # named: without looking at the devices, for the mesh may be abstract
-            device = self.roles.mesh.devices.flat[0] if name == "auto" else None
+            # an abstract mesh has no devices to ask; an implementation that is named needs none
+            device = self.roles.mesh.devices.flat[0] if wanted == "auto" else None
             dims = operands["w_in"][0].bank.shape[1:]
-            name = choose_implementation(name, device, rows.dtype, dims, self.config.expert_dtype == E4M3)
-            return expert_ffn(rows, group_sizes, operands, activation=self.activation, implementation=name)
+            chosen = choose_implementation(wanted, device, rows.dtype, dims, self.config.expert_dtype == E4M3)
+            return expert_ffn(rows, group_sizes, operands, activation=self.activation, implementation=chosen)
 
     def finish(self, y, routed: Routed, stats: GateStats, experts: Callable):
         """Run what follows the combine of pass 0, whose result is y: later passes, leave; returns [t, M]."""

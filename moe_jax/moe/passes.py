@@ -47,6 +47,8 @@ def add_later_passes(first, one_pass, needed, most: int, before=()):
         out, pull = jax.vjp(of_leaves, leaves)
         return pull(out)[0]
 
+    # A custom_vjp returns a gradient for every input, zeros where there is none: for the bank, whose gradient leaves
+    # through its grad_sink, zeros of its size in every pass. So what a gradient reaches is found in its jaxpr.
     jaxpr = jax.make_jaxpr(gradients)([closed.consts[i] for i in floats]).jaxpr
     read = set(map(id, jaxpr.invars + jaxpr.constvars))
     for equation in jaxpr.eqns:

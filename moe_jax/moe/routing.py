@@ -43,7 +43,7 @@ class Choice:
     Attributes:
       expert_ids: int32 [t, K], best first; ties go to the lowest id.
       weights: float [t, K], the factor of each expert's output (at least float32).
-      keep_mask: bool [t, K]; False where a capacity dropped the choice. All True when dropless.
+      keep_mask: bool [t, K]; False where a capacity dropped the choice, or `gshard` drew no second one.
     """
 
     expert_ids: jax.Array

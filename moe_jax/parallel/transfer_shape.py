@@ -2,9 +2,9 @@
 
 A transfer brings chunks (rows of a bank, such as the parameters of an expert) from their homes to replica slots on
 other devices. Every chunk is cut into slices, one for each device of a level, so that no device sends a whole chunk
-more than about once: see `slices.py`. Nothing here communicates, and nothing imports jax.
+more than about once: see `sparse_all_gather.py`. Nothing here communicates, and nothing imports jax.
 
-Letters: docs/notation.md; G devices of a node, X offers, Cp crossing, m slots of one transfer.
+Letters: docs/notation.md; X offers, Cp crossing, m slots of one transfer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TransferShape:
     """Hold the sizes of a sparse transfer; equal shapes compile to equal programs.
 
     Attributes:
-      devices: D, of the group that exchanges chunks; devices_per_node: G of them, neighbours in the group's order,
+      devices: D, of the group that exchanges chunks; devices_per_node: Dn of them, neighbours in the group's order,
         share a node.
       offers: X, the most chunks of one device that travel.
       slots: m, replica slots of a device.
@@ -95,8 +95,8 @@ class TransferShape:
     def sent(self) -> tuple[float, float]:
         """Return the chunks that the busiest device sends in one Trans, inside and across; Agg sends the same back.
 
-        Flat: (X + m) (D - 1) / D, of which (X + m) (D - G) / D cross nodes. By node: (X + m) (G - 1) / G inside and
-        (Nn - 1) Cp / G across.
+        Flat: (X + m) (D - 1) / D, of which (X + m) (D - Dn) / D cross nodes. By node: (X + m) (Dn - 1) / Dn inside and
+        (Nn - 1) Cp / Dn across.
         """
         parts = sent_by_collective(
             self.offers,
@@ -115,7 +115,7 @@ class TransferTables:
 
     Attributes:
       offer: [X], the home slot of each chunk that this device offers; any other number for none.
-      pick: [Nn, Cp], which of the G X chunks that this node offers go to each other node; G X for none. Equal on the
+      pick: [Nn, Cp], which of the Dn X chunks that this node offers go to each other node; Dn X for none. Equal on the
         devices of a node. None where the transfer is flat.
       want: [inside, m], where the chunk of replica slot k of each device of this level lies: among the `places` of the
         shape, that number for none. Equal on the devices of a level.

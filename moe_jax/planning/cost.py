@@ -3,9 +3,9 @@
 A sparse transfer has two forms, priced by a calibration's fits where it has all that a form needs, else by the links:
 
     flat      two all-to-alls over D devices, of X and of m chunks
-    by node   three: X chunks over the G devices of a node, Cp of each node pair in G slices over Nn nodes, m over G
+    by node   three: X chunks over the Dn devices of a node, Cp of each node pair in Dn slices over Nn nodes, m over Dn
 
-Letters: docs/notation.md; `...` stands for any leading dims; W, P, v as in the papers' formulas; G devices of a node,
+Letters: docs/notation.md; `...` stands for any leading dims; W, P, v as in the papers' formulas;
 X offers, m slots, Cp crossing.
 """
 
@@ -275,7 +275,7 @@ def _transfer_rates(
 ) -> tuple[float, float, float, float]:
     """Return the seconds of one Trans as a line: start where anything moves, and for each offer, slot and crossing.
 
-    `group` is D, devices of a node G, and the devices between neighbours of the group (N_ESP), as fits are named.
+    `group` is D, devices of a node Dn, and the devices between neighbours of the group (N_ESP), as fits are named.
     """
     devices, devices_per_node, stride = group
     by_node, fitted = form == "by_node", dict(cluster.fits)

@@ -37,7 +37,7 @@ class PlanShape:
     ahead: TransferShape | None = None  # the transfer of replicas that are planned ahead; None without any
     late: TransferShape | None = None  # the largest transfer after the gate, into slots of its own; None without any
     after_gate: Hashable = None  # the rule that decides from the counts of the step (`moe/after_gate.py`); None: none
-    bucket_rows: BucketRows | None = None  # as the plan predicts them; None: by `MoEConfig.bucket_slack`
+    bucket_rows: BucketRows | None = None  # as the plan predicts them; None: as without a plan (`moe/schedule.py`)
     # how much of Trans and of Agg runs beside attention, in eighths, where a block-wise schedule splits them
     trans_share: float = 0.5
     agg_share: float = 0.5
@@ -54,7 +54,7 @@ class PlanShape:
 
     @property
     def replica_slots(self) -> int:
-        """Gs."""
+        """Gs, ahead and late; `PlannerConfig.replica_slots` counts those ahead."""
         return self.ahead_slots + self.late_slots
 
     @property

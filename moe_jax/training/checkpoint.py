@@ -1,12 +1,13 @@
 """Checkpoints of a run: saved while training goes on, whole or absent, read under any mesh.
 
-Inputs: the training state {'step', 'params', 'opt_state'} of global arrays, the homes of its experts, and a dictionary
+Inputs: the training state {'step', 'params', 'opt_state'} of global arrays, and 'ema' where one is kept, the homes of its experts, and a dictionary
 of host data (position in the data, config text, ...). Outputs: one folder a checkpoint, named by its step; and the
 state again, on whatever mesh, split and homes the reader has. Letters: docs/notation.md.
 """
 
 # Leaves of the expert bank are stored as [L, E, ...], of each segment of the model for itself, so a file does not
-# depend on mesh, schedule, placement or process count.
+# depend on mesh, schedule, placement or process count. Orbax writes a folder: all leaves by name in one OCDBT store
+# of zarr arrays, the host data as JSON in `_METADATA` (`custom_metadata`).
 #
 #     checkpoints/00000120/                          finished: a name of digits alone
 #     checkpoints/00000130.orbax-checkpoint-tmp/     being written; renamed by process 0 when all is written

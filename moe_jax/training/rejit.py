@@ -65,8 +65,8 @@ class RejitEngine:
         self.replanner = {name: Replanner(session.config, session.roles, name) for name in runs}
         self.plans = {name: replanner.plans for name, replanner in self.replanner.items()}
         self.remark = "; ".join(filter(None, (plans.planner.remark(plans.cost) for plans in self.plans.values())))
-        # placement: what the next step runs with; bank: where the state's experts are now
-        self.placement = self.bank = {name: replanner.start for name, replanner in self.replanner.items()}
+        # placement: what the next step runs with; stored: where the state's experts are now
+        self.placement = self.stored = {name: replanner.start for name, replanner in self.replanner.items()}
         self.shape = {name: replanner.first_shape() for name, replanner in self.replanner.items()}
         self.pending: Pending | None = None
         self.asked = 0  # shapes requested so far
@@ -96,7 +96,7 @@ class RejitEngine:
         A predictor that has seen one step doubles the predicted buckets, and buckets never shrink.
         """
         for loads in past:
-            for name, own in own_loads(loads, self.bank).items():
+            for name, own in own_loads(loads, self.stored).items():
                 self.plans[name].predictor.observe(own)
         placement = {name: plans.propose(0) for name, plans in self.plans.items()}
         self.shape = self._grown(placement)
@@ -127,13 +127,13 @@ class RejitEngine:
                 while len(self.executables) > self.config.executables:
                     self.executables.popitem(last=False)
         began = time.perf_counter()
-        if homes_differ(self.placement, self.bank):
+        if homes_differ(self.placement, self.stored):
             state = state if settle is None else settle()
-            for name, old in self.bank.items():
+            for name, old in self.stored.items():
                 if (old.home != self.placement[name].home).any():
                     rows = self.shape[name].bank_rows
                     state = reshard(state, old, self.placement[name], rows, name, self.share)
-            self.bank, record["reshard_seconds"] = self.placement, time.perf_counter() - began
+            self.stored, record["reshard_seconds"] = self.placement, time.perf_counter() - began
         if self.tables is None:
             self.tables = self._on_devices(self.shape, self.placement)
             text = "".join(own.fingerprint() for own in self.placement.values()) + repr(self.shape)
@@ -200,7 +200,7 @@ class RejitEngine:
                 "loads"
             )
         if not metrics.get("skipped", False):  # where a step is not finite, its loads have no meaning
-            self.waiting[step] = own_loads(metrics["loads"], self.bank)
+            self.waiting[step] = own_loads(metrics["loads"], self.stored)
         self.agreed = max(self.agreed, int(metrics["ready"]))
 
     def record(self, step: int, loads: np.ndarray) -> dict:
@@ -226,7 +226,7 @@ class RejitEngine:
 
     def evaluation(self):
         """Return (evaluation step, tables) for the experts' current homes, without replicas."""
-        bare = {name: own.replace(replicas=None, shares=None, rule="nearest") for name, own in self.bank.items()}
+        bare = {name: own.replace(replicas=None, shares=None, rule="nearest") for name, own in self.stored.items()}
         shape = {name: build_shape(own) for name, own in bare.items()}
         slots = tuple(own.home_slots for own in shape.values())
         if slots not in self.evaluations:
@@ -240,7 +240,7 @@ class RejitEngine:
     @property
     def home(self) -> dict[str, np.ndarray]:
         """{segment: int32 [L, E]}, home device of every expert of the state."""
-        return {name: bank.home for name, bank in self.bank.items()}
+        return {name: stored.home for name, stored in self.stored.items()}
 
     def state(self) -> dict:
         """Return what a checkpoint holds of the plan, as JSON data."""
@@ -251,7 +251,7 @@ class RejitEngine:
         state = {
             "session": {name: plans.state() for name, plans in self.plans.items()},
             "placement": _placement_data(self.placement),
-            "bank": _placement_data(self.bank),
+            "bank": _placement_data(self.stored),
             "shape": _shape_data(self.shape),
             "pending": pending,
             "options": self._options(),
@@ -283,7 +283,7 @@ class RejitEngine:
             )
         for name, plans in self.plans.items():
             plans.restore(state["session"][name])
-        self.placement, self.bank = self._read_placements(state["placement"]), self._read_placements(state["bank"])
+        self.placement, self.stored = self._read_placements(state["placement"]), self._read_placements(state["bank"])
         first, self.shape = self.shape, self._read_shapes(state["shape"], self.shape)
         if not _fit(self.shape, self.placement):  # another planner's replicas, this one decides on the device
             self.placement = self._homes_alone()
@@ -308,7 +308,7 @@ class RejitEngine:
         return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
 
     def _homes_alone(self) -> Placements:
-        return {name: bank.replace(replicas=None, shares=None, rule="home") for name, bank in self.bank.items()}
+        return {name: stored.replace(replicas=None, shares=None, rule="home") for name, stored in self.stored.items()}
 
     def _read_placements(self, data: dict) -> Placements:
         found = {}

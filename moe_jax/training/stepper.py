@@ -35,8 +35,8 @@ WINDOW, MOST = 8, 1
 
 
 @dataclasses.dataclass
-class Sent:
-    """A step in flight."""
+class StepInFlight:
+    """A step that was dispatched and whose metrics nobody has asked for yet."""
 
     step: int  # from 0
     programs: Programs  # that it may run
@@ -68,7 +68,9 @@ class Stepper:
         self.overflows = overflows or {"steps": [], "run_again": 0}
         self.not_halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
         self.halted = self.not_halted
-        self.in_flight: collections.deque[Sent] = collections.deque()  # steps whose metrics nobody has asked for yet
+        self.in_flight: collections.deque[StepInFlight] = (
+            collections.deque()
+        )
 
     def compile(self) -> float:
         """Compile what the next step runs with; return the seconds that it took."""
@@ -102,7 +104,7 @@ class Stepper:
                 self.step, self.state, flag, self._settle
             )
         frozen = () if self.teacher_params is None else (self.teacher_params,)
-        sent = Sent(self.step, self.programs, (batch, tables, host_signals, *frozen))
+        sent = StepInFlight(self.step, self.programs, (batch, tables, host_signals, *frozen))
         known = self.step - self.lag  # the last step whose metrics are read by now
         overflowed = sum(known - WINDOW < step <= known for step in self.overflows["steps"])
         common = self.programs[0] is not None and overflowed <= MOST
@@ -134,7 +136,7 @@ class Stepper:
                 self.engine.observe(step, metrics)
             yield step, metrics
 
-    def _run(self, sent: Sent, common: bool) -> None:
+    def _run(self, sent: StepInFlight, common: bool) -> None:
         """Run the common program of a step, or the complete one, waiting until that is compiled."""
         if common:
             self.executable, state = sent.programs[0], (self.state, self.halted)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.layer_cases import roles_of
 
-from moe_jax.moe.schedules.pairwise import Ring
+from moe_jax.moe.schedules.pairwise import Pipeline
 from moe_jax.moe.schedules.s2 import collect_parts
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.exchange import ExpertGroup
@@ -32,12 +32,12 @@ def waits(mapped, arguments, kind):
 def test_transfers_wait_for_the_experts_of_the_step_before_the_last(groups, expected):
     """S_1 waits for none, S_s for C_0 .. C_{s-2}; no way back is on its way before its own experts are done."""
     roles = roles_of(1, 1)
-    ring = Ring(ExpertGroup(roles), groups)
-    blocks = jnp.zeros((8, ring.each, groups, 2, 4))
+    pipeline = Pipeline(ExpertGroup(roles), groups)
+    blocks = jnp.zeros((8, pipeline.each, groups, 2, 4))
     arriving = jnp.ones((8, 8, 1), jnp.int32)
 
     def run(blocks, arriving):
-        return ring.run(blocks[0], arriving[0], lambda rows, sizes: jnp.tanh(rows))[0][None]
+        return pipeline.run(blocks[0], arriving[0], lambda rows, sizes: jnp.tanh(rows))[0][None]
 
     mapped = jax.shard_map(run, mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.all))
     found = waits(mapped, (blocks, arriving), "tanh")

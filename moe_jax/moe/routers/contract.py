@@ -70,7 +70,7 @@ class Router(abc.ABC):
     Attributes:
       config: as bound, its knobs among it; place: where it runs, None without a mesh.
       knobs: the dataclass of the fields of `MoEConfig` that its file brings, or None.
-      in_groups: whether the router can choose inside groups of experts (group_limited.py).
+      in_groups: whether the router can choose inside groups of experts (expert_groups.py).
       ignores: options that routers have in common and this one does not read; a model none of whose routers reads one
         that is bound is refused (`check_knobs`).
       replays: whether the router can take choices that were made before.

@@ -25,7 +25,7 @@ class RouterOptions:
       top_k: K, experts chosen per token.
       router: how experts are chosen; a name of `moe_jax.moe.routers`.
       capacity_factor: f; an expert takes at most max(min_capacity, ceil(K f t / E)) of the t tokens gated together.
-        None is dropless: every token reaches all its experts, whatever the skew.
+        None is dropless: every choice reaches its expert, whatever the skew.
       min_capacity: least capacity, used with a capacity factor only.
       drop: which excess tokens are dropped: those that come last ('position') or those with the least gate
         probability ('probability').

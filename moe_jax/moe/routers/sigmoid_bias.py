@@ -18,7 +18,7 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.contract import register
-from moe_jax.moe.routers.group_limited import within_groups
+from moe_jax.moe.routers.expert_groups import within_groups
 from moe_jax.moe.routers.scores import gate_logits, keep_within_capacity
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice

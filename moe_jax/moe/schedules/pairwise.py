@@ -57,18 +57,18 @@ class Pairwise(ExpertParallel):
 
     def __init__(self, roles: Roles, sizes: LayerSizes):
         super().__init__(roles, sizes, ExpertGroup(roles))
-        self.ring = Ring(self.group, choose_groups(roles, sizes.config.pairwise_groups))
+        self.pipeline = Pipeline(self.group, choose_groups(roles, sizes.config.pairwise_groups))
 
     def run_pass(self, routed, index, experts):
-        group, layout, ring, sizes = self.group, self.layout, self.ring, self.sizes
+        group, layout, pipeline, sizes = self.group, self.layout, self.pipeline, self.sizes
         rows_far = layout.rows.far
         # rows of place (k, s) go to member k of group g - s; those of place (s, l) come from device l of group g + s
-        g = lax.axis_index(group.axes) // ring.local
-        step = jnp.arange(ring.groups, dtype=jnp.int32)
-        k = jnp.arange(ring.each, dtype=jnp.int32)[:, None]
-        origin = (g + step)[:, None] % ring.groups
-        source = origin * ring.local + jnp.arange(ring.local, dtype=jnp.int32)[None]
-        order = ((g - step)[None] % ring.groups * ring.each + k).reshape(-1)  # [D]
+        g = lax.axis_index(group.axes) // pipeline.local
+        step = jnp.arange(pipeline.groups, dtype=jnp.int32)
+        k = jnp.arange(pipeline.each, dtype=jnp.int32)[:, None]
+        origin = (g + step)[:, None] % pipeline.groups
+        source = origin * pipeline.local + jnp.arange(pipeline.local, dtype=jnp.int32)[None]
+        order = ((g - step)[None] % pipeline.groups * pipeline.each + k).reshape(-1)  # [D]
         source = source.reshape(-1)  # [P]
         with jax.named_scope("dispatch"):
             me = self.member()
@@ -89,7 +89,7 @@ class Pairwise(ExpertParallel):
             # every matmul needs the counts: they travel ahead of the rows
             rows, arriving = lax.optimization_barrier((permute_tokens(routed.tokens, parcel), arriving))
             pieces = dict(cut(rows, layout))
-            blocks = pieces.pop("far").reshape(ring.each, ring.groups, rows_far, -1)
+            blocks = pieces.pop("far").reshape(pipeline.each, pipeline.groups, rows_far, -1)
             more = [(kind, group.send_piece(kind, rows)) for kind, rows in pieces.items()]
             counts = [arriving] if len(layout.pieces) == 1 else []  # of each source's bucket in a piece [n, groups]
             for piece in layout.pieces if not counts else ():
@@ -98,14 +98,14 @@ class Pairwise(ExpertParallel):
                 ends = jnp.cumsum(whole, axis=1)
                 counts.append(jnp.clip(ends, piece.begin, piece.end) - jnp.clip(ends - whole, piece.begin, piece.end))
         near = [(rows, counts) for (_, rows), counts in zip(more, counts[1:], strict=True)]
-        home, near = ring.run(blocks, counts[0][source], experts, near)
+        home, near = pipeline.run(blocks, counts[0][source], experts, near)
         with jax.named_scope("combine"):
             back = [group.send_piece_back(kind, done) for (kind, _), done in zip(more, near, strict=True)]
             home = join([home.reshape(group.ep_size, rows_far, -1), *back])
             return unpermute_tokens(home, routed.weights, parcel)
 
 
-class Ring:
+class Pipeline:
     """The 3 Ng tasks of one layer: who sends to whom in each step, and in which order."""
 
     def __init__(self, group: ExpertGroup, groups: int):
