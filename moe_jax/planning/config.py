@@ -34,8 +34,7 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
       overlap_degree: tau, experts that may get replicas, as their transfer hides behind attention; None: by the formula
         of Hecate's section 4.2 from attention's time and the links' bandwidth; 'executor': by what the program sends.
       interval: plan every so many steps; None: the planner's own, else 1.
-      swap_after: a new shape is swapped in exactly so many steps after the one that it was proposed in; None: once it is
-        compiled.
+      swap_after: a new shape is swapped in so many steps after the one that it was proposed in; None: once compiled.
       bounded: keep to the replica slots where the original has no such bound.
       price: of a plan: 'executor', what the program will do; or 'paper', by the papers' formulas and one bandwidth.
       predictor, window, decay: how the next step's loads are predicted (None: the planner's own, else 'last'), from how

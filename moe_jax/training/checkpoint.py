@@ -1,8 +1,8 @@
 """Checkpoints of a run: saved while training goes on, whole or absent, read under any mesh.
 
-Inputs: the training state {'step', 'params', 'opt_state'} of global arrays, and 'ema' where one is kept, the homes of its experts, and a dictionary
-of host data (position in the data, config text, ...). Outputs: one folder a checkpoint, named by its step; and the
-state again, on whatever mesh, split and homes the reader has. Letters: docs/notation.md.
+Inputs: the training state {'step', 'params', 'opt_state'} of global arrays, and 'ema' where one is kept, the homes of
+its experts, and a dictionary of host data (position in the data, config text, ...). Outputs: one folder a checkpoint,
+named by its step; and the state again, on whatever mesh, split and homes the reader has. Letters: docs/notation.md.
 """
 
 # Leaves of the expert bank are stored as [L, E, ...], of each segment of the model for itself, so a file does not

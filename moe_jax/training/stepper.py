@@ -68,9 +68,7 @@ class Stepper:
         self.overflows = overflows or {"steps": [], "run_again": 0}
         self.not_halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
         self.halted = self.not_halted
-        self.in_flight: collections.deque[StepInFlight] = (
-            collections.deque()
-        )
+        self.in_flight: collections.deque[StepInFlight] = collections.deque()
 
     def compile(self) -> float:
         """Compile what the next step runs with; return the seconds that it took."""
