@@ -90,23 +90,22 @@ def cost(body: str, name: str, others: str = ""):
     return cost_of(module.entry.by_name[name], module.entry, module)
 
 
-def test_dot_counts_batch_and_contracted_dims():
-    # [2, 3, 5] x [2, 5, 7] over a batch of 2: 2 * (2 * 3 * 7) * 5 = 420; bytes 2 * (30 + 70) + 4 * 42 = 368
-    body = """  %a = bf16[2,3,5]{2,1,0} parameter(0)
-  %b = bf16[2,5,7]{2,1,0} parameter(1)
-  ROOT %d = f32[2,3,7]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}"""
-    found = cost(body, "d")
-    assert found.flops == (("bf16", 420.0),) and found.bytes == 368
-
-
 @pytest.mark.parametrize(
-    "more, kind",
-    [("", "tf32"), (", operand_precision={highest,highest}", "f32"), (", algorithm=dot_f32_f32_f32", "f32")],
+    "dtype, more, kind",
+    [
+        ("bf16", "", "bf16"),
+        ("f32", "", "tf32"),
+        ("f32", ", operand_precision={highest,highest}", "f32"),
+        ("f32", ", algorithm=dot_f32_f32_f32", "f32"),
+    ],
 )
-def test_float32_dots_by_their_precision(more, kind):
-    body = f"""  %a = f32[2,2]{{1,0}} parameter(0)
-  ROOT %d = f32[2,2]{{1,0}} dot(%a, %a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}{more}"""
-    assert cost(body, "d").flops == ((kind, 16.0),)
+def test_dots_count_batch_and_contracted_dims_by_their_precision(dtype, more, kind):
+    """[2, 3, 5] x [2, 5, 7] over a batch of 2: 2 * (2 * 3 * 7) * 5 = 420; 30 + 70 numbers in, 42 of 4 bytes out."""
+    body = f"""  %a = {dtype}[2,3,5]{{2,1,0}} parameter(0)
+  %b = {dtype}[2,5,7]{{2,1,0}} parameter(1)
+  ROOT %d = f32[2,3,7]{{2,1,0}} dot(%a, %b), lhs_batch_dims={{0}}, lhs_contracting_dims={{2}}, rhs_batch_dims={{0}}"""
+    found = cost(body + more, "d")
+    assert found.flops == ((kind, 420.0),) and found.bytes == {"bf16": 2, "f32": 4}[dtype] * 100 + 4 * 42
 
 
 FUSED = """
@@ -149,11 +148,7 @@ ARGUMENTS = """  %a = f32[12,8,8]{2,1,0} parameter(0)
     "fusion, flops, bytes_",
     [
         # 12 layers stacked, one of them read: 256 bytes of 3,072; beside it 4 + 256 in and 256 out
-        (
-            "f32[8,8]{1,0} fusion(%a, %i, %b), kind=kCustom, calls=%fused",
-            (("tf32", 2.0 * 64 * 8),),
-            256 + 4 + 256 + 256,
-        ),
+        ("f32[8,8]{1,0} fusion(%a, %i, %b), kind=kCustom, calls=%fused", (("tf32", 1024.0),), 256 + 4 + 256 + 256),
         # updated in place: 32 bytes read, 4 of the index, 32 written; not the 384 of the whole array
         ("f32[12,8]{1,0} fusion(%c, %u, %i), kind=kLoop, calls=%stored", (), 32 + 4 + 32),
         # one of 12 rows, of 4 that are cut out and cast: 16 bytes of bfloat16 are read, 4 of the index, 32 written

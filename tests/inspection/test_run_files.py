@@ -113,6 +113,15 @@ def test_both_programs_are_traced_as_on_gpus(name, request, cudnn):
         assert common.count("cond") < complete.count("cond")
 
 
+def reported(target, folder, *bindings, flags=()):
+    """Return (report, stderr) of the command; a crash of the compiler ends a process of its own."""
+    bound = [f"--gin_bindings={binding}" for binding in bindings]
+    command = [sys.executable, "-m", "moe_jax.inspect", *bound, f"--target={target}", f"--out={folder}", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "report.json").read_text()), done.stderr
+
+
 # what a run file needs on other meshes than the one of its own: experts and rows for all devices
 MESHES = {
     "h200:4x8": ("MoEConfig.num_experts = 32", "train.batch_size = 64"),
@@ -129,12 +138,7 @@ def test_run_files_compile_for_gpus(target, name, tmp_path, request):
     described = parse_target(target)
     bindings = [*bindings_of(name, request), *MESHES[target], f"MeshConfig.devices_per_node = {described.per_node}"]
     config = compile_ahead.on_target(parse_run_config([file_of(name)], bindings)[0], described)
-    flags = [f"--gin_bindings={binding}" for binding in bindings]
-    flags += [f"--gin_file={file_of(name)}", "--complete", f"--target={target}", f"--out={tmp_path}"]
-    command = [sys.executable, "-m", "moe_jax.inspect", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads((tmp_path / "report.json").read_text())
+    report, _ = reported(target, tmp_path, *bindings, flags=(f"--gin_file={file_of(name)}", "--complete"))
     program = build_program(config, stand_ins(described))
     assert report["resolved"] == program.resolved()
     assert report["program"] == "common" and report["overflow"]["complete_seconds"] > 0
@@ -164,18 +168,14 @@ FORMS = {
 
 
 def inspect(target, folder, *bindings, flags=()):
-    """Return the report of the command for the tiny model; a crash of the compiler ends a process of its own."""
-    bound = [f"--gin_bindings={binding}" for binding in (*TINY, *bindings)]
-    command = [sys.executable, "-m", "moe_jax.inspect", *bound, f"--target={target}", f"--out={folder}", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads((folder / "report.json").read_text())
+    """Return the report of the command for the tiny model."""
+    report, said = reported(target, folder, *TINY, *bindings, flags=flags)
     assert report["unknown_calls"] == {}
     if target.startswith(("h100", "h200")) and "ModelConfig.dtype = 'float32'" not in bindings:
         assert report["unknown_loops"] == []  # elsewhere experts are loops over row blocks, whose turns are data
     if report["guided_scheduler"]:
-        assert "had little effect" not in done.stderr
-        found, missed = (re.search(rf"{word} (\d+) instructions from the profile", done.stderr) for word in WORDS)
+        assert "had little effect" not in said
+        found, missed = (re.search(rf"{word} (\d+) instructions from the profile", said) for word in WORDS)
         # loops whose turns are known compare nothing, and their comparisons have no cost
         assert int(found.group(1)) > 20 * int(missed.group(1) if missed else 0)
     return report
@@ -239,16 +239,3 @@ def test_a_guided_scheduler_hides_no_less(tmp_path):
         assert len(rows) == 2 and report["guided_scheduler"] == (name == "guided")
         exposed[name] = sum(r["exposed_seconds"] for r in rows)
     assert exposed["guided"] <= exposed["own"]
-
-
-@pytest.mark.gpu_compile
-@pytest.mark.parametrize("device, dtype", [("a100", "bfloat16"), ("h200", "float32"), ("b200", "bfloat16")])
-def test_auto_multiplies_no_row_by_every_groups_weights(device, dtype, tmp_path):
-    """8 experts a device, GPUs without a kernel: 'auto' is loops over row blocks, whose turns are data."""
-    flops, loops = {}, {}
-    for wanted in ("auto", "ragged"):
-        bindings = (f"MoEConfig.grouped_matmul = {wanted!r}", f"ModelConfig.dtype = {dtype!r}")
-        report = inspect(f"{device}:1x4", tmp_path / wanted, "MoEConfig.num_experts = 32", *bindings)
-        flops[wanted], loops[wanted] = sum(report["step"]["flops"].values()), len(report["unknown_loops"])
-    assert loops["auto"] >= 4 and loops["ragged"] == 0
-    assert flops["ragged"] > 1.5 * flops["auto"]  # attention, gate and head are in both

@@ -80,14 +80,6 @@ def test_a_transfer_as_long_as_its_compute_is_hidden():
     assert flight.beside == {"moe/experts": pytest.approx(48.0)}
 
 
-def test_a_slow_link_is_waited_for():
-    slow = dataclasses.replace(TARGET, node_bandwidth=8.0)  # 20 s a turn, of which 4 are exposed
-    timeline = play(parse_module(LOOP), slow, MODEL)
-    assert timeline.seconds == pytest.approx(60.0) and only(timeline).exposed_seconds == pytest.approx(12.0)
-    waits = [(event.begin, event.end) for event in timeline.events if event.row == "wait"]
-    assert waits == [pytest.approx((16.0, 20.0)), pytest.approx((36.0, 40.0)), pytest.approx((56.0, 60.0))]
-
-
 def test_a_transfer_that_ends_before_the_matmul_begins_is_exposed_whole():
     dot, done = (re.search(rf"  %{name} = .*\n", LOOP).group() for name in ("dot.1", "all-to-all-done"))
     flight = only(play(parse_module(LOOP.replace(dot, "").replace(done, done + dot)), TARGET, MODEL))

@@ -36,7 +36,7 @@ def write_gpu_trace(folder, module, target, model, steps):
             stream = COMPUTE if event.row == "compute" else LINKS
             begin, length = offset + event.begin, event.end - event.begin
             kernel = event.name.replace(".", "_").replace("-", "_")
-            events.append(_span(DEVICE, stream, kernel, begin, length, _fields(module, event.name, len(events))))
+            events.append(_span(DEVICE, stream, kernel, begin, length, _fields(module, event.name)))
             again = {"hlo_op": event.name, "hlo_module": module.name, "group_id": step}
             events.append(_span(DEVICE, OPS, event.name, begin, length, again))
     path = folder / "plugins" / "profile" / "2026_11_22" / "host.trace.json.gz"
@@ -55,13 +55,9 @@ def _span(process, thread, name, begin, length, fields):
     return {"ph": "X", "pid": process, "tid": thread, "name": name, **when, "args": fields}
 
 
-def _fields(module, name, correlation):
+def _fields(module, name):
     return {
-        "context_id": "$$1",
-        "correlation_id": str(correlation),
         "hlo_module": module.name,
         "hlo_op": name if name in module.entry.by_name else f"while.1::{name}",
         "kernel_details": "regs:40 static_shared:0 dynamic_shared:0 grid:264,1,1 block:128,1,1 occ_pct:56.25",
-        "program_id": "17",
-        "tf_op": "XlaModule:",
     }
