@@ -132,12 +132,16 @@ def test_session_plans_and_reshards_at_its_own_intervals():
     assert (planned, resharded) == ([1, 10, 20, 30], [8, 16, 24])
 
 
-def test_restored_session_continues_with_the_same_plans():
-    first, second = (session(name="hecate", shard_every=4, predictor="window") for _ in range(2))
+@pytest.mark.parametrize(
+    "fields", [{"name": "hecate", "shard_every": 4, "predictor": "window"}, {"name": "topk_all", "top_k": 1}]
+)
+def test_restored_session_continues_with_the_same_plans(fields):
+    first, second = (session(**fields) for _ in range(2))
     for iteration in range(1, 7):
         first.predictor.observe(loads_at(iteration))
         first.propose(iteration)
     second.restore(first.state())
+    assert second.split == first.split and bool(first.split) == (fields["name"] == "topk_all")
     for iteration in range(7, 13):
         for one in (first, second):
             one.predictor.observe(loads_at(iteration))
@@ -215,19 +219,6 @@ def test_the_split_in_use_stays_until_the_other_is_clearly_cheaper():
     level = dataclasses.replace(COST, cluster=dataclasses.replace(CLUSTER, inter_bandwidth=2e9, intra_bandwidth=1e9))
     assert choose_split(near, TOGETHER, level, "even")[1] == "even"  # 12 rows against 10
     assert choose_split(near.replace(replicas=None), TOGETHER, COST, "even")[1] == "even"  # nothing to choose
-
-
-def test_the_choice_is_in_the_saved_state():
-    def session():
-        config = PlannerConfig(name="topk_all", replica_slots=1, top_k=1)
-        return PlanSession(config, Placement.even(1, 4, 4, 2), COST)
-
-    first, second = session(), session()
-    first.predictor.observe(TOGETHER)
-    first.propose(1)
-    assert first.split in ("plan", "even")
-    second.restore(first.state())
-    assert second.split == first.split
 
 
 def test_an_even_split_keeps_device_loads_and_shrinks_the_fullest_bucket():

@@ -269,12 +269,6 @@ def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(residual, see
     assert chosen == 8 or times[chosen + 1] >= times[chosen]
 
 
-def test_pro_prophet_never_drops_the_home_in_place_of_another():
-    # The home has fewest tokens of its expert (0), yet n = 1 leaves out device 2, which has fewest of the others.
-    loads = np.array([[[0, 0, 0, 0], [9, 0, 0, 0], [1, 0, 0, 0], [5, 0, 0, 0]]])
-    assert plan("pro_prophet", loads, make_cost(4, 12), skipped_devices=1).replicas.tolist() == [[0, 0, 1], [0, 0, 3]]
-
-
 def test_balanced_fills_the_gap_beside_it_before_an_equal_one_far_away():
     # Loads 4, 15, 4, 17, mean 10, nodes (0, 1) and (2, 3): 3 fills 2 (6), 1 fills 0 (5), and 3's last token crosses.
     loads = np.zeros((1, 4, 4), int)
