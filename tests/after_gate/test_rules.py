@@ -16,17 +16,16 @@ import numpy as np
 import pytest
 
 from moe_jax.cluster import Cluster
-from moe_jax.moe.after_gate import slots_of
-from moe_jax.moe.after_gate_rules import RULES, fit_late
+from moe_jax.moe.after_gate_rules import RULES
 from moe_jax.parallel.sparse_all_gather import shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.balancer import NUMPY, build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, with_late_prices
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
-from moe_jax.planning.sizes import TransferSizes, late_size, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_size, transfer_sizes
 
 DEVICES, EXPERTS, SLOTS, NODE, HOMES = 8, 16, 3, 4, 4
 KINDS = ["skewed", "mild", "one_hot", "unused"]
@@ -186,11 +185,6 @@ def assert_brings(decided, shape, holders, home, added):
 WANTED = ["all", "one_home", "one_node", "random"]
 
 
-@functools.cache
-def fit(shape):
-    return jax.jit(jax.vmap(functools.partial(fit_late, plan=shape), (None,) * 3 + (0,)))
-
-
 def fitting(wanted, order, home, late):
     """Take experts whole while they fit, one by one: bool [E, D]."""
     offers, slots, crossing, added = Counter(), Counter(), Counter(), np.zeros_like(wanted)
@@ -210,26 +204,17 @@ def fitting(wanted, order, home, late):
 def test_what_fits_the_late_transfer_is_taken_whole(late):
     """All on one home, on one node, everything, anything: X, Cp and m bind, and what does not fit is left out whole."""
     late, left = LATE[late], 0
-    with jax.enable_x64(True):
-        for seed, kind in enumerate(WANTED * 2):
-            rng, placement = np.random.default_rng(seed), homes(seed)
-            shape = shape_of(placement, late, ahead=False)
-            holders = holders_of(shape, placement)
-            home, slots = placement.home[0], slots_of(jnp.asarray(holders), EXPERTS)
-            busiest = np.bincount(home).argmax()
-            source = {"one_home": home == busiest, "one_node": home // NODE == busiest // NODE}
-            wanted = source.get(kind, np.ones(EXPERTS, bool))[:, None] & (np.arange(DEVICES) != home[:, None])
-            if kind == "random" or seed >= len(WANTED):
-                wanted &= rng.random(wanted.shape) < 0.15
-            order = rng.permutation(EXPERTS).astype(np.int32)
-            got = fit(shape)(wanted, order, slots, jnp.arange(DEVICES, dtype=jnp.int32))
-            added, slot, transfer, used = jax.tree.map(np.asarray, got)
-            want = fitting(wanted, order, home, late)
-            np.testing.assert_array_equal(added[0], want)
-            filled = assert_brings(types.SimpleNamespace(transfer=transfer, used=used), shape, holders, home, want)
-            expert, device = np.nonzero(want)
-            np.testing.assert_array_equal(filled[device, slot[0][expert, device]], expert)
-            left += (wanted & ~want).any()
+    for seed, kind in enumerate(WANTED * 2):
+        rng, home = np.random.default_rng(seed), homes(seed).home[0]
+        busiest = np.bincount(home).argmax()
+        source = {"one_home": home == busiest, "one_node": home // NODE == busiest // NODE}
+        wanted = source.get(kind, np.ones(EXPERTS, bool))[:, None] & (np.arange(DEVICES) != home[:, None])
+        if kind == "random" or seed >= len(WANTED):
+            wanted &= rng.random(wanted.shape) < 0.15
+        order = rng.permutation(EXPERTS)
+        added = fit_replicas(NUMPY, wanted[None], order[None], home[None], late)[0][0]
+        np.testing.assert_array_equal(added, fitting(wanted, order, home, late))
+        left += (wanted & ~added).any()
     assert left
 
 

@@ -77,11 +77,9 @@ def test_grouped_matmul_dtypes(implementation, rows, bank, sink):
         np.testing.assert_allclose(np.asarray(mine, np.float64), wanted, atol=tolerance * np.abs(wanted).max())
 
 
-def sharded_gradients(implementation):
-    """Return step(lhs, dout, group_sizes, bank, slots, grad_sink) -> gradients of lhs and grad_sink, on 2 x 4 devices.
-
-    Banks over `expert`, copied over `data`.
-    """
+@pytest.mark.parametrize("implementation", ["hopper", "mosaic"])
+def test_kernels_lower_for_cuda(implementation, rows=8 * 1003):
+    """No GPU here: both gradients must lower inside `shard_map` with typed outputs; banks are copied over `data`."""
 
     def body(lhs, dout, group_sizes, bank, slots, grad_sink):
         def loss(lhs, grad_sink):
@@ -92,35 +90,11 @@ def sharded_gradients(implementation):
 
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
     everywhere, by_expert = P(("data", "expert")), P("expert")
-    in_specs = (everywhere,) * 3 + (by_expert,) * 3
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=(everywhere, by_expert)))
-
-
-@pytest.mark.parametrize("implementation", ON_CPU)
-def test_grouped_matmul_in_shard_map(implementation):
-    """Weight gradients come back summed over `data`, rows stay apart."""
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        rows, groups = 40, 3
-        sizes = rng.multinomial(33, [0.2, 0.5, 0.3], size=8).astype(np.int32)
-        lhs, dout = rng.normal(size=(8, rows, 8)), rng.normal(size=(8, rows, 6))
-        banks = rng.normal(size=(4, 5, 8, 6))
-        slots = np.array([rng.permutation(5)[:groups] for _ in range(4)], np.int32)
-        arrays = lhs, dout, sizes, banks, slots, np.zeros((4, groups, 8, 6))
-        step = sharded_gradients(implementation)
-        dlhs, d_grad_sink = step(*(jnp.asarray(array.reshape(-1, *array.shape[2:])) for array in arrays))
-        wanted = [loop_oracle(lhs[d], sizes[d], dout[d], [(banks[d % 4], slots[d % 4])]) for d in range(8)]
-        np.testing.assert_allclose(dlhs.reshape(8, rows, 8), np.stack([w[1] for w in wanted]), rtol=1e-12, atol=1e-12)
-        dweight = np.stack([w[2] for w in wanted]).reshape(2, 4, groups, 8, 6).sum(0)
-        np.testing.assert_allclose(d_grad_sink.reshape(4, groups, 8, 6), dweight, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("implementation", ["hopper", "mosaic"])
-def test_kernels_lower_for_cuda(implementation, rows=8 * 1003):
-    """No GPU here: the kernels, forward and both gradients, must lower inside `shard_map` with typed outputs."""
+    specs = {"in_specs": (everywhere,) * 3 + (by_expert,) * 3, "out_specs": (everywhere, by_expert)}
+    step = jax.jit(jax.shard_map(body, mesh=mesh, **specs))
     shapes = ((rows, 128), BF16), ((rows, 192), BF16), ((16,), "int32"), ((20, 128, 192), BF16), ((8,), "int32")
     arrays = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((8, 128, 192), F32))]
-    text = sharded_gradients(implementation).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = step.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2  # the loss needs no forward product: its two gradients
     assert text.count("stablehlo.all_reduce") == 1
 

@@ -6,8 +6,8 @@ Inputs: names of `GOLDEN`, or a family and sizes. Outputs: folders as `save_pret
 tokens, logits, loss and the gradient of every tensor, computed by transformers in float32. `compare_with` holds the
 real model on one device, with the parameters of a run folder, against them.
 
-DeepSeek-MoE is not in transformers. DeepseekOcr2TextModel is the same mathematics; a linear head is added, and its
-tensors, which hold all experts of a layer in one, are written one by one as DeepSeek's files have them.
+DeepSeek-MoE is not in transformers. Its golden folder was written in the same way by DeepseekOcr2TextModel with a
+linear head, which is the same mathematics; its experts' tensors were cut to one each, as DeepSeek's files have them.
 """
 
 import dataclasses
@@ -37,10 +37,6 @@ OWN = {
         "intermediate_size": 8, "num_experts": 4, "num_key_value_heads": 4, "pad_token_id": None, "eos_token_id": 2,
     },
     "qwen3_moe": {"intermediate_size": 12, "moe_intermediate_size": 8, "num_experts": 4, "head_dim": 6},
-    "deepseek": {
-        "intermediate_size": 12, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_shared_experts": 2,
-        "first_k_dense_replace": 1, "num_key_value_heads": 4,
-    },
     "dots1": {
         "intermediate_size": 12, "moe_intermediate_size": 8, "n_routed_experts": 8, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
@@ -51,75 +47,34 @@ OWN = {
 GOLDEN = {
     "mixtral_one_key_head_sharded": ("mixtral", {"num_key_value_heads": 1}, "bfloat16", "8KB"),
     "olmoe": ("olmoe", {}, "float32", "1GB"),
-    "qwen3_moe_tied": ("qwen3_moe", {"tie_word_embeddings": True, "mlp_only_layers": [0]}, "bfloat16", "1GB"),
-    "deepseek": ("deepseek", {}, "bfloat16", "1GB"),
+    # experts in layer 3 alone
+    "qwen3_moe_tied": ("qwen3_moe", {"tie_word_embeddings": True, "num_hidden_layers": 4, "decoder_sparse_step": 2,
+                                     "mlp_only_layers": [1], "attention_bias": True, "norm_topk_prob": True,
+                                     "rope_extra": {"rope_type": "linear", "factor": 2.0}}, "bfloat16", "1GB"),
     "dots1": ("dots1", {}, "float32", "1GB"),
-    "qwen3_moe_dense_layers_biased": (
-        "qwen3_moe",
-        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True, "norm_topk_prob": True,
-         "rope_extra": {"rope_type": "linear", "factor": 2.0}},
-        "float32",
-        "1GB",
-    ),
 }  # fmt: skip
 TOKENS = np.random.default_rng(5).integers(0, 40, (2, 9))
 
 
 def build(family, changes):
-    """Return (config.json as a dictionary or None for the model's own, model in float32)."""
+    """Return a model in float32, in transformers' own shape of the family."""
     import torch
     import transformers
 
     sizes = {**SIZES, **OWN[family], **changes}
     rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta"), **sizes.pop("rope_extra", {})}
     torch.manual_seed(0)
-    keys = None
-    if family == "deepseek":
-        keys = {"model_type": "deepseek", "hidden_act": "silu", "rms_norm_eps": 1e-6, "dtype": "float32", **sizes}
-        keys |= {"rope_theta": rope["rope_theta"], "rope_scaling": None, "norm_topk_prob": False}
-        model = _deepseek(keys, rope)
-    else:
-        name = {"mixtral": "Mixtral", "olmoe": "Olmoe", "qwen3_moe": "Qwen3Moe", "dots1": "Dots1"}[family]
-        config = getattr(transformers, f"{name}Config")(rope_parameters=rope, **sizes)
-        config._attn_implementation = config._experts_implementation = "eager"
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    name = {"mixtral": "Mixtral", "olmoe": "Olmoe", "qwen3_moe": "Qwen3Moe", "dots1": "Dots1"}[family]
+    config = getattr(transformers, f"{name}Config")(rope_parameters=rope, **sizes)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for name, leaf in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
                 continue
             normal = torch.randn(leaf.shape)
             leaf.copy_(0.2 * normal if leaf.ndim > 1 else 0.1 * normal if "bias" in name else 1 + 0.2 * normal)
-    return keys, model.eval()
-
-
-def _deepseek(keys, rope):
-    import torch
-    from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
-    from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2TextModel
-
-    names = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "max_position_embeddings", "num_experts_per_tok", "intermediate_size", "moe_intermediate_size",
-        "n_routed_experts", "n_shared_experts",
-    )  # fmt: skip
-    dense = keys["first_k_dense_replace"]
-    kinds = ["dense"] * dense + ["sparse"] * (keys["num_hidden_layers"] - dense)
-    config = DeepseekOcr2TextConfig(
-        **{name: keys[name] for name in names}, rope_parameters=rope, mlp_layer_types=kinds, rms_norm_eps=1e-6
-    )
-    config._attn_implementation = config._experts_implementation = "eager"
-
-    class WithHead(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = DeepseekOcr2TextModel(config)
-            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-        def forward(self, ids):
-            hidden = self.model(ids).last_hidden_state
-            return type("Output", (), {"logits": self.lm_head(hidden)})
-
-    return WithHead()
+    return model.eval()
 
 
 def places_of(keys):
@@ -140,24 +95,13 @@ def by_place(places, arrays):
     return found
 
 
-def save(keys, model, folder, dtype, shard):
+def save(model, folder, dtype, shard):
     """Write the folder of a model, whose weights are rounded to `dtype` before."""
     import torch
 
     frequencies = {name: leaf.clone() for name, leaf in model.named_buffers() if "inv_freq" in name}
     model.to(getattr(torch, dtype))
-    if keys is None:
-        model.save_pretrained(folder, max_shard_size=shard)
-    else:
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True, exist_ok=True)
-        keys = {**keys, "dtype": dtype}
-        (folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
-        tensors = {
-            name: leaf.contiguous().clone() for name, leaf in by_place(places_of(keys), model.state_dict()).items()
-        }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model.save_pretrained(folder, max_shard_size=shard)
     model.float()
     for name, leaf in model.named_buffers():  # transformers never rounds these
         if name in frequencies:
@@ -236,8 +180,8 @@ def main():
     for name, (family, changes, dtype, shard) in GOLDEN.items():
         folder = HERE / "golden" / name
         folder.mkdir(parents=True, exist_ok=True)
-        keys, model = build(family, changes)
-        save(keys, model, folder, dtype, shard)
+        model = build(family, changes)
+        save(model, folder, dtype, shard)
         found = numbers(model, json.loads((folder / "config.json").read_text()))
         np.savez_compressed(folder / "golden.npz", tokens=TOKENS, **found)
         print(name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")

@@ -89,13 +89,15 @@ def inspected(config, devices):
     return traced.call_args.args
 
 
+# traced too: planned ahead, shadows after the gate, halves, a teacher, s1 and s2 by price, experts that differ by layer
+TRACED = ("fastermoe", "gpt_moe_s_h200", "hecate", "mos", "parm", "pr_moe")
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_both_programs_are_traced_as_on_gpus(name, request, cudnn):
+def test_programs_are_resolved_and_traced_as_on_gpus(name, request, cudnn):
     target = parse_target("h200:4x8" if name == "gpt_moe_s_h200" else "h200:2x4")
     config = compile_ahead.on_target(parse_run_config([file_of(name)], bindings_of(name, request))[0], target)
-    of_inspect, shape, starts_common = inspected(config, stand_ins(target))
     program = build_program(config, stand_ins(target))  # as training builds it
-    assert program.resolved() == of_inspect.resolved()
     overflows = config.moe.capacity_factor is None
     assert program.resolved() == {
         "ModelConfig.attention": "cudnn",
@@ -104,6 +106,10 @@ def test_both_programs_are_traced_as_on_gpus(name, request, cudnn):
         "train.optimistic": overflows,
         "train.guide_scheduler": True,
     }
+    if name not in TRACED:
+        return
+    of_inspect, shape, starts_common = inspected(config, stand_ins(target))
+    assert program.resolved() == of_inspect.resolved()
     assert program.is_optimistic(shape) == starts_common == overflows
     complete = primitives_of(program.trace_step(shape))
     assert "dot_product_attention_bwd_wrapper" in complete  # cuDNN's
@@ -227,15 +233,3 @@ def test_what_overflows_cost_is_compiled_too(tmp_path):
     big = {r["bytes"] for r in report["collectives"] if r["role"] == "all-to-all" and r["bytes"] > 1000}
     assert big == {buckets["rows"] * 64 * 2}
     assert report["rows"]["step_seconds"] <= report["step"]["modelled_seconds"]
-
-
-@pytest.mark.gpu_compile
-def test_a_guided_scheduler_hides_no_less(tmp_path):
-    """Replicas, sent beside attention: with modelled seconds nobody waits longer for them than without."""
-    exposed = {}
-    for name, flags in (("own", ["--bare"]), ("guided", [])):
-        report = inspect("h200:2x2", tmp_path / name, *FORMS["prefetch"], flags=flags)
-        rows = [r for r in report["in_loops"]["by_role"] if r["role"] in ("Trans", "Agg")]
-        assert len(rows) == 2 and report["guided_scheduler"] == (name == "guided")
-        exposed[name] = sum(r["exposed_seconds"] for r in rows)
-    assert exposed["guided"] <= exposed["own"]

@@ -104,12 +104,12 @@ def test_a_mistake_is_one_line_and_code_2(start_lab, arguments, words):
     [
         ("--timeout=0.5", "sleep 100", 124, ["killing all hosts: still running after --timeout=0.5 s"]),
         # the first failure decides the code, and the others are killed after their grace
-        ("--grace=1", "[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 100", 7,
+        ("--timeout=60", "[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 100", 7,
          ["host1: exit code 7", "killing host0: still running after 1 s", "host0: killed by SIGKILL"]),
     ],
 )  # fmt: skip
 def test_what_does_not_end_is_killed(start_lab, flag, script, code, said):
-    got, _, err = start_lab("--hosts=2", flag, "--", "sh", "-c", script).end(20)
+    got, _, err = start_lab("--hosts=2", "--grace=1", flag, "--", "sh", "-c", script).end(20)
     assert got == code and all(line in err for line in said), err
 
 

@@ -10,7 +10,7 @@ import yaml  # orbax brings it
 
 _LAUNCH = Path(__file__).parents[2] / "scripts" / "launch"
 _SBATCH = _LAUNCH / "train.sbatch"
-_JOBSET = _LAUNCH / "jobset.yaml"
+_JOBSET = yaml.safe_load((_LAUNCH / "jobset.yaml").read_text())
 
 
 def test_sbatch_asks_for_gpus_by_node_and_for_a_signal_before_the_end():
@@ -47,18 +47,13 @@ def test_sbatch_requeues_what_a_restart_can_heal(tmp_path, exit_code, restarts, 
     assert "moe_jax.train --preempt_exit_code=75 --workdir=runs/a b" in (tmp_path / "srun").read_text()
 
 
-@pytest.fixture
-def jobset() -> dict:
-    return yaml.safe_load(_JOBSET.read_text())
-
-
-def test_jobset_parts_agree(jobset):
-    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    [workers] = jobset["spec"]["replicatedJobs"]
+def test_jobset_parts_agree():
+    assert (_JOBSET["apiVersion"], _JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    [workers] = _JOBSET["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]
     [container] = job["template"]["spec"]["containers"]
     environment = {entry["name"]: entry for entry in container["env"]}
-    name = jobset["metadata"]["name"]
+    name = _JOBSET["metadata"]["name"]
     port = container["ports"][0]["containerPort"]
     assert job["parallelism"] == job["completions"] == int(environment["JAX_NUM_PROCESSES"]["value"])
     assert environment["JAX_COORDINATOR_ADDRESS"]["value"] == f"{name}-{workers['name']}-0-0.{name}:{port}"
@@ -67,14 +62,14 @@ def test_jobset_parts_agree(jobset):
     assert container["command"][:4] == ["python", "-u", "-m", "moe_jax.train"]
 
 
-def test_jobset_restarts_all_but_mistakes(jobset):
-    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+def test_jobset_restarts_all_but_mistakes():
+    job = _JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]
     [rule] = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2, 3]
     assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"  # the policy demands Never
-    [at_failure] = jobset["spec"]["failurePolicy"]["rules"]
+    [at_failure] = _JOBSET["spec"]["failurePolicy"]["rules"]
     assert (at_failure["action"], at_failure["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+    assert _JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
     # the code of an agreed stop must not be one of those that end the JobSet
     command = job["template"]["spec"]["containers"][0]["command"]
     [preempt] = [argument for argument in command if argument.startswith("--preempt_exit_code=")]

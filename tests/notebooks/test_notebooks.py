@@ -1,6 +1,5 @@
 """Every notebook runs from top to bottom in the interpreter that runs the tests, and is stored without outputs."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -17,20 +16,15 @@ NOTEBOOKS = sorted((ROOT / "scripts" / "notebooks").glob("*.ipynb"))
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)
-nbclient.NotebookClient(notebook, kernel_name="running", timeout=120).execute()
+nbclient.NotebookClient(notebook, kernel_name="python3", timeout=120).execute()
 nbformat.write(notebook, sys.argv[2])
 """
 
 
 def execute(path, folder):
     """Return (outputs, standard output) of all cells of a notebook."""
-    kernel = folder / "kernels" / "running"
-    kernel.mkdir(parents=True)
-    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "running", "language": "python"}))
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {
-        "JUPYTER_PATH": str(folder),
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": QUICK,  # the notebook sets the number of devices by itself
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
