@@ -9,7 +9,6 @@ COMMANDS = {  # command: a flag of its own
     "train": "--workdir",
     "replay": "--planners",
     "inspect": "--target",
-    "calibrate": "--smallest",
 }
 
 
@@ -38,14 +37,3 @@ def test_an_unknown_flag_names_the_way_to_the_list():
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: Unknown command line flag 'traces'. Did you mean: trace ?")
     assert line.endswith("python -m moe_jax.replay --help lists all flags")
-
-
-def test_segments_that_do_not_fit_are_one_line(tmp_path):
-    """By a run, before anything compiles; the work directory is not made."""
-    sizes = ("ModelConfig.layers = 2", "ModelConfig.segments = ('layers=1', 'layers=1 num_experts=6')")
-    bindings = [f"--gin_bindings={binding}" for binding in (*sizes, "DataConfig.path = 'moe_jax'")]
-    done = run("moe_jax.train", f"--workdir={tmp_path / 'run'}", "--host_devices=8", *bindings)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and not (tmp_path / "run").exists()
-    words = "segment 1 of the model (layers=1 num_experts=6): MoEConfig.num_experts (6) must be divisible by the expert"
-    assert line.startswith("error: ") and words in line

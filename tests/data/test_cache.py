@@ -1,4 +1,4 @@
-"""A cache is whole or absent: kills, races, damage, full disks; what is in it, what is held out; keyed numbers."""
+"""A cache is whole or absent: kills, races, damage, full disks; what is in it, what is held out."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_jax.data import ByteTokenizer, DataConfig, build_cache, cache
-from moe_jax.data.cache import TokenSpan, hash64, shuffled, split_documents, uniform
+from moe_jax.data.cache import TokenSpan, split_documents, uniform
 from moe_jax.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -222,40 +222,3 @@ def test_token_span_read_equals_joined_runs():
     for start, stop in np.ndindex(11, 13):
         found = span.read(start, stop)
         assert found.tolist() == joined[start:stop] and found.dtype == np.int32
-
-
-LOW64 = (1 << 64) - 1
-
-
-def oracle_hash64(*words):
-    """Hash in Python's own integers."""
-    state = 0
-    for word in words:
-        state = (state * 3 + word + 0x9E3779B97F4A7C15) & LOW64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & LOW64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & LOW64
-        state ^= state >> 31
-    return state
-
-
-def test_hash64_equals_oracle_and_begins_as_splitmix64():
-    # The first output of SplitMix64 from state 0, as published with java.util.SplittableRandom.
-    assert int(hash64(0)[0]) == 0xE220A8397B1DCDAF
-    found = hash64(5, -1, np.arange(3)[:, None], np.arange(4)[None, :])
-    assert found.tolist() == [[oracle_hash64(5, -1 & LOW64, r, c) for c in range(4)] for r in range(3)]
-
-
-def test_shuffled_equals_oracle():
-    # 5 items: 3 bits, so halves of 2 bits; walk on while the value is 5 or more.
-    def oracle(place, *key):
-        while True:
-            left, right = place >> 2, place & 3
-            for turn in range(6):
-                left, right = right, left ^ (oracle_hash64(*key, turn, right) & 3)
-            place = left << 2 | right
-            if place < 5:
-                return place
-
-    for epoch in range(20):
-        expected = [oracle(place, 1, 7, epoch) for place in range(5)]
-        assert shuffled(np.arange(5), 5, 1, 7, np.full(5, epoch)).tolist() == expected

@@ -340,26 +340,19 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes(started):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "rule"),
     [
-        {"name": "hecate", "calibrate": True, "overlap_degree": 0, "when": "ahead"},
-        {"name": "fastermoe", "replica_slots": 0},
+        ({"name": "hecate", "calibrate": True, "when": "ahead"}, CalibrateRule),
+        ({"name": "hecate", "calibrate": True, "when": "ahead", "materialize": False}, CalibrateRule),
+        ({"name": "hecate", "calibrate": True, "when": "ahead", "overlap_degree": 0}, None),
+        ({"name": "fastermoe", "replica_slots": 0}, None),
     ],
 )
-def test_without_a_replica_nothing_is_decided_late(settings):
+def test_which_planners_have_slots_for_late_replicas(settings, rule):
+    """From the start, beside those of replicas ahead where there are any."""
     session = session_of(**{**LATE, **settings})
     shape = Replanner(session.config, session.roles, ONE).first_shape()
-    assert shape.late is None and shape.after_gate is None
-
-
-@pytest.mark.parametrize("materialize", [True, False])
-def test_calibration_has_slots_with_and_without_replicas_ahead(started, materialize):
-    engine = started(name="hecate", calibrate=True, materialize=materialize, **{**LATE, "when": "ahead"})
-    drive(engine, drifting_loads(8))
-    # its slots are there from the start, beside those of replicas ahead where there are any
-    shapes = [shape[ONE] for shape in engine.session.compiled]
-    assert all(isinstance(shape.after_gate, CalibrateRule) and shape.late.slots == 2 for shape in shapes)
-    assert (shapes[-1].ahead is not None) == materialize
+    assert shape.late_slots == (2 if rule else 0) and isinstance(shape.after_gate, rule or type(None))
 
 
 def test_a_warm_start_gives_the_first_step_its_replicas():
