@@ -16,16 +16,6 @@ from moe_jax.observe.run_folder import atomic_file, disk_errors_named
 DEVICES = [{"platform": "cpu", "kind": "cpu", "id": index} for index in range(8)]
 
 
-def test_run_folder_creates_parents_and_names_files(tmp_path):
-    run = RunFolder(tmp_path / "runs" / "try")
-    assert os.listdir(run) == []
-    names = "config operative_config environment metrics evaluations loads_parts loads plots report checkpoints"
-    assert {getattr(run, name).name for name in f"{names} tensorboard profile".split()} == {
-        *("config.gin", "operative_config.gin", "environment.json", "metrics.jsonl", "evaluations.jsonl", "loads"),
-        *("loads.npz", "plots", "report.html", "checkpoints", "tensorboard", "profile"),
-    }
-
-
 def test_an_unused_run_folder_goes_with_what_was_made_for_it_alone(tmp_path):
     folder, found = RunFolder(tmp_path / "runs" / "one"), RunFolder(tmp_path / "runs")
     folder.config.write_text("train.steps = 3")

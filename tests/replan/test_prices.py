@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
 
 from moe_jax.cluster.targets import parse_target
@@ -72,6 +71,10 @@ def test_attention_is_filled_first(config):
     assert shares(config, number=1) == {"trans_share": 1.0, "agg_share": 1.0}
     halved = shares(with_model(config, dtype="bfloat16"))
     assert halved["trans_share"] == 1.0  # half the bytes
+    bare = dataclasses.replace(config, planner=PlannerConfig())  # without a calibration half runs beside attention
+    assert shares(bare) == {"trans_share": 0.5, "agg_share": 0.5}
+    for other in ({"prefetch_case": "expert"}, {"prefetch": "hecate"}):  # only a split has shares
+        assert shares(with_model(config, **other)) == {}
 
 
 def test_what_precedes_an_moe_layer_is_timed(config):
@@ -112,7 +115,8 @@ def test_replica_slots_from_free_memory(config, tmp_path):
     assert slots(1e6) == 0 and slots(1e12) == 7  # an eighth expert is at home
     # its parameters, its gradient twice, and two copies of both for later passes, an estimate that is taken twice
     step = 32_768 * (config.model.replica_layers + 2 + 2 * 4)
-    least = next(memory for memory in np.arange(1e6, 1e9, step / 2) if slots(memory) == 1)
+    sizes = range(10**6, 10**9, 10**4)
+    least = sizes[bisect.bisect_left(sizes, 1, key=slots)]
     assert [slots(least + more * step) for more in (1, 2, 3)] == [2, 3, 4]
     # two slots of hecate's second decision are in memory too; shadows that come after the gate are all there are
     assert [slots(least + 3 * step, name="hecate", late_slots=late) for late in (1, 2)] == [3, 2]
@@ -148,13 +152,6 @@ def test_segments_share_the_memory_of_a_device(config, tmp_path):
     for memory, room in ((least, 0), (1e12, 2)):
         run = planned(memory, name="hecate", replica_slots=1)
         assert [plan_cost(run, roles, name).late_room for name in shapes] == [room, room]
-
-
-def test_only_a_split_has_shares_and_without_calibration_half_runs_beside_attention(config):
-    assert shares(with_model(config, prefetch_case="expert")) == {}
-    assert shares(with_model(config, prefetch="hecate")) == {}
-    bare = dataclasses.replace(config, planner=PlannerConfig())
-    assert shares(bare) == {"trans_share": 0.5, "agg_share": 0.5}
 
 
 # Two halves.

@@ -27,6 +27,7 @@ from moe_jax.planning import routing
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan_shape import fits
 from moe_jax.training import rejit
+from moe_jax.training.bank_order import reshard
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.replanner import Replanner, segment_runs
 
@@ -41,6 +42,10 @@ class Pretended(types.SimpleNamespace):
         self.gate.wait(30)
         self.compiled.append(shape)
         return shape, 0.5
+
+    def shared(self, move):
+        self.moves.append(move)
+        return move
 
 
 SEGMENTS = ("layers=1 num_experts=2", "layers=2")
@@ -64,12 +69,16 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
     shardings = types.SimpleNamespace(tables=tables, host_signals=NamedSharding(roles.mesh, P(roles.all)))
     gate = threading.Event()
     gate.set()
-    return Pretended(config=config, roles=roles, state_shardings=shardings, lag=1, gate=gate, compiled=[])
+    return Pretended(config=config, roles=roles, state_shardings=shardings, lag=1, gate=gate, compiled=[], moves=[])
 
 
 @pytest.fixture(autouse=True)
 def no_state(monkeypatch):
-    monkeypatch.setattr(rejit, "reshard", lambda state, *_: {**state, "moves": state.get("moves", 0) + 1})
+    def moved(state, *given):
+        *_, share = given
+        return {**state, "moved by": share(reshard)}
+
+    monkeypatch.setattr(rejit, "reshard", moved)
 
 
 @pytest.fixture
@@ -130,8 +139,9 @@ def drive(engine, all_loads, first=0, whole=False):
 
 
 def test_plans_change_every_step_and_compile_a_few_times(started):
-    engine = started(name="hecate", swap_after=1)
+    engine = started(name="hecate", swap_after=1, shard_every=50)
     seen = drive(engine, drifting_loads(200))
+    assert engine.session.moves == [reshard]  # asked for once, by the first of several moves
     assert len(engine.session.compiled) <= 6 and engine.plan_id > 100
     last = [shape for shape, *_ in seen].index(seen[-1][0])
     assert all(record["rejit_stall_seconds"] == 0 for *_, record in seen[last + 1 :])
@@ -261,8 +271,7 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
         PlannerConfig(bucket_limit=0.5)
 
 
-@pytest.mark.parametrize("expert_shard, model", [(2, 1), (2, 4)])
-def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard, model):
+def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard=2, model=4):
     """A member's counts are of its N_ESP devices, a bucket is of N_MP devices: even loads: the mean."""
     session = session_of(name="hecate", expert_shard=expert_shard, model=model)
     replanner = Replanner(session.config, session.roles, ONE)

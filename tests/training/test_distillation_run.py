@@ -77,15 +77,6 @@ def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
     assert with_teacher - stepper.executable.memory_analysis().argument_size_in_bytes == held
 
 
-@pytest.mark.slow
-def test_a_planner_keeps_its_plans_across_the_boundary(taught):
-    planner = ("PlannerConfig.name = 'eplb'", "PlannerConfig.swap_after = 2", "MeshConfig.data = 2")
-    stepper = build_stepper(config_of(taught, *STUDENT, by(taught / "teacher"), *planner), jax.devices())
-    records = stepper.run(6)
-    assert stepper.session.teacher is None and [int(np.sum(r["loads"])) for r in records] == [8 * 16 * 2] * 6
-    stepper.engine.close()
-
-
 def test_another_teacher_is_refused_in_one_line(taught):
     held = Checkpointer(taught / "whole" / "checkpoints", keep=3).read_host(3)
     with pytest.raises(UserError, match=r"DistillationConfig.teacher \(''\) was '.*teacher' at step 3"):
@@ -118,13 +109,9 @@ def test_a_teacher_that_cannot_be_is_refused_before_anything_compiles(taught, ch
     three.write_text(three.read_text().replace("MoEConfig.num_experts = 4", "MoEConfig.num_experts = 3"))
     monkeypatch.setattr("moe_jax.training.program.Program.compile_step", lambda *_: pytest.fail("compiled"))
     changes = (*STUDENT, "ModelConfig.max_length = 64", by(taught / "teacher"), change.format(taught))
-    for refuse in (
-        lambda: run_here(taught, taught / "refused", *changes),
-        lambda: dry_run(config_of(taught, *changes), 8),
-    ):
-        with pytest.raises(UserError, match=says) as caught:
-            refuse()
-        assert "\n" not in str(caught.value) and str(caught.value).startswith("DistillationConfig.teacher")
+    with pytest.raises(UserError, match=says) as caught:
+        run_here(taught, taught / "refused", *changes)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("DistillationConfig.teacher")
 
 
 def test_dry_run_counts_the_teacher(taught):

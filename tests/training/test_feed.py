@@ -1,5 +1,6 @@
 """Every process reads the rows of its own devices, whatever the order of the mesh, and no number changes."""
 
+import functools
 import json
 import sys
 
@@ -21,7 +22,13 @@ def test_two_processes_read_their_own_rows(tmp_path):
     want = {}
     for name in feed_rows.EVALUATED:
         session = feed_rows.session_of(tmp_path, name)
-        want[name] = evaluate(session, session.evaluation_step(), session.fresh_state()["params"])
+        step, params, counted = session.evaluation_step(), session.fresh_state()["params"], []
+        want[name] = evaluate(session, step, params, after_batch=functools.partial(counted.append, 1))
+        batches = list(session.feed.held_out())
+        assert len(counted) == len(batches) > 0  # the stall clock hears of every batch
+        for batch in batches:  # the targets that count, summed on the devices
+            weighed = int(step(params, session.feed.to_devices(batch), session.tables)[1])
+            assert weighed == int(np.sum(batch.weights)) > 0
     for code, out, err in finish_pair(start_pair([sys.executable, feed_rows.__file__, str(tmp_path)])):
         assert code == 0, err[-4000:]
         lines = [line.split() for line in out.splitlines()]
@@ -67,16 +74,3 @@ def test_documents_kept_apart(tmp_path, kind):
         assert documents.dtype == np.int32 and documents.max() > 1
         np.testing.assert_array_equal(batch.documents, documents)
         assert not batch.weights[~inside].any() and (kind == "bert" or batch.weights[inside].all())
-
-
-def test_evaluation_counts_the_targets_that_count(tmp_path):
-    """The weights of all held-out rows, summed on the devices, are those that the stream gives."""
-    session = feed_rows.session_of(tmp_path, "backwards")
-    weights = [batch.weights for batch in session.feed.held_out()]
-    step = session.evaluation_step()
-    params = session.fresh_state()["params"]
-    for batch, want in zip(session.feed.held_out(), weights, strict=True):
-        assert int(step(params, session.feed.to_devices(batch), session.tables)[1]) == int(np.sum(want)) > 0
-    calls = []
-    evaluate(session, step, params, after_batch=lambda: calls.append(1))  # the stall clock hears of every batch
-    assert len(calls) == len(weights) > 0

@@ -1,15 +1,12 @@
 """Two real processes whose programs process 0 compiles: handed out, not to be handed out, failed, never done."""
 
-import re
 import sys
+import types
 from pathlib import Path
 
-import jax
-from support.tiny_run import config_of, finish_pair, start_pair
+from support.tiny_run import finish_pair, start_pair
 
-from moe_jax.training import compiling
-from moe_jax.training.program import Program
-from moe_jax.training.stepper import build_stepper
+from moe_jax.training.program import Session
 
 
 def test_one_process_compiles_for_two():
@@ -35,23 +32,8 @@ def test_one_process_compiles_for_two():
     assert "cannot be handed to the other processes (ZeroDivisionError: division by zero)" in done[0][2]
 
 
-def test_the_move_of_experts_is_compiled_for_all(tmp_path, monkeypatch):
-    """Homes move often; options as GPUs have them, which say that a program is shared."""
-    changes = (
-        "MeshConfig.expert = 4", "PlannerConfig.name = 'eplb'", "PlannerConfig.interval = 2",
-        "PlannerConfig.swap_after = 2", "ModelConfig.layers = 1",
-        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'",
-    )  # fmt: skip
-    shared, compile_for_all = [], compiling.compile_for_all
-
-    def spy(lowered, *others):
-        shared.append(re.search(r"module @(\w+)", lowered.as_text())[1])
-        return compile_for_all(lowered, *others)
-
-    monkeypatch.setattr(compiling, "compile_for_all", spy)
-    monkeypatch.setattr(Program, "compiler_options", lambda self: {"xla_embed_ir_in_executable": "False"})
-    stepper = build_stepper(config_of(tmp_path, *changes), jax.devices()[:4])
-    records = stepper.run(8)
-    stepper.engine.close()
-    assert sum("reshard_seconds" in record for record in records) > 1
-    assert shared == ["jit_move"]  # at the first move; evaluations, which are shared too, are the loop's
+def test_what_a_session_shares_is_compiled_with_its_options(monkeypatch):
+    """Options, as GPUs have them, say that a program is shared."""
+    monkeypatch.setattr("moe_jax.training.program.shared_function", lambda *given: given)
+    session = types.SimpleNamespace(compiler_options=lambda: {"xla_a": "1"}, devices=["gpu"])
+    assert Session.shared(session, len) == (len, {"xla_a": "1"}, ["gpu"])
