@@ -19,7 +19,6 @@ VOCAB = 48
 SIZES = {"layers": 4, "model_dim": 16, "heads": 4, "hidden_dim": 24, "max_length": 8}
 VARIANTS = [
     {},
-    {"moe_every": 2},
     {"moe_every": 2, "activation": "swiglu", "dense_hidden_dim": 40},
     {"activation": "swiglu", "positions": "rotary", "kind": "bert"},
     {

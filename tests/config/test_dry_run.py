@@ -224,7 +224,6 @@ def test_dry_run_says_which_rule_parm_goes_by(tmp_path):
     s2 = "MoEConfig.schedule = 's2'"
     assert "returns by 'aas': MoEConfig.gather 'auto' without MoEConfig.cluster" in section(None, s2)
     assert "'auto' on the fits of 'calibrated': saa " in section(lambda name: True, s2)
-    assert "returns by 'saa': as MoEConfig.gather says" in section(None, s2, "MoEConfig.gather = 'saa'")
 
 
 PAIRWISE = "MoEConfig.schedule = 'pairwise'"

@@ -207,10 +207,7 @@ def test_prefetch_keeps_the_order_and_reads_no_further_ahead_than_depth():
         assert max(started) <= step + 2
     batches.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-def test_prefetch_raises_where_the_batch_would_have_come():
-    batches = prefetch(lambda step: {0: "a", 1: "b"}[step], 0)
-    assert [next(batches), next(batches)] == [(0, "a"), (1, "b")]
-    with pytest.raises(KeyError, match="2"):
-        next(batches)
+    failing = prefetch(lambda step: {0: "a", 1: "b"}[step], 0)
+    assert [next(failing), next(failing)] == [(0, "a"), (1, "b")]
+    with pytest.raises(KeyError, match="2"):  # where the batch would have come
+        next(failing)

@@ -18,6 +18,7 @@ from moe_jax.training.hosts import HostsConfig, start_hosts
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator")
+    parser.add_argument("--num_processes", type=int)
     parser.add_argument("--process_id", type=int)
     parser.add_argument("--lost_after", type=float, default=3.0)
     parser.add_argument("--stall_after", type=float, default=0.0)
@@ -27,7 +28,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     config = HostsConfig(
         coordinator=flags.coordinator,
-        num_processes=2,
+        num_processes=flags.num_processes,
         process_id=flags.process_id,
         start_timeout_seconds=30,
         lost_after_seconds=flags.lost_after,

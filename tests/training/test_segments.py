@@ -86,34 +86,25 @@ def test_a_run_records_each_segment(folder):
         build_inputs(GivenFlags(trace=str(folder / "run")))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "planner",
-    [
-        # homes move: those of layers that have two experts a device
-        ("ModelConfig.segments = ('layers=1 num_experts=2 top_k=1', 'layers=2 num_experts=16 hidden_dim=8')",
-         "PlannerConfig.name = 'smartmoe'", "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1",
-         "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "MeshConfig.devices_per_node = 4"),
-        # decided after the gate, beside transfers window by window
-        ("PlannerConfig.name = 'balanced'", "PlannerConfig.when = 'after_gate'", "PlannerConfig.replica_slots = 2",
-         "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "ModelConfig.prefetch = 'hecate'"),
-    ],
-    ids=["smartmoe", "after_gate_prefetch"],
+# homes move of layers that have two experts a device; replicas come window by window, and after the gate
+HECATE = (
+    "ModelConfig.segments = ('layers=1 num_experts=2 top_k=1', 'layers=2 num_experts=16 hidden_dim=8')",
+    "PlannerConfig.name = 'hecate'", "PlannerConfig.calibrate = True", "PlannerConfig.replica_slots = 2",
+    "PlannerConfig.overlap_degree = 4", "PlannerConfig.shard_every = 2", "PlannerConfig.swap_after = 1",
+    "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "ModelConfig.prefetch = 'hecate'",
 )  # fmt: skip
-def test_each_segment_has_a_plan(folder, tmp_path, planner):
+
+
+@pytest.mark.slow
+def test_each_segment_has_a_plan(folder, tmp_path):
     """With a planner the losses are those without one, also where the run goes on from a checkpoint of its plans."""
-    layers = [binding for binding in planner if binding.startswith("ModelConfig.segments")]
-    assert run_here(folder, tmp_path / "plain", *PYRAMID, *layers)
+    assert run_here(folder, tmp_path / "plain", *PYRAMID, HECATE[0])
     for steps in (3, 6):
-        assert run_here(folder, tmp_path / "planned", *PYRAMID, *planner, f"train.steps = {steps}")
+        assert run_here(folder, tmp_path / "planned", *PYRAMID, *HECATE, f"train.steps = {steps}")
     want, got = read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "planned")
     losses = ([record["loss"] for record in records] for records in (got, want))
     np.testing.assert_allclose(*losses, rtol=1e-4)  # float32, sums in another order
-    balance = [np.mean(records[-1]["device_load_max_over_mean"]) for records in (got, want)]
-    if "PlannerConfig.when = 'after_gate'" not in planner:  # what it adds is on the devices alone
-        assert balance[0] < balance[1]
-    if layers:
-        assert any("reshard_seconds" in record for record in got)
+    assert any("reshard_seconds" in record for record in got) and got[-1]["replicas"] > 0
 
 
 def test_a_dry_run_has_the_replicas_of_each_segment(tmp_path):
