@@ -13,7 +13,7 @@ QUICK = ("fastermoe", "gpt_moe_s_h200", "hecate", "parm", "pr_moe")
 
 
 def test_every_run_file_is_kept():
-    assert sorted(KEPT) == golden.names()
+    assert sorted(KEPT) == golden.names(), "python scripts/golden.py --write NAME keeps the run of a new file"
 
 
 @pytest.mark.parametrize(

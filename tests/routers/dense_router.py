@@ -16,6 +16,9 @@ from moe_jax.moe.routers import build_router
 from moe_jax.moe.routers.base_layers import AUCTION_EPS, AUCTION_ROUNDS
 from moe_jax.moe.routers.scores import gate_noise, token_draws
 
+OF_SIGMOID = ("sigmoid_bias", "base")  # what weights are of
+OF_SOFTMAX = ("topk", "switch", "noisy_topk", "gshard", "group_limited", "forced_balance", "topology")
+
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
@@ -71,8 +74,9 @@ def dense_route(config, key, tokens: int, groups: Groups):
 
 def weigh(config, noisy, chosen):
     """Return the weights [N, E] of the chosen experts, and the probabilities of the balance loss."""
+    assert config.router in (*OF_SOFTMAX, *OF_SIGMOID), f"say here what the weights of {config.router!r} are"
     probs = jax.nn.softmax(noisy, axis=1)
-    scores = jax.nn.sigmoid(noisy) if config.router in ("sigmoid_bias", "base") else probs
+    scores = jax.nn.sigmoid(noisy) if config.router in OF_SIGMOID else probs
     weights = jnp.where(chosen, scores, 0)
     if config.renormalize and config.router not in ("switch", "base"):
         weights = weights / jnp.sum(weights, axis=1, keepdims=True)
