@@ -127,7 +127,7 @@ def drive(engine, all_loads, first=0, whole=False):
         assert executable == engine.shape
         for name, placement in engine.placement.items():
             assert fits(engine.shape[name], placement)
-            np.testing.assert_array_equal(engine.bank[name].home, placement.home)
+            np.testing.assert_array_equal(engine.stored[name].home, placement.home)
         engine.after_dispatch(step)
         _, ready, plan_hash = np.asarray(host_signals).T  # of each device, as the step sees them
         hashes = {"plan_hash_least": plan_hash.min(), "plan_hash_most": plan_hash.max()}
@@ -211,8 +211,11 @@ def test_replicas_of_other_options_are_left_out_and_named(started, changes, text
     assert state["shape"][ONE]["ahead"] is not None
     engine = started(state, **settings | changes)
     assert engine.left_out.startswith(text)
-    np.testing.assert_array_equal(engine.bank[ONE].home, first.bank[ONE].home)
+    np.testing.assert_array_equal(engine.stored[ONE].home, first.stored[ONE].home)
     assert engine.shape[ONE].ahead is None and not len(engine.placement[ONE].replicas)
+    drive(engine, list(drifting_loads(4)), first=12)
+    ahead = (engine.pending or engine).shape[ONE].ahead
+    assert ahead.by_node if "transfer" in changes else ahead is None
 
 
 @pytest.mark.parametrize("swap_seconds, asked", [(19.9, True), (20.0, False)])
