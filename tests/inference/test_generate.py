@@ -46,9 +46,8 @@ EXCHANGE = ("EP 4, MP 4, s2", "EP 2", "MP 4", "coordinated", "two_level")
 
 @pytest.fixture
 def float64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.mark.parametrize(
