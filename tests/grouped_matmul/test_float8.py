@@ -12,7 +12,6 @@ import pytest
 from support.float8_oracle import MAGNITUDES, rounded
 from support.grouped_cases import as_operands, interpreted, loop_oracle, make_case
 
-from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import bytes_of_row, bytes_to_rows, dequantise, quantise, rows_to_bytes
 from moe_jax.kernels.grouped import GroupedWeights, find_implementation, grouped_matmul
 from moe_jax.models.config import ModelConfig
@@ -60,18 +59,6 @@ def test_kernel_adds_what_the_emulation_adds(monkeypatch):
     ours, emulated = (find_implementation(f"float8:{name}").multiply(rows, sizes, operands)
                       for name in ("mosaic", "reference"))  # fmt: skip
     np.testing.assert_array_equal(ours, emulated)
-
-
-def test_sizes_that_are_refused():
-    field = r"MoEConfig.expert_dtype \('float8_e4m3'\)"
-    for (contracted, resulting), below, words in (
-        ((192, 64), "fused", rf"{field} needs the contracted dim \(192\) of at most 128 or a multiple"),
-        ((64, 64), "mosaic", "the mosaic grouped matmul of float8 needs weights whose dims .* multiples of"),
-    ):
-        operands = (GroupedWeights(bank=jnp.zeros((1, contracted, resulting)), slots=jnp.zeros(1, jnp.int32)),)
-        matmul = find_implementation(f"float8:{below}")
-        with pytest.raises(UserError, match=words):
-            matmul.multiply(jnp.zeros((8, contracted)), jnp.ones(1, jnp.int32), operands)
 
 
 def test_first_step_check_takes_rounding_to_float8_for_right():

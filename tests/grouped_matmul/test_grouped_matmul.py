@@ -173,26 +173,26 @@ def test_registry():
     assert choose_implementation("blocked", hopper, *fits) == "blocked"
     with pytest.raises(ValueError, match="named 'ragged' is registered already"):
         register("ragged", object())
-    lhs, group_sizes, _, weights = make_case(*SIZES["balanced"], dtype=np.float32)
-    with pytest.raises(ValueError, match=r"implementation \('fast'\) is unknown; choose one of blocked, fused"):
-        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation="fast")
 
 
-def test_grouped_matmul_shapes_that_do_not_fit():
-    lhs, group_sizes, _, weights = make_case(*SIZES["balanced"], dtype=np.float32)
-    operands = as_operands(weights, [None])
-    with pytest.raises(ValueError, match="serve 4 groups and group_sizes has 3"):
-        grouped_matmul(lhs, group_sizes[:3], operands, implementation="blocked")
-    with pytest.raises(ValueError, match=r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"):
-        wrong = as_operands(weights, [jnp.zeros((7, 8, 6))])
-        grouped_matmul(lhs, group_sizes, wrong, implementation="blocked")
+FLOAT8 = r"MoEConfig.expert_dtype \('float8_e4m3'\) needs the contracted dim \(192\) of at most 128 or a multiple"
+TILES = r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"
 
 
-@pytest.mark.parametrize("implementation", ["hopper", "mosaic_sparing"])
-def test_kernels_refuse_what_their_tiles_do_not_fit(implementation):
-    lhs, group_sizes, _, weights = make_case(*SIZES["balanced"], dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"):
-        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation=implementation)
-    lhs, group_sizes, _, weights = make_case(24, [6] * 4, contracted=64, resulting=64, dtype=np.float32)
-    with pytest.raises(ValueError, match="takes bfloat16 or float16, not float32"):
-        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation=implementation)
+@pytest.mark.parametrize(
+    ("implementation", "dims", "dtype", "groups", "sink", "message"),
+    [
+        ("fast", (8, 6), F32, 4, None, r"implementation \('fast'\) is unknown; choose one of blocked, fused"),
+        ("blocked", (8, 6), F32, 3, None, "serve 4 groups and group_sizes has 3"),
+        ("blocked", (8, 6), F32, 4, (7, 8, 6), r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"),
+        *((kernel, (8, 6), BF16, 4, None, TILES) for kernel in ("hopper", "mosaic_sparing")),
+        *((kernel, (64, 64), F32, 4, None, "or float16, not float32") for kernel in ("hopper", "mosaic_sparing")),
+        ("float8:fused", (192, 64), F32, 4, None, FLOAT8),
+        ("float8:mosaic", (64, 64), BF16, 4, None, "of float8 needs weights whose dims .* multiples of"),
+    ],
+)
+def test_what_does_not_fit_is_refused(implementation, dims, dtype, groups, sink, message):
+    lhs, group_sizes, _, weights = make_case(24, [6] * 4, contracted=dims[0], resulting=dims[1], dtype=dtype)
+    operands = as_operands(weights, [None if sink is None else jnp.zeros(sink)])
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(lhs, group_sizes[:groups], operands, implementation=implementation)

@@ -227,11 +227,8 @@ def test_auto_takes_the_shortest(tmp_path):
     sizes = {"nodes": 2, "devices_per_node": 4, "intra_bandwidth": 450e9, "inter_bandwidth": 400e9}
     starts = {"intra_latency": 1e-6, "inter_latency": 1e-6, "intra_step": 1e-6, "inter_step": 5e-6}
     write_cluster(Cluster(**sizes, **starts), tmp_path / "slow_messages.json")
-    slow, few, sliced = (
-        {"cluster": str(tmp_path / "slow_messages.json")},
-        {"expert": 8},
-        {"expert_shard": 4, "model": 4},
-    )
+    slow = {"cluster": str(tmp_path / "slow_messages.json")}
+    few, sliced = {"expert": 8}, {"expert_shard": 4, "model": 4}
     # 8 devices on two nodes: 3 + 4 messages flat, 3 + 1 on two levels; with slicing 1 across and 3 to gather
     assert transport(1, few) == "all_to_all"  # on H200s a second start-up takes longer than 3 messages
     assert transport(1, few, **slow) == "two_level" and transport(1 << 20, few, **slow) == "all_to_all"
