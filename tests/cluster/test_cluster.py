@@ -32,15 +32,12 @@ def test_every_preset_ships_and_says_where_its_figures_come_from():
         assert cluster.name == name
         assert cluster.source or name in ("flat_3gbs_30tflops", "host_devices")  # of no machine
         assert "absent" in (PRESETS / f"{name}.gin").read_text()
-
-
-@pytest.mark.parametrize(("name", "device"), [("hecate_a", "v100"), ("hecate_b", "a100"), ("h200", "h200")])
-def test_presets_count_nvlink_one_way(name, device):
-    """Data sheets, and Hecate, give both directions together: the description of the same GPU has one."""
-    text = (PRESETS.parents[1] / "moe_jax" / "cluster" / "devices" / f"{device}.txt").read_text()
-    one_way = float(re.search(r"^Target.intra_bandwidth = (\S+)", text, re.MULTILINE).group(1))
-    both_ways = float(re.search(r"NVLink (\d+) GB/s both ways", text).group(1)) * 1e9
-    assert read_cluster(PRESETS / f"{name}.gin").intra_bandwidth == one_way == both_ways / 2
+    # data sheets, and Hecate, give both directions of NVLink together: the description of the same GPU has one
+    for name, device in (("hecate_a", "v100"), ("hecate_b", "a100"), ("h200", "h200")):
+        text = (PRESETS.parents[1] / "moe_jax" / "cluster" / "devices" / f"{device}.txt").read_text()
+        both_ways = float(re.search(r"NVLink (\d+) GB/s both ways", text).group(1)) * 1e9
+        one_way = float(re.search(r"^Target.intra_bandwidth = (\S+)", text, re.MULTILINE).group(1))
+        assert read_cluster(PRESETS / f"{name}.gin").intra_bandwidth == one_way == both_ways / 2
 
 
 @pytest.mark.parametrize(
@@ -157,12 +154,6 @@ def test_bound_of_pairwise_by_hand():
         pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0))
 
 
-def shortest(*arguments):
-    """Return the kind of exchange that is predicted to take least time; the flat one among equals."""
-    seconds = all_to_all_seconds(*arguments)
-    return min(seconds, key=seconds.get)
-
-
 @pytest.mark.parametrize(
     ("sizes", "flat", "two_level", "coordinated"),
     [
@@ -199,12 +190,13 @@ def test_each_of_the_three_wins_where_the_paper_says():
     """On H200s: flat inside a node and where bytes count, hierarchical across nodes, coordinated with slicing."""
     cluster = dataclasses.replace(read_cluster(str(PRESETS / "h200.gin")), nodes=32)
     token, prompts = 8192.0, 4e9
-    assert shortest(cluster, 8, 1, 1, token) == "all_to_all"
-    assert shortest(cluster, 16, 1, 1, token) == "all_to_all"  # 7 messages fewer do not pay for a second start-up
-    for devices in (32, 128, 256):
-        assert shortest(cluster, devices, 1, 1, token) == "two_level"
-        assert shortest(cluster, devices, 8, 8, 8 * token) == "coordinated"  # rows go to 8 shards: fewer bytes across
-        flat, _, coordinated = all_to_all_seconds(cluster, devices, 8, 8, 8 * token).values()
-        assert (flat > 3 * coordinated) == (devices == 256)
-    assert shortest(cluster, 256, 1, 1, prompts) == "all_to_all"  # there bytes count, and two levels send twice
-    assert shortest(cluster, 256, 8, 8, prompts) == "coordinated"
+    cases = [(8, 1, 1, token, "all_to_all"), (16, 1, 1, token, "all_to_all")]  # a second start-up outlasts 7 messages
+    for devices in (32, 128, 256):  # rows go to 8 shards: fewer bytes across
+        cases += [(devices, 1, 1, token, "two_level"), (devices, 8, 8, 8 * token, "coordinated")]
+    # there bytes count, and two levels send twice
+    cases += [(256, 1, 1, prompts, "all_to_all"), (256, 8, 8, prompts, "coordinated")]
+    for *sizes, shortest in cases:
+        seconds = all_to_all_seconds(cluster, *sizes)
+        assert min(seconds, key=seconds.get) == shortest, sizes  # the flat one among equals
+        if sizes[3] == 8 * token:
+            assert (seconds["all_to_all"] > 3 * seconds["coordinated"]) == (sizes[0] == 256)

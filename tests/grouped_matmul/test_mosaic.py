@@ -54,16 +54,15 @@ def test_few_large_gradients_are_cut_into_parts():
 
 
 # R is no multiple of 8; groups of one row, of none, across tiles, that end where a tile ends; unowned rows are NaN.
-# K has an odd number of halves, so the last tile of a weight's gradient is half a tile.
-CASES = {
-    "uneven": (221, (70, 0, 1, 58, 64), 192, 64, "mosaic"),
-    "nothing": (9, (0, 0), 64, 64, "mosaic_sparing"),
-}
-
-
-@pytest.mark.parametrize("name", ["uneven", pytest.param("nothing", marks=pytest.mark.slow)])
-def test_kernels_equal_loops(name, monkeypatch):
-    rows, sizes, contracted, resulting, implementation = CASES[name]
+# K has an odd number of halves, so the last tile of a weight's gradient is half a tile. And nothing at all.
+@pytest.mark.parametrize(
+    "rows, sizes, contracted, resulting, implementation",
+    [
+        (221, (70, 0, 1, 58, 64), 192, 64, "mosaic"),
+        pytest.param(9, (0, 0), 64, 64, "mosaic_sparing", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_equal_loops(rows, sizes, contracted, resulting, implementation, monkeypatch):
     case = {"contracted": contracted, "resulting": resulting, "dtype": jnp.bfloat16, "counts": (len(sizes) - 1, 1)}
     lhs, group_sizes, dout, weights = make_case(rows, sizes, **case)
     operands, ours = as_operands(weights, (jnp.float32, jnp.bfloat16)), interpreted(implementation, monkeypatch)

@@ -14,28 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface.random_models import compare_with, places_of
+from support.commands import run_command_here
+
+from moe_jax.config.gin_files import parse_run_config
+from moe_jax.config.run_config import config_text
+from moe_jax.data import build_cache
+from moe_jax.errors import UserError
+from moe_jax.inference.conversion import TensorFolder, Upcycling, export_folder, import_folder, write_tensors
+from moe_jax.inference.families import read_config, tensor_places
+from moe_jax.models.counts import parameter_counts
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.run import evaluate_run, run
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
-
-from huggingface.random_models import compare_with, places_of  # noqa: E402
-from support.commands import run_command_here  # noqa: E402
-
-from moe_jax.config.gin_files import parse_run_config  # noqa: E402
-from moe_jax.config.run_config import config_text  # noqa: E402
-from moe_jax.data import build_cache  # noqa: E402
-from moe_jax.errors import UserError  # noqa: E402
-from moe_jax.inference.conversion import (  # noqa: E402
-    TensorFolder,
-    Upcycling,
-    export_folder,
-    import_folder,
-    write_tensors,
-)
-from moe_jax.inference.families import read_config, tensor_places  # noqa: E402
-from moe_jax.models.counts import parameter_counts  # noqa: E402
-from moe_jax.training.hosts import Hosts  # noqa: E402
-from moe_jax.training.run import evaluate_run, run  # noqa: E402
-
 FOLDER = Path(__file__).parent / "golden"
 
 
@@ -137,6 +129,12 @@ def transpose_expert(tensors):
     tensors[name] = np.ascontiguousarray(tensors[name].T)
 
 
+def name_a_shard(folder):
+    (folder / "model.safetensors").rename(folder / "first.safetensors")
+    index = {"weight_map": {Q: "s.safetensors", GATE: "first.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 Q, GATE = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"
 WRONG = {
     "no folder": (lambda f: shutil.rmtree(f), "config.json does not exist"),
@@ -156,6 +154,7 @@ WRONG = {
     "transposed expert": (lambda f: rewrite(f, transpose_expert), "experts.2.up_proj.weight is .16, 8., but .8, 16."),
     "integers": (lambda f: rewrite(f, lambda t: t.update({GATE: t[GATE].astype(np.int32)})), f"{GATE} is I32"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 1000), "cannot read .*model.safetensors"),
+    "missing shard": (name_a_shard, "s.safetensors does not exist, and model.safetensors.index.json names it"),
     "only torch": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
 }
 
@@ -172,14 +171,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(name, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"source"}
 
 
-def test_a_shard_that_is_missing_or_in_the_way(tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(FOLDER / "mixtral_one_key_head_sharded", source)
-    shards = sorted(source.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    shards[1].unlink()
-    with pytest.raises(UserError, match=rf"{shards[1].name} does not exist, and model.safetensors.index.json names it"):
-        import_folder(source, tmp_path / "run")
+def test_a_folder_in_the_way_is_left_alone(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept").write_text("mine")
     with pytest.raises(UserError, match="full exists already; name another folder"):

@@ -76,11 +76,8 @@ RECOMPUTED = "jit(s)/transpose(jvp())/checkpoint/rematted_computation/moe/cond/b
         ("", "", ""),
     ],
 )
-def test_scopes_of_a_path(op_name, scope, part):
+def test_scopes_and_roles_of_a_path(op_name, scope, part):
     assert (scope_of(op_name), pass_of(op_name)) == (scope, part)
-
-
-def test_roles():
     assert role_of("all-reduce", "jit(s)/transpose(jvp(x))/sparse_reduce_scatter/psum") == "Agg"
     assert role_of("collective-permute", "jit(s)/moe/combine/ppermute") == "all-to-all"
 

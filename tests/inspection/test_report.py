@@ -8,7 +8,6 @@ import dataclasses
 import json
 import lzma
 import pathlib
-import random
 
 import pytest
 from support.gpu_trace import write_gpu_trace
@@ -302,21 +301,12 @@ def test_collectives_measured_by_hand():
     assert lacking["collectives"][0]["measured"] is None and "not in the trace" in report_text(lacking)
 
 
-def samples_of(model):
-    """Kernels as a device with these constants runs them, and some that are ten times slower for no reason."""
-    rng = random.Random(0)
-    found = []
-    for place in range(60):
-        matmul = rng.uniform(1e-4, 1e-3) if place % 3 == 0 else 0.0
-        memory = {0: 1e-5, 1: rng.uniform(3e-5, 3e-4), 2: 1e-8}[place % 3]
-        took = max(matmul / model.matmul_efficiency, memory / model.memory_efficiency, model.launch)
-        slow = 10 if place in (1, 2) else 1
-        found.append((matmul, memory, took * slow, 1 + place % 4))
-    return found
-
-
 def test_fit_finds_the_constants_of_a_device():
-    real = Model(matmul_efficiency=0.55, memory_efficiency=0.9, launch=3.5e-6, conditional=2e-5)
-    fit = fit_constants(samples_of(real), Model(), pauses=[2e-5 + 2e-6] * 5)
+    """By weighted medians: a few kernels that are ten times slower for no reason move nothing."""
+    real = Model(matmul_efficiency=0.5, memory_efficiency=0.8, launch=4e-6, conditional=2e-5)
+    # of its FLOPs at the peak, of its bytes at the full bandwidth, measured, executions
+    samples = [(1e-3, 1e-5, 2e-3, 1), (0.0, 1e-4, 1.25e-4, 2), (0.0, 1e-8, 4e-6, 3)] * 20
+    samples += [(1e-3, 1e-5, 2e-2, 1), (0.0, 1e-4, 1.25e-3, 2)]
+    fit = fit_constants(samples, Model(), pauses=[2e-5 + 2e-6] * 5)
     assert {name: own["value"] for name, own in fit.items()} == pytest.approx(dataclasses.asdict(real))
     assert fit["launch"]["before"] == Model().launch and fit["launch"]["samples"] == 20

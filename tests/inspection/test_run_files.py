@@ -24,7 +24,7 @@ from moe_jax.training.program import Program, build_program
 from moe_jax.training.run import run
 
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = sorted(path.stem for path in (ROOT / "configs" / "run").glob("*.gin"))
+FILES = {path.stem: str(path) for path in sorted((ROOT / "configs" / "run").glob("*.gin"))}
 # with these a Hopper GPU takes cuDNN's attention and the Hopper kernels
 SIZES = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.model_dim = 128", "ModelConfig.hidden_dim = 128")
 OWN = {"gpt_moe_s_h200": ("ModelConfig.layers = 2", "ModelConfig.model_dim = 768", "ModelConfig.hidden_dim = 1536")}
@@ -53,7 +53,7 @@ def teacher(tmp_path_factory):
     small = [binding for binding in BINDINGS if "length" not in binding]
     small += ["train.steps = 1", "train.evaluate_every = 0", "ModelConfig.dtype = 'bfloat16'"]
     small += [write_corpus(folder / "corpus"), f"DataConfig.cache_dir = {str(folder / 'cache')!r}"]
-    config, text, operative = parse_run_config([str(ROOT / "configs/run/mos_teacher.gin")], small)
+    config, text, operative = parse_run_config([FILES["mos_teacher"]], small)
     assert run(config, text, operative, Hosts(), workdir=str(folder / "run"))
     return folder / "run"
 
@@ -62,10 +62,6 @@ def bindings_of(name, request):
     """Return the bindings of a run file's small model."""
     taught = [f"DistillationConfig.teacher = {str(request.getfixturevalue('teacher'))!r}"] if name == "mos" else []
     return [*SIZES, *OWN.get(name, ()), *taught]
-
-
-def file_of(name):
-    return str(ROOT / f"configs/run/{name}.gin")
 
 
 def primitives_of(traced):
@@ -81,22 +77,14 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
-def inspected(config, devices):
-    """Return (program, shape, common) of the step that `moe_jax.inspect` traces for these devices."""
-    stop = mock.patch.object(Program, "trace_step", autospec=True, side_effect=RuntimeError("traced"))
-    with stop as traced, pytest.raises(RuntimeError, match="traced"):
-        compile_ahead.compile_step(config, devices, skew=1.0, options={}, real=False)
-    return traced.call_args.args
-
-
 # traced too: planned ahead, shadows after the gate, halves, a teacher, s1 and s2 by price, experts that differ by layer
 TRACED = ("fastermoe", "gpt_moe_s_h200", "hecate", "mos", "parm", "pr_moe")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FILES)
 def test_programs_are_resolved_and_traced_as_on_gpus(name, request, cudnn):
     target = parse_target("h200:4x8" if name == "gpt_moe_s_h200" else "h200:2x4")
-    config = compile_ahead.on_target(parse_run_config([file_of(name)], bindings_of(name, request))[0], target)
+    config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings_of(name, request))[0], target)
     program = build_program(config, stand_ins(target))  # as training builds it
     overflows = config.moe.capacity_factor is None
     assert program.resolved() == {
@@ -108,7 +96,10 @@ def test_programs_are_resolved_and_traced_as_on_gpus(name, request, cudnn):
     }
     if name not in TRACED:
         return
-    of_inspect, shape, starts_common = inspected(config, stand_ins(target))
+    stop = mock.patch.object(Program, "trace_step", autospec=True, side_effect=RuntimeError("traced"))
+    with stop as traced, pytest.raises(RuntimeError, match="traced"):
+        compile_ahead.compile_step(config, stand_ins(target), skew=1.0, options={}, real=False)
+    of_inspect, shape, starts_common = traced.call_args.args
     assert program.resolved() == of_inspect.resolved()
     assert program.is_optimistic(shape) == starts_common == overflows
     complete = primitives_of(program.trace_step(shape))
@@ -143,8 +134,8 @@ def test_run_files_compile_for_gpus(target, name, tmp_path, request):
     """Both programs by the compiler; its described devices and the stand-ins resolve alike."""
     described = parse_target(target)
     bindings = [*bindings_of(name, request), *MESHES[target], f"MeshConfig.devices_per_node = {described.per_node}"]
-    config = compile_ahead.on_target(parse_run_config([file_of(name)], bindings)[0], described)
-    report, _ = reported(target, tmp_path, *bindings, flags=(f"--gin_file={file_of(name)}", "--complete"))
+    config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings)[0], described)
+    report, _ = reported(target, tmp_path, *bindings, flags=(f"--gin_file={FILES[name]}", "--complete"))
     program = build_program(config, stand_ins(described))
     assert report["resolved"] == program.resolved()
     assert report["program"] == "common" and report["overflow"]["complete_seconds"] > 0

@@ -19,13 +19,6 @@ _FOREVER = "echo up; while :; do sleep 0.05; done"
 _JAX_WORKER = _ROOT / "tests" / "distributed" / "hosts_worker.py"
 
 
-@pytest.fixture(scope="module")
-def lab_machine() -> None:
-    """Skip where no lab can be built; the reason says what is missing."""
-    if missing := find_missing(shaped=True):
-        pytest.skip(missing)
-
-
 class Lab:
     """A running scripts/lab/cluster.py."""
 
@@ -51,8 +44,10 @@ class Lab:
 
 
 @pytest.fixture
-def start_lab(lab_machine):
-    """Return a function that starts a lab; afterwards nothing of it may be left."""
+def start_lab():
+    """Return a function that starts a lab, of which nothing may be left afterwards; skip where none can be built."""
+    if missing := find_missing(shaped=True):
+        pytest.skip(missing)
     labs = []
 
     def start(*arguments: str) -> Lab:

@@ -32,12 +32,8 @@ def test_sbatch_requeues_what_a_restart_can_heal(tmp_path, exit_code, restarts, 
         body = f'echo "$@" > {tmp_path}/{name}{end}'
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "17",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_RESTART_COUNT": str(restarts),
-    }
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
+    environment = os.environ | slurm | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     command = ["bash", str(_SBATCH), "--workdir=runs/a b"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == expected, done.stdout + done.stderr

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from moe_jax.errors import UserError
 from moe_jax.planning.block_schedule import CASES, SCHEDULES, STAGES, Prefetch, Times, exposed, shares, stage_seconds
 
 EVERY = [
@@ -174,8 +173,3 @@ def test_the_split_that_a_program_gets_hides_what_the_formula_promises():
     assert shares(times, True) == (0.4, 0.4)
     np.testing.assert_allclose(middle_layer_exposes(prefetch, times), 1.5)
     np.testing.assert_allclose(sum(exposed(prefetch, times)), 1.5)
-
-
-def test_bad_names_are_refused():
-    with pytest.raises(UserError, match=r"prefetch \('fast'\) must be one of none, hecate, pro_prophet"):
-        Prefetch(schedule="fast")

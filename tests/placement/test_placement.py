@@ -191,13 +191,8 @@ def test_sizes_equal_a_loops(per_node):
     twice = transfer_sizes(placement.home, np.stack([away, away]), per_node)
     for one, two, three in zip(sizes, twice, running.sizes(), strict=True):
         assert (one == two).all() and (one == three).all()
-
-
-def test_sizes_of_experts_that_go_everywhere():
-    """Nodes of two: experts 0, 1 and 2, at home on devices 0, 0 and 1, on all four devices."""
-    everywhere = np.zeros((1, 3, 4), bool)
-    everywhere[:, :3] = True
-    want = transfer_sizes(np.array([0, 0, 1]), everywhere, 2)
+    # nodes of two: experts 0, 1 and 2, at home on devices 0, 0 and 1, on all four devices
+    want = transfer_sizes(np.array([0, 0, 1]), np.ones((1, 3, 4), bool), 2)
     assert [int(size[0]) for size in want] == [2, 3, 3, 12]
     assert want == sizes_everywhere(np.array([[2, 1, 0, 0]]), 2)
 

@@ -237,6 +237,7 @@ def test_run_folder_needs_no_other_flag(tmp_path, capsys):
         "trace: M 16, F 32, K 2, bfloat16, mesh data 2 x expert 4, 2 devices of an expert-parallel group on a node"
     )
     assert "assumed because the run named none; --cluster names one" in lines[1]
+    assert read_cluster(FLAT) == DEFAULT_CLUSTER
     answer = json.loads(lines[-1])
     assert answer["trace"] == {"name": "loads.npz", "shape": [6, 2, 4, EXPERTS]}
     assert answer["model"] == {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype_bytes": 2} | answer["model"]
@@ -286,10 +287,6 @@ def test_what_precedes_a_layer_is_that_of_its_segment(tmp_path):
     assert [(of.moe_every, of.dense_hidden_dim, of.hidden_dim) for of in sizes] == [(1, 64, 32), (2, 24, 16)]
 
 
-def test_default_cluster_is_the_file_of_its_name():
-    assert read_cluster(ROOT / "configs/cluster/flat_3gbs_30tflops.gin") == DEFAULT_CLUSTER
-
-
 def test_given_flags_win(tmp_path):
     write_run(tmp_path / "run", sources=8)
     got = inputs_of(tmp_path / "run")
@@ -333,8 +330,7 @@ def test_trace_file_of_anyone_keeps_its_defaults(tmp_path):
     np.savez(tmp_path / "t.npz", loads=np.ones((3, 1, 4, EXPERTS), int))
     with pytest.raises(UserError, match="--cluster is missing; give a path, for t.npz does not say which run it is of"):
         inputs_of(tmp_path / "t.npz")
-    flat = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
-    got = inputs_of(tmp_path / "t.npz", cluster=str(flat), nodes=1, devices_per_node=4)
+    got = inputs_of(tmp_path / "t.npz", cluster=str(FLAT), nodes=1, devices_per_node=4)
     assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.messages) == (1024, 2048, 4, ())
     with pytest.raises(UserError, match="--trace is missing"):
         build_inputs(GivenFlags(trace=None))
