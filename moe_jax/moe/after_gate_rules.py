@@ -21,7 +21,7 @@ from moe_jax.planning.fastermoe import shadow_search
 from moe_jax.planning.hecate import spread_replicas
 from moe_jax.planning.placement import SHARE_ONE
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.shares import level_quotas
+from moe_jax.planning.shares import level_quotas, node_flow
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, late_room, sizes_everywhere
 
 
@@ -264,23 +264,13 @@ def share_tables(tables, counts, quota, slot, me, shape):
 
 
 def edges_of(counts, quota, home, node, devices_per_node: int):
-    """Return uint32 [E, D], running shares of one node's tokens over rising devices, in units of 2^-16.
-
-    A node's tokens first use the quota of the node's own holders; what is over goes where quota is left.
-    """
+    """Return uint32 [E, D], running shares of one node's tokens (`node_flow`) over rising devices, units of 2^-16."""
     devices, experts = counts.shape
     nodes = devices // devices_per_node
-    tiny = jnp.finfo(counts.dtype).tiny
     supply = jnp.sum(counts.reshape(nodes, devices_per_node, experts), axis=1).T  # [E, Nn]
     quota = jnp.where(jnp.sum(quota, axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
     demand = jnp.sum(quota.reshape(experts, nodes, devices_per_node), axis=2)
-    stay = jnp.minimum(supply, demand)
-    left, spare = (supply - stay)[:, node], demand - stay
-    flow = left[:, None] * spare / jnp.maximum(jnp.sum(spare, axis=1, keepdims=True), tiny)
-    flow = flow.at[:, node].add(stay[:, node])  # [E, Nn], tokens of this node by where they go
-    plain = demand / jnp.sum(demand, axis=1, keepdims=True)
-    sent = jnp.sum(flow, axis=1, keepdims=True)
-    part = jnp.where(sent > 1e-9, flow / jnp.maximum(sent, 1e-9), plain)
+    part = node_flow(JAX, supply, demand, node)
     there = jnp.repeat(part / jnp.where(demand > 0, demand, 1.0), devices_per_node, axis=1)
     upto = jnp.cumsum(there * quota, axis=1)
     return jnp.rint(upto / upto[:, -1:] * SHARE_ONE).astype(jnp.uint32)

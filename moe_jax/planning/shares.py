@@ -11,6 +11,7 @@ import numpy as np
 from moe_jax.cluster import AbsentFigureError, uniform_seconds
 from moe_jax.parallel.bucket_rows import carried
 from moe_jax.planning import routing
+from moe_jax.planning.balancer import NUMPY
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import SHARE_ONE, Placement
 from moe_jax.planning.sizes import fullest_pairs
@@ -61,11 +62,30 @@ def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
     return xp.repeat(sweep, start, sweeps, lambda carry: carry[2].any())[0]
 
 
+def node_flow(xp, supply, demand, node):
+    """Return the parts [p, Nn] in which the nodes compute one node's tokens of p experts; each row sums to 1.
+
+    The node's tokens first use the quota of its own holders; what is over goes to nodes with quota left, in proportion.
+    Where it has no tokens it gets the split of the whole.
+
+    Args:
+      xp: as in `level_quotas`; supply, demand: [p, Nn], tokens and quotas of all nodes, alike in sum; demand float.
+      node: int or int32 [].
+    """
+    stay = xp.minimum(supply, demand)
+    left, spare = (supply - stay)[:, node], demand - stay
+    flow = left[:, None] * spare / xp.maximum(spare.sum(axis=1, keepdims=True), xp.finfo(demand.dtype).tiny)
+    flow = xp.put(flow, (slice(None), node), stay[:, node])  # was 0: the node has no token or no quota left
+    plain = demand / demand.sum(axis=1, keepdims=True)
+    sent = flow.sum(axis=1, keepdims=True)
+    return xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), plain)
+
+
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
     """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
 
     A node's tokens of loads [L, S, E] first use the quota of the node's own holders; what is over goes to nodes with
-    quota left, in proportion. Nodes without tokens of an expert get the split of the whole.
+    quota left, in proportion (`node_flow`).
     """
     if not len(placement.replicas):
         return np.zeros((0, 5), np.int32)
@@ -80,13 +100,7 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     mine = mine * (supply.sum(axis=1, keepdims=True) / np.where(total > 0, total, 1.0))
     mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)
     demand = mine.reshape(-1, nodes, per_node).sum(axis=2)
-    stay = np.minimum(supply, demand)
-    left, room = supply - stay, demand - stay
-    flow = left[:, :, None] * (room / np.maximum(room.sum(axis=1, keepdims=True), 1e-300))[:, None, :]
-    flow[:, np.arange(nodes), np.arange(nodes)] += stay
-    plain = demand / demand.sum(axis=1, keepdims=True)
-    sent = flow.sum(axis=2, keepdims=True)
-    part = np.where(sent > 1e-9, flow / np.maximum(sent, 1e-9), plain[:, None, :])  # [p, from, to]
+    part = np.stack([node_flow(NUMPY, supply, demand, node) for node in range(nodes)], axis=1)  # [p, from, to]
     p, device = np.nonzero(mine > 0)
     node = device // per_node
     share = part[p, :, node] * (mine[p, device] / demand[p, node])[:, None]  # [h, Nn]
