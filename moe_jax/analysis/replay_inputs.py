@@ -79,7 +79,7 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
         if not path.exists():
             raise UserError(
                 f"{path.parent} has no {path.name}, so --trace must name another run folder or an npz file; a run "
-                f"writes {path.name} when it ends or is stopped, unless train.loads_every = 0"
+                f"writes {path.name} when it ends or is stopped"
             )
     recorded = read_loads(path)
     if not recorded.loads.size:

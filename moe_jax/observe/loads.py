@@ -241,7 +241,7 @@ class LoadsRecorder:
         """Open the parts, without samples later than the restored checkpoint.
 
         Args:
-          every: steps from one sample to the next; 0 records none.
+          every: steps from one sample to the next.
           resume_step: the last step that the restored checkpoint contains; later samples are removed, and so is
             loads.npz until it is merged again. None starts a new run: all samples are removed.
         """
@@ -290,7 +290,7 @@ class LoadsRecorder:
 
     def due(self, step: int) -> bool:
         """Return whether `record` would take this step, so that the loop fetches loads only then."""
-        return self.every > 0 and step % self.every == 0
+        return step % self.every == 0
 
     def record(self, step: int, loads: np.ndarray) -> bool:
         """Write the sample of a step, later than all before it, if it is due; return whether it was.

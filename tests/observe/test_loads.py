@@ -28,7 +28,6 @@ def test_record_takes_every_nth_step_and_merge_joins_parts(tmp_path, monkeypatch
     assert part_names(tmp_path / "small") == ["part_0000000010.npz", "part_0000000030.npz"]
     monkeypatch.setattr(loads_module, "PART_RECORDS", 64)
     monkeypatch.setattr(loads_module, "PART_BYTES", 2 * sample(1).size * 4)
-    assert not LoadsRecorder(tmp_path / "none", 0).record(0, sample(0))  # train.loads_every = 0 records nothing
     recorder = record_steps(tmp_path, range(1, 56))
     assert not recorder.due(15) and recorder.due(20)
     assert part_names(tmp_path) == ["part_0000000010.npz", "part_0000000030.npz", "part_0000000050.npz"]
