@@ -22,7 +22,7 @@ from moe_jax.analysis.compile_ahead import Compiled
 from moe_jax.cluster.costs import FREE, cost_of
 from moe_jax.cluster.hlo import Module, scope_of
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Model, collective_of, instruction_seconds, launched_instructions, play
+from moe_jax.cluster.timeline import Constants, collective_of, instruction_seconds, launched_instructions, play
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 
@@ -47,7 +47,7 @@ def add_measured(
     report: dict,
     module: Module,
     target: Target,
-    model: Model,
+    constants: Constants,
     spans: Sequence[Span],
     steps: int,
     step_seconds: float | None = None,
@@ -98,7 +98,7 @@ def add_measured(
         "collective_seconds": sum(own["seconds"] for own in sums.values()) * share,
         "exposed_seconds": sum(own["exposed_seconds"] for own in sums.values()) * share,
     }
-    found = compare_instructions(module, target, model, spans, steps, step_seconds)
+    found = compare_instructions(module, target, constants, spans, steps, step_seconds)
     return {
         **report,
         "measured": total,
@@ -125,17 +125,17 @@ def merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def modelled_instructions(module: Module, target: Target, model: Model) -> dict[str, dict]:
+def modelled_instructions(module: Module, target: Target, constants: Constants) -> dict[str, dict]:
     """Return {name: record} of every instruction that runs.
 
     A record has group ('kernel' for custom calls and everything else), scope, executions in one step, and of one
     execution seconds, matmul_seconds (its FLOPs at the device's peak) and memory_seconds (its bytes at full bandwidth).
     """
-    timeline = play(module, target, model)
+    timeline = play(module, target, constants)
     executions = Counter(event.name for event in timeline.events if event.row == "compute")
     executions.update({name: flight.executions for name, flight in timeline.flights.items()})
     executions.update({name: record["executions"] for name, record in timeline.skipped.items()})
-    seconds = instruction_seconds(module, target, model)
+    seconds = instruction_seconds(module, target, constants)
     found = {}
     for instruction, computation in launched_instructions(module, module.entry):
         name, opcode = instruction.name, instruction.opcode
@@ -154,7 +154,7 @@ def modelled_instructions(module: Module, target: Target, model: Model) -> dict[
             group = FUSION if opcode.startswith("fusion") else KERNEL
         if group != LOOP and not executions[name]:
             continue
-        alone = {"while": 0.0, "conditional": model.conditional}  # without what they run
+        alone = {"while": 0.0, "conditional": constants.conditional}  # without what they run
         found[name] = {
             "group": group,
             "scope": scope_of(instruction.op_name),
@@ -167,10 +167,15 @@ def modelled_instructions(module: Module, target: Target, model: Model) -> dict[
 
 
 def compare_instructions(
-    module: Module, target: Target, model: Model, spans: Sequence[Span], steps: int, step_seconds: float | None = None
+    module: Module,
+    target: Target,
+    constants: Constants,
+    spans: Sequence[Span],
+    steps: int,
+    step_seconds: float | None = None,
 ) -> dict:
     """Return a record of measured beside modelled seconds, of one step on the mean device; see `add_measured`."""
-    modelled = modelled_instructions(module, target, model)
+    modelled = modelled_instructions(module, target, constants)
     launched = [instruction for instruction, _ in launched_instructions(module, module.entry)]
     conditionals = {own.name for own in launched if own.opcode == "conditional"}
     loops = (module.computations[own.attribute("condition")] for own in launched if own.opcode == "while")
@@ -218,7 +223,7 @@ def compare_instructions(
     missing = [record for n, record in modelled.items() if n not in seconds and record["group"] != LOOP]
     launches = sum(own["executions"] for own in modelled.values() if own["group"] not in (COLLECTIVE, LOOP))
     idle = None if step_seconds is None or not launches else max(step_seconds - busy, 0.0) / launches
-    fit = fit_constants(samples, model, pauses)
+    fit = fit_constants(samples, constants, pauses)
     return {
         "steps": steps,
         "devices": len(devices),
@@ -245,7 +250,7 @@ def compare_instructions(
 
 
 def fit_constants(
-    samples: Sequence[tuple[float, float, float, int]], model: Model, pauses: Sequence[float] = ()
+    samples: Sequence[tuple[float, float, float, int]], constants: Constants, pauses: Sequence[float] = ()
 ) -> dict[str, dict]:
     """Fit each constant of the model to the samples, by weighted medians: a few kernels, slow for another reason, move
     them little.
@@ -253,26 +258,26 @@ def fit_constants(
     Args:
       samples: (matmul_seconds, memory_seconds, seconds, executions) of the kernels of one program: of its FLOPs at the
         device's peak, of its bytes at the full bandwidth, measured of one execution, and executions of a step.
-      model: whose constants sort the samples.
+      constants: whose constants sort the samples.
       pauses: seconds that the device was idle around each conditional.
 
     Returns:
       {name: {value, before, samples, quartiles}}; value and quartiles are None with less than `LEAST_SAMPLES`.
     """
-    points: dict[str, list[tuple[float, float]]] = {field.name: [] for field in dataclasses.fields(Model)}
+    points: dict[str, list[tuple[float, float]]] = {field.name: [] for field in dataclasses.fields(Constants)}
     for matmul, memory, took, executions in samples:
         if took <= 0:
             continue
         weight = took * executions
-        if max(matmul, memory) < model.launch / 4:
+        if max(matmul, memory) < constants.launch / 4:
             points["launch"].append((took, executions))
-        elif matmul / model.matmul_efficiency >= memory / model.memory_efficiency:  # bound by its FLOPs
-            if matmul >= model.launch:
+        elif matmul / constants.matmul_efficiency >= memory / constants.memory_efficiency:  # bound by its FLOPs
+            if matmul >= constants.launch:
                 points["matmul_efficiency"].append((min(matmul / took, 1.0), weight))
-        elif not matmul and memory >= 4 * model.launch:
+        elif not matmul and memory >= 4 * constants.launch:
             points["memory_efficiency"].append((min(memory / took, 1.0), weight))
     # the model charges the next kernel a launch anyway
-    points["conditional"] = [(max(pause - model.launch, 0.0), 1.0) for pause in pauses]
+    points["conditional"] = [(max(pause - constants.launch, 0.0), 1.0) for pause in pauses]
     fit = {}
     for name, known in points.items():
         low = value = high = None
@@ -282,7 +287,7 @@ def fit_constants(
             goals = np.array([0.25, 0.5, 0.75]) * reached[-1] * (1 - 1e-12)
             low, value, high = values[np.searchsorted(reached, goals)].tolist()
         quartiles = None if value is None else [low, high]
-        fit[name] = {"value": value, "before": getattr(model, name), "samples": len(known), "quartiles": quartiles}
+        fit[name] = {"value": value, "before": getattr(constants, name), "samples": len(known), "quartiles": quartiles}
     return fit
 
 

@@ -17,14 +17,14 @@ from collections.abc import Iterable, Sequence
 from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import EXCHANGE, Module
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Flight, Model, Timeline, play
+from moe_jax.cluster.timeline import Constants, Flight, Timeline, play
 from moe_jax.errors import UserError
 
 MOST_NAMES = 8  # of what computes beside a transfer
 TAKEN_CORES = (0, 16, 32)
 
 
-def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> dict:
+def build_report(timeline: Timeline, target: Target, constants: Constants, **facts) -> dict:
     """Return the record of a program.
 
     Args:
@@ -48,7 +48,7 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
         **facts,
         "target": described,
         "model": {
-            **dataclasses.asdict(model),
+            **dataclasses.asdict(constants),
             "states": "kernel = max(FLOPs / (matmul_efficiency x peak), bytes / (memory_efficiency x "
             "memory_bandwidth), launch); collective = latency + max(bytes inside nodes / intra, bytes across / node "
             "links), one at a time on each kind of link; exposed = wait at its done",
@@ -105,7 +105,7 @@ def _totals(flights: Iterable[Flight], name: str) -> list[dict]:
     return sorted(({name: key, **total} for key, total in sums.items()), key=lambda total: -total["seconds"])
 
 
-def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buckets] = ()) -> dict:
+def what_if(module: Module, target: Target, constants: Constants, buckets: Sequence[Buckets] = ()) -> dict:
     """Return the program under other assumptions, for JSON; buckets are those of the program, () where not known.
 
     Returns:
@@ -118,16 +118,16 @@ def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buck
     buckets, cores = tuple(buckets), []
     for taken in TAKEN_CORES if target.cores else ():
         share = taken / target.cores
-        line = play(module, target, model, taken=share)
+        line = play(module, target, constants, taken=share)
         record = {"taken": taken, "cores": target.cores, "step_seconds": line.seconds}
         cores.append({**record, "exposed_seconds": sum(own.exposed_seconds for own in line.flights.values())})
         if buckets:
-            both = play(module, target, model, buckets, expected_rows=True, taken=share)
+            both = play(module, target, constants, buckets, expected_rows=True, taken=share)
             cores[-1]["expected_rows_step_seconds"] = both.seconds
     if not buckets:
         return {"cores": cores}
-    by_shape = play(module, target, model, buckets)
-    expected = play(module, target, model, buckets, expected_rows=True)
+    by_shape = play(module, target, constants, buckets)
+    expected = play(module, target, constants, buckets, expected_rows=True)
     instructions = []
     for (part, scope), rows in sorted(by_shape.rows.items()):
         record = {"part": part, "scope": scope, "executions": rows["executions"], "rows": rows["rows"]}
@@ -348,7 +348,7 @@ def _step_lines(report: dict) -> list[str]:
         lines.append("resolved: " + ", ".join(f"{name} = {value!r}" for name, value in report["resolved"].items()))
     assumed = [
         f"{field.name} {model[field.name]:.4g} (default {field.default:.4g})"
-        for field in dataclasses.fields(Model)
+        for field in dataclasses.fields(Constants)
         if model[field.name] != field.default
     ]
     if assumed:

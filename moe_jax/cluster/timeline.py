@@ -34,7 +34,7 @@ from moe_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
+class Constants:
     """What the cost model assumes beside a target's figures."""
 
     matmul_efficiency: float = 0.7  # of the peak FLOP/s, reached by large matmuls
@@ -109,7 +109,7 @@ class Timeline:
 def play(
     module: Module,
     target: Target,
-    model: Model | None = None,
+    constants: Constants | None = None,
     buckets: tuple[Buckets, ...] = (),
     expected_rows: bool = False,
     taken: float = 0.0,
@@ -121,21 +121,21 @@ def play(
       expected_rows: experts' matmuls and exchanges work on the rows that are expected, not on those of their shapes.
       taken: share of the device's cores that a transfer under way takes from the kernels beside it.
     """
-    player = _Player(module, target, model or Model(), buckets, expected_rows, taken)
+    player = _Player(module, target, constants or Constants(), buckets, expected_rows, taken)
     player.run(module.entry, ())
     player.timeline.seconds = player.now
     return player.timeline
 
 
 def instruction_seconds(
-    module: Module, target: Target, model: Model
+    module: Module, target: Target, constants: Constants
 ) -> dict[Instruction, tuple[float, Instruction | None]]:
     """Return {instruction: (modelled seconds, its start, for a done)} of every instruction that takes time.
 
     A collective has its seconds at its start and again, as the time between the two, at its done. Loops and branches
     have the sum of what they run, without overlap.
     """
-    player, found = _Player(module, target, model), {}
+    player, found = _Player(module, target, constants), {}
     for instruction, computation in launched_instructions(module, module.entry):
         opcode = instruction.opcode
         if opcode.endswith("-done"):
@@ -172,8 +172,10 @@ def collective_of(instruction: Instruction, module: Module) -> Instruction | Non
 class _Player:
     """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
 
-    def __init__(self, module: Module, target: Target, model: Model, buckets=(), expected_rows=False, taken=0.0):
-        self.module, self.target, self.model = module, target, model
+    def __init__(
+        self, module: Module, target: Target, constants: Constants, buckets=(), expected_rows=False, taken=0.0
+    ):
+        self.module, self.target, self.constants = module, target, constants
         self.buckets, self.expected_rows, self.taken = buckets, expected_rows, taken
         self.timeline = Timeline()
         self.now = 0.0  # the compute stream's clock
@@ -217,7 +219,7 @@ class _Player:
                     ),
                 }
                 line.skipped.setdefault(name, first)["executions"] += 1
-                self.now += self.model.conditional
+                self.now += self.constants.conditional
                 self.run(branches[taken], loops)
             elif opcode == "call":
                 self.run(computations[instruction.called()[0]], loops)
@@ -253,7 +255,7 @@ class _Player:
             body = self.module.computations[instruction.attribute("body")]
             return (instruction.trip_count or 1) * self.estimate(body)
         if instruction.opcode == "conditional":
-            return self.model.conditional + min(map(self.estimate, inner))
+            return self.constants.conditional + min(map(self.estimate, inner))
         if instruction.opcode == "call":
             return self.estimate(inner[0])
         if collective_of(instruction, self.module):
@@ -280,10 +282,10 @@ class _Player:
                 flops = tuple((kind, used * count) for kind, count in cost.flops)
                 cost = dataclasses.replace(cost, flops=flops, bytes=cost.bytes - (1 - used) * min(moved, cost.bytes))
         matmul = sum(count / getattr(self.target, f"flops_{kind}") for kind, count in cost.flops)
-        memory = cost.bytes / (self.target.memory_bandwidth * self.model.memory_efficiency)
+        memory = cost.bytes / (self.target.memory_bandwidth * self.constants.memory_efficiency)
         self.kernels[instruction.name] = (
             cost,
-            max(matmul / self.model.matmul_efficiency, memory, self.model.launch),
+            max(matmul / self.constants.matmul_efficiency, memory, self.constants.launch),
             scope,
         )
         return self.kernels[instruction.name]
@@ -291,7 +293,7 @@ class _Player:
     def kernel(self, instruction: Instruction, computation: Computation):
         cost, seconds, scope = self.cost(instruction, computation)
         line, begin, label = self.timeline, self.now, scope or "other compute"
-        line.shortest += seconds <= self.model.launch
+        line.shortest += seconds <= self.constants.launch
         if self.taken and self.open:  # slower for as long as transfers are under way
             now, left, rate = begin, seconds, 1 - self.taken
             for transfer in sorted(self.open, key=lambda transfer: transfer["begin"]):
@@ -405,8 +407,8 @@ class _Player:
             self.now = end
 
 
-def read_constants(path: str) -> Model:
-    """Return the model with the constants of a file; those that it leaves out keep their defaults.
+def read_constants(path: str) -> Constants:
+    """Return the constants of a file; those that it leaves out keep their defaults.
 
     Args:
       path: JSON, {"matmul_efficiency": 0.6, ...}, or such a record under "constants" as `gpu_day.json` and a report of
@@ -421,7 +423,7 @@ def read_constants(path: str) -> Model:
         raise UserError(f"--constants ({path!r}) cannot be read as JSON: {error}") from error
     if isinstance(record, dict) and "constants" in record:
         record = record["constants"]
-    names = [field.name for field in dataclasses.fields(Model)]
+    names = [field.name for field in dataclasses.fields(Constants)]
     if not isinstance(record, dict) or not record:
         raise UserError(f"--constants ({path!r}) holds no constants; write some of {', '.join(names)}")
     for name, value in record.items():
@@ -434,13 +436,13 @@ def read_constants(path: str) -> Model:
             least, most, rule = 0, sys.float_info.max, "seconds, at least 0"
         if not is_number or not least <= value <= most:
             raise UserError(f"--constants ({path!r}): {name} ({value!r}) must be {rule}")
-    return Model(**{name: float(value) for name, value in record.items()})
+    return Constants(**{name: float(value) for name, value in record.items()})
 
 
-def scheduler_profile(module: Module, target: Target, model: Model | None = None) -> str:
+def scheduler_profile(module: Module, target: Target, constants: Constants | None = None) -> str:
     """Return the profile: microseconds of each instruction, and between the start and the done of each transfer."""
     lines = []
-    for instruction, (took, start) in instruction_seconds(module, target, model or Model()).items():
+    for instruction, (took, start) in instruction_seconds(module, target, constants or Constants()).items():
         name = instruction.scheduling_name
         if start is not None:
             lines.append(
@@ -452,7 +454,7 @@ def scheduler_profile(module: Module, target: Target, model: Model | None = None
     return "\n".join(lines) + "\n"
 
 
-def unguided_share(module: Module, target: Target, profile: str, model: Model | None = None) -> float:
+def unguided_share(module: Module, target: Target, profile: str, constants: Constants | None = None) -> float:
     """Return the share of a program's modelled seconds whose instructions a profile does not name.
 
     XLA matches a profile to a program by names alone and uses its own estimates where none fits: for a profile that was
@@ -461,7 +463,7 @@ def unguided_share(module: Module, target: Target, profile: str, model: Model | 
     """
     named = set(re.findall(r'(?:name|target): "([^"]*)"', profile))
     total = missed = 0.0
-    for instruction, (took, start) in instruction_seconds(module, target, model or Model()).items():
+    for instruction, (took, start) in instruction_seconds(module, target, constants or Constants()).items():
         if start is None:
             total += took
             missed += took if instruction.scheduling_name not in named else 0.0

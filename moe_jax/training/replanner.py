@@ -16,7 +16,7 @@ import numpy as np
 from moe_jax.cluster import AbsentFigureError, Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import matrices_of
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Model
+from moe_jax.cluster.timeline import Constants
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel
@@ -433,7 +433,7 @@ def why_not_halves(config: RunConfig, roles: Roles) -> str:
 
 def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str) -> tuple[float, float]:
     """Return the modelled seconds of one layer of a segment under even loads, forward and backward: in one piece, and
-    in two halves with their launches, as `timeline.Model` has them.
+    in two halves with their launches, as `timeline.Constants` has them.
     """
     own, own_roles = segment_runs(config, roles)[segment]
     members, shards = own_roles.size(own_roles.expert), own_roles.size(own_roles.expert_shard)
@@ -459,7 +459,7 @@ def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str)
         experts=float(cost.forward(computed, asked_by)),
         exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
     )
-    launches, recompute = MORE_KERNELS * Model().launch, own.model.recomputes
+    launches, recompute = MORE_KERNELS * Constants().launch, own.model.recomputes
     in_one_piece, in_halves = (
         float(stage_seconds(Prefetch(halves=halves), times, recompute)) for halves in (False, True)
     )

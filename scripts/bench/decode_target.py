@@ -107,7 +107,7 @@ def main(_):
     from moe_jax.analysis import compile_ahead
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.targets import parse_target
-    from moe_jax.cluster.timeline import Model, play
+    from moe_jax.cluster.timeline import Constants, play
     from moe_jax.config.gin_files import parse_run_config
 
     target = parse_target(_TARGET.value)
@@ -119,7 +119,7 @@ def main(_):
     if _OUT.value:
         with open(_OUT.value, "w", encoding="utf-8") as file:
             file.write(text)
-    timeline = play(parse_module(text), target, Model())
+    timeline = play(parse_module(text), target, Constants())
     read = floor_bytes(model, params)
     floor = read / target.memory_bandwidth
     record = {

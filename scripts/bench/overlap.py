@@ -71,7 +71,7 @@ def compile_case(name: str, schedule: str):
     from moe_jax.analysis.program_report import build_report
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.targets import parse_target
-    from moe_jax.cluster.timeline import Model, play, scheduler_profile
+    from moe_jax.cluster.timeline import Constants, play, scheduler_profile
     from moe_jax.config.gin_files import parse_run_config
     from moe_jax.training.compiling import compile_with_profile
     from moe_jax.training.program import build_program
@@ -98,7 +98,7 @@ def compile_case(name: str, schedule: str):
         else:
             executable = lowered.compile(compiler_options=options)
         text = executable.as_text()
-        report = build_report(play(parse_module(text), target, Model()), target, Model())
+        report = build_report(play(parse_module(text), target, Constants()), target, Constants())
         yield (
             bool(guided),
             text,

@@ -20,7 +20,7 @@ from moe_jax.analysis.program_report import build_report, overflow_record, repor
 from moe_jax.cluster.costs import Buckets, exchanged_rows, multiplied_rows
 from moe_jax.cluster.hlo import arrays_of, parse_module
 from moe_jax.cluster.targets import parse_target
-from moe_jax.cluster.timeline import Model, play
+from moe_jax.cluster.timeline import Constants, play
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import build_mesh
@@ -46,7 +46,7 @@ def test_report_sums_and_prints(tmp_path):
     alone = {"exchange_seconds": 60.0, "experts_seconds": 48.0, "exposed_seconds": 12.0}
     assert report["pipeline"] == pytest.approx({**alone, "bound": 1.8, "reached": 1.8})
     json.dumps(report)
-    text = report_text({**report, "model": dataclasses.asdict(Model(matmul_efficiency=0.6))})
+    text = report_text({**report, "model": dataclasses.asdict(Constants(matmul_efficiency=0.6))})
     for said in (
         "3 kernels, 0 of them at the floor",
         "constants of the cost model: matmul_efficiency 0.6 (default 0.7)\n",
@@ -221,7 +221,7 @@ def test_every_turn_of_a_loop_counts_in_and_out_of_command_buffers(tmp_path):
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 H200 = parse_target("h200:2x2")
-REAL = Model(matmul_efficiency=0.5, memory_efficiency=0.6, launch=4e-6)
+REAL = Constants(matmul_efficiency=0.5, memory_efficiency=0.6, launch=4e-6)
 
 
 def test_a_trace_of_the_model_itself_has_ratio_one(tmp_path):
@@ -236,8 +236,8 @@ def test_a_trace_of_the_model_itself_has_ratio_one(tmp_path):
     assert record["not_in_trace"]["instructions"] == record["not_in_program"]["instructions"] == 0
     assert record["devices"] == 1 and record["busy_seconds"] <= record["profiled_step_seconds"] * 1.001
 
-    report = build_report(play(program, H200, Model()), H200, Model())
-    report = add_measured(report, program, H200, Model(), spans, 2, 1.0)
+    report = build_report(play(program, H200, Constants()), H200, Constants())
+    report = add_measured(report, program, H200, Constants(), spans, 2, 1.0)
     assert report["constants"] == report["instructions"]["constants"] == pytest.approx({"launch": REAL.launch})
     text = report_text(report)
     assert "instructions that differ most" in text and "launch 2e-06 -> 4e-06" in text
@@ -276,7 +276,7 @@ def test_pauses_around_conditionals_are_their_cost():
         spans.append(Span("gpu", "before", start, start + 1e-3))
         spans.append(Span("gpu", "conditional.1", start + 1.1e-3, start + 1.2e-3))
         spans.append(Span("gpu", "after", start + 1.5e-3, start + 2e-3))
-    record = compare_instructions(module, H200, Model(), spans, steps=4)
+    record = compare_instructions(module, H200, Constants(), spans, steps=4)
     assert record["constants"]["conditional"] == pytest.approx(0.5e-3 - 2e-6)
     loops = next(group for group in record["groups"] if group["group"] == "loop overhead")
     assert loops["measured_seconds"] == pytest.approx(1e-4) and record["step_seconds"] is None
@@ -303,10 +303,10 @@ def test_collectives_measured_by_hand():
 
 def test_fit_finds_the_constants_of_a_device():
     """By weighted medians: a few kernels that are ten times slower for no reason move nothing."""
-    real = Model(matmul_efficiency=0.5, memory_efficiency=0.8, launch=4e-6, conditional=2e-5)
+    real = Constants(matmul_efficiency=0.5, memory_efficiency=0.8, launch=4e-6, conditional=2e-5)
     # of its FLOPs at the peak, of its bytes at the full bandwidth, measured, executions
     samples = [(1e-3, 1e-5, 2e-3, 1), (0.0, 1e-4, 1.25e-4, 2), (0.0, 1e-8, 4e-6, 3)] * 20
     samples += [(1e-3, 1e-5, 2e-2, 1), (0.0, 1e-4, 1.25e-3, 2)]
-    fit = fit_constants(samples, Model(), pauses=[2e-5 + 2e-6] * 5)
+    fit = fit_constants(samples, Constants(), pauses=[2e-5 + 2e-6] * 5)
     assert {name: own["value"] for name, own in fit.items()} == pytest.approx(dataclasses.asdict(real))
-    assert fit["launch"]["before"] == Model().launch and fit["launch"]["samples"] == 20
+    assert fit["launch"]["before"] == Constants().launch and fit["launch"]["samples"] == 20

@@ -14,7 +14,7 @@ from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster.collectives import traffic
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.targets import parse_target
-from moe_jax.cluster.timeline import Model, play, read_constants, scheduler_profile, unguided_share
+from moe_jax.cluster.timeline import Constants, play, read_constants, scheduler_profile, unguided_share
 from moe_jax.errors import UserError
 
 ALL = ((0, 1, 2, 3),)
@@ -188,7 +188,7 @@ def test_read_constants_of_a_file_and_of_a_report(tmp_path, text, message):
     path = tmp_path / "constants.json"
     path.write_text(text)
     if message is None:
-        assert read_constants(str(path)) == Model(matmul_efficiency=0.5, conditional=1e-5)
+        assert read_constants(str(path)) == Constants(matmul_efficiency=0.5, conditional=1e-5)
         return
     with pytest.raises(UserError, match=re.escape(message)):
         read_constants(str(path))

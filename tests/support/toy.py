@@ -1,7 +1,7 @@
 """A device whose times are whole numbers, and small schedules written for it by hand."""
 
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Model
+from moe_jax.cluster.timeline import Constants
 
 # 2 nodes of 2 devices; 100 bytes/s inside, 10 bytes/s a node by one adapter; 1 FLOP/s, 1000 bytes/s of memory
 TARGET = Target(
@@ -22,7 +22,7 @@ TARGET = Target(
     nodes=2,
     per_node=2,
 )
-MODEL = Model(matmul_efficiency=1.0, memory_efficiency=1.0, launch=0.0)
+MODEL = Constants(matmul_efficiency=1.0, memory_efficiency=1.0, launch=0.0)
 
 HEAD = "HloModule toy, is_scheduled=true, entry_computation_layout={()->()}\n\n"
 
