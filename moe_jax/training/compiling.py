@@ -30,7 +30,8 @@ from moe_jax.errors import HostLostError, UserError
 _LOG = logging.getLogger(__name__)
 
 # With several processes: one that compiles alone must not wait for the others' timings of kernels
-# (`compile_for_all`). `training/hosts.py` sets the same for all other programs of the process, and says who knows it.
+# (`compile_for_all`). The model's programs have it whatever XLA_FLAGS says; `training/hosts.py` sets it there for all
+# others.
 ALONE = {"xla_gpu_shard_autotuning": "False"}
 # Kernels that give the same bits every time, or an error where there is none.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": "True"}

@@ -28,6 +28,7 @@ import jax
 
 from moe_jax.config.command_line import EXIT_CODES, exit_code_of, exit_now
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.training.compiling import ALONE
 from moe_jax.training.rendezvous import (
     MalformedMessage,
     Peer,
@@ -40,7 +41,6 @@ from moe_jax.training.rendezvous import (
 )
 
 _JAX_HEARTBEAT_MARGIN_SECONDS = 10
-_SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
 _SERVICE_SECONDS = 5.0  # jax tries for itself, for as long as `start_timeout_seconds`, if this was too short
 
 _SHUTDOWN_SECONDS = 1800  # the end waits for the others, one of which may still draw plots; one that dies ends the wait
@@ -129,8 +129,9 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
         # of its own would wait for them. jax 0.10.2, 0.11.2 and 0.12.0.1 know the flag; an unknown name in XLA_FLAGS
         # would end the process.
         given = os.environ.get("XLA_FLAGS", "")
-        if _SHARD_AUTOTUNING not in given:
-            os.environ["XLA_FLAGS"] = f"{given} --{_SHARD_AUTOTUNING}=false".strip()
+        for flag, value in ALONE.items():
+            if flag not in given:
+                os.environ["XLA_FLAGS"] = f"{given} --{flag}={value.lower()}".strip()
         # jax's own handler of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
         jax.config.update("jax_enable_preemption_service", False)
         try:
