@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_jax.errors import UserError
+from moe_jax.parallel.sharding import check_zero_stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,10 +155,7 @@ class TrainConfig:
                 f"train.batch_size ({self.batch_size}) must be divisible by train.grad_accum_steps "
                 f"({self.grad_accum_steps}); set train.batch_size to a multiple of {self.grad_accum_steps}"
             )
-        if self.zero_stage not in (0, 1, 3):
-            raise UserError(f"train.zero_stage ({self.zero_stage}) must be 0, 1 or 3")
-        if self.expert_zero_stage not in (0, 1, 2, 3):
-            raise UserError(f"train.expert_zero_stage ({self.expert_zero_stage}) must be 0, 1, 2 or 3")
+        check_zero_stages(self.zero_stage, self.expert_zero_stage)
         if self.learning_rate <= 0:
             raise UserError(f"train.learning_rate ({self.learning_rate}) must be positive")
         choices = {

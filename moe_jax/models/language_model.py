@@ -28,7 +28,7 @@ from moe_jax.moe.routers import build_router
 from moe_jax.moe.routing import record
 from moe_jax.moe.schedule import schedule_record
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.sharding import dense_specs, expert_specs
+from moe_jax.parallel.sharding import check_zero_stages, dense_specs, expert_specs
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
 
@@ -164,10 +164,7 @@ class LanguageModel:
     expert_zero_stage: int = 1
 
     def __post_init__(self):
-        if self.zero_stage not in (0, 1, 3):
-            raise UserError(f"train.zero_stage ({self.zero_stage}) must be 0, 1 or 3")
-        if self.expert_zero_stage not in (0, 1, 2, 3):
-            raise UserError(f"train.expert_zero_stage ({self.expert_zero_stage}) must be 0, 1, 2 or 3")
+        check_zero_stages(self.zero_stage, self.expert_zero_stage)
         parts = self.roles.size(self.roles.model)
         sizes = [("ModelConfig.heads", self.config.heads), ("ModelConfig.kv_heads", self.config.key_value_heads)]
         for segment in self.segments:

@@ -13,7 +13,16 @@ from __future__ import annotations
 import jax
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import Roles
+
+
+def check_zero_stages(dense: int, experts: int) -> None:
+    """Raise a UserError for a ZeRO stage that dense parameters, or experts under the schedule `dp`, cannot have."""
+    if dense not in (0, 1, 3):
+        raise UserError(f"train.zero_stage ({dense}) must be 0, 1 or 3")
+    if experts not in (0, 1, 2, 3):
+        raise UserError(f"train.expert_zero_stage ({experts}) must be 0, 1, 2 or 3")
 
 
 def spec_of(ndim: int, entries: dict[int | None, tuple[str, ...]]) -> P:
