@@ -22,10 +22,10 @@ from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.float8 import E4M3
 from moe_jax.models import LanguageModel
-from moe_jax.models.attention import check_document_mask, missing_for_cudnn, resolve_attention
+from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import device_bytes, flops_per_token, half_work, parameter_counts, shapes_and_layout
-from moe_jax.models.model_group import make_model_group
+from moe_jax.models.loss import check_step
 from moe_jax.moe.build import check_router, layer_sizes, make_schedule
 from moe_jax.moe.schedule import schedule_record
 from moe_jax.moe.schedules.pairwise import choose_groups
@@ -96,8 +96,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     roles = build_mesh(run.mesh, count, mesh_experts(run, count))
     tokenizer = build_tokenizer(run.data)
     vocab_size = padded_vocabulary(tokenizer, run.model)
-    check_sizes(run, roles, vocab_size)
-    check_document_mask(resolve_attention(run.model, described), run.data.sequence_length)
+    check_sizes(dataclasses.replace(run, model=resolve_attention(run.model, described)), roles, vocab_size)
     teacher = teacher_model(run, roles, tokenizer, vocab_size, described)
     sections = {
         "Config": config_text(run, bound).splitlines(),
@@ -114,13 +113,13 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
 
 
 def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
-    """Raise the UserError that building the run would raise."""
+    """Raise the UserError that building the run would raise; its attention resolved."""
     schedule_record(run.moe.schedule)
     stages = {"zero_stage": run.train.zero_stage, "expert_zero_stage": run.train.expert_zero_stage}
-    LanguageModel(config=run.model, moe=run.moe, vocab_size=vocab_size, roles=roles, **stages)  # checks
+    model = LanguageModel(config=run.model, moe=run.moe, vocab_size=vocab_size, roles=roles, **stages)
     shards, length = roles.size(roles.dense), run.data.sequence_length
     rows = run.train.microbatch_size
-    make_model_group(run.model, roles, rows, length)
+    check_step(model, rows, length, run.train.grad_accum_steps)
     check_transfer(run, roles)
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         check_planner(run, roles)

@@ -39,6 +39,24 @@ from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.planning.plan_shape import PlanShape
 
 
+def check_step(model: LanguageModel, batch_size: int, length: int, microbatches: int = 1) -> None:
+    """Raise the UserError that `make_loss` raises for the sizes of a step; arguments as there, attention resolved.
+
+    Raises:
+      UserError: as `make_model_group` and `check_document_mask`, or where choices of a step cannot be counted.
+    """
+    make_model_group(model.config, model.roles, batch_size, length)
+    check_document_mask(model.config, length)
+    top_k = max(segment.moe.top_k for segment in model.expert_segments)
+    choices = batch_size * microbatches * length * top_k
+    if choices > MOST_ROWS:
+        raise UserError(
+            f"train.batch_size ({batch_size * microbatches}) x DataConfig.sequence_length ({length}) x MoEConfig.top_k "
+            f"({top_k}) = {choices} choices of experts in a step must be at most {MOST_ROWS}, so that int32 can count "
+            "them; lower one of the three"
+        )
+
+
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, microbatches: int = 1,
     plan: dict[str, PlanShape] | None = None, teacher: Teacher | None = None,
@@ -60,7 +78,7 @@ def make_loss(
       and a token's loss is CE + alpha KL.
 
     Raises:
-      UserError: as `make_model_group`, or where choices of a step cannot be counted.
+      UserError: as `check_step`.
     """
     roles, device = model.roles, model.roles.mesh.devices.flat[0]
     config = resolve_attention(model.config, device)
@@ -69,15 +87,7 @@ def make_loss(
         taught = resolve_attention(teacher.model.config, device)
         check_document_mask(taught, length)
         teacher = dataclasses.replace(teacher, model=dataclasses.replace(teacher.model, config=taught))
-    check_document_mask(config, length)
-    top_k = max(segment.moe.top_k for segment in model.expert_segments)
-    choices = batch_size * microbatches * length * top_k
-    if choices > MOST_ROWS:
-        raise UserError(
-            f"train.batch_size ({batch_size * microbatches}) x DataConfig.sequence_length ({length}) x MoEConfig.top_k "
-            f"({top_k}) = {choices} choices of experts in a step must be at most {MOST_ROWS}, so that int32 can count "
-            "them; lower one of the three"
-        )
+    check_step(model, batch_size, length, microbatches)
     rows = P(roles.dense)
     frozen_specs = ()
     if teacher is not None:

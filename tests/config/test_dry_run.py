@@ -236,6 +236,7 @@ LARGE = ("ModelConfig.hidden_dim = 16384", "ModelConfig.model_dim = 32768")
         ("", ["ModelConfig.heads = 2", "MeshConfig.model = 4"], 4, "ModelConfig.heads (2) must be divisible by"),
         ("", ["MeshConfig.expert = 1"], 0, "--host_devices (0) must be at least 1"),
         ("", ["train.batch_size = 12"], 8, "(12) must be divisible by the 8 data-parallel devices"),
+        ("", ["train.batch_size = 100_000_000"], 8, "choices of experts in a step must be at most 2147483647, so"),
         ("", ["DataConfig.sequence_length = 2048"], 8, "(2048) must not exceed ModelConfig.max_length"),
         (
             "",
