@@ -184,7 +184,6 @@ def test_halves_are_taken_where_exchanges_cross_nodes():
         ({"moe": MoEConfig(num_experts=64, schedule="pairwise")}, "pairwise"),
         ({"distillation": DistillationConfig(teacher="runs/teacher", alpha=0.5)}, "teacher"),
     ],
-    ids=["one_node", "odd", "capacity", "pairwise", "teacher"],
 )
 def test_what_rules_halves_out(changes, why):
     overlap, reason, *_ = settled(**changes)

@@ -51,7 +51,6 @@ def abstract_of(state):
 # data, expert, ZeRO stage, seed of the homes (None: plain expert parallelism), schedule
 MESHES = {
     "same_mesh_and_homes": (1, 8, 1, 1, "deepspeed"),
-    "plain_homes": (1, 8, 1, None, "deepspeed"),
     "ep4_data2_zero3": (2, 4, 3, 3, "deepspeed"),
     "dp8_zero3": (8, 1, 3, None, "dp"),
     "four_devices": (1, 4, 0, 4, "deepspeed"),
