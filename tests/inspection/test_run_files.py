@@ -77,12 +77,8 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
-# traced too: planned ahead, shadows after the gate, halves, a teacher, s1 and s2 by price, experts that differ by layer
-TRACED = ("fastermoe", "gpt_moe_s_h200", "hecate", "mos", "parm", "pr_moe")
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_programs_are_resolved_and_traced_as_on_gpus(name, request, cudnn):
+def test_both_programs_are_traced_as_on_gpus(name, request, cudnn):
     target = parse_target("h200:4x8" if name == "gpt_moe_s_h200" else "h200:2x4")
     config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings_of(name, request))[0], target)
     program = build_program(config, stand_ins(target))  # as training builds it
@@ -94,8 +90,6 @@ def test_programs_are_resolved_and_traced_as_on_gpus(name, request, cudnn):
         "train.optimistic": overflows,
         "train.guide_scheduler": True,
     }
-    if name not in TRACED:
-        return
     stop = mock.patch.object(Program, "trace_step", autospec=True, side_effect=RuntimeError("traced"))
     with stop as traced, pytest.raises(RuntimeError, match="traced"):
         compile_ahead.compile_step(config, stand_ins(target), skew=1.0, options={}, real=False)
