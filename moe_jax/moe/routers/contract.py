@@ -69,8 +69,8 @@ class Router(abc.ABC):
 
     Attributes:
       config: as bound, its knobs among it; place: where it runs, None without a mesh.
-      knobs: the dataclass of the fields of `MoEConfig` that its file brings, or None.
-      in_groups: whether the router can choose inside groups of experts (expert_groups.py).
+      knobs: the dataclasses of fields of `MoEConfig` that it reads beside `RouterOptions`. What is bound of those that
+        none of a model's routers reads is refused (`check_knobs`).
       ignores: options that routers have in common and this one does not read; a model none of whose routers reads one
         that is bound is refused (`check_knobs`).
       replays: whether the router can take choices that were made before.
@@ -81,8 +81,7 @@ class Router(abc.ABC):
       state: leaves that are no parameters: they have no gradient, and `next_state` says what becomes of them.
     """
 
-    knobs: typing.ClassVar[type | None] = None
-    in_groups: typing.ClassVar[bool] = False
+    knobs: typing.ClassVar[tuple[type, ...]] = ()
     ignores: typing.ClassVar[tuple[str, ...]] = ()
     replays: typing.ClassVar[bool] = False
     by_token: typing.ClassVar[bool] = True
@@ -103,11 +102,6 @@ class Router(abc.ABC):
     @classmethod
     def check(cls, config: RouterOptions) -> None:
         """Raise a UserError for a configuration that this router cannot serve."""
-        if config.expert_groups and not cls.in_groups:
-            raise UserError(
-                f"MoEConfig.expert_groups ({config.expert_groups}) works with the routers topk, group_limited and "
-                f"sigmoid_bias, not with {config.router!r}; set it to 0"
-            )
         if config.balance_over not in cls.balances:
             raise UserError(
                 f"MoEConfig.balance_over ({config.balance_over!r}) does not go with MoEConfig.router = "
@@ -164,12 +158,11 @@ class Router(abc.ABC):
 ROUTERS: dict[str, type[Router]] = {}
 
 
-def register(name: str, knobs: type | None = None) -> typing.Callable[[type[Router]], type[Router]]:
-    """Declare the decorated class as the router `name` of `MoEConfig.router`; knobs: as in `Router`."""
+def register(name: str) -> typing.Callable[[type[Router]], type[Router]]:
+    """Declare the decorated class as the router `name` of `MoEConfig.router`."""
 
     def declare(cls):
         assert name not in ROUTERS, f"router {name!r} is registered twice"
-        cls.knobs = knobs
         ROUTERS[name] = cls
         return cls
 
@@ -177,8 +170,8 @@ def register(name: str, knobs: type | None = None) -> typing.Callable[[type[Rout
 
 
 def router_knobs() -> tuple[type, ...]:
-    """Return the dataclasses of the knobs that routers' files declare."""
-    return tuple(dict.fromkeys(router.knobs for router in ROUTERS.values() if router.knobs is not None))
+    """Return the dataclasses of the knobs that some router reads."""
+    return tuple(dict.fromkeys(knobs for router in ROUTERS.values() for knobs in router.knobs))
 
 
 def routers() -> tuple[str, ...]:
@@ -208,13 +201,12 @@ def check_knobs(config: RouterOptions, used: set[str]) -> None:
                 f"MoEConfig.{field.name} ({getattr(config, field.name)!r}) is not read by MoEConfig.router = "
                 f"{routers_used}; leave it at {field.default!r}, or choose another router"
             )
-    grouped = any(cls.in_groups for cls in classes)
+    read = {knobs for cls in classes for knobs in cls.knobs}
     for name in routers():
-        knobs = find(name).knobs
-        read = name in used or name == "group_limited" and grouped
-        for field in () if knobs is None or read else dataclasses.fields(knobs):
+        unread = (field for knobs in find(name).knobs if knobs not in read for field in dataclasses.fields(knobs))
+        for field in unread:
             value = getattr(config, field.name)
-            if value != field.default and field.name != "routed_scale":  # which several read: see `ignores`
+            if value != field.default:
                 raise UserError(
                     f"MoEConfig.{field.name} ({value!r}) is a knob of MoEConfig.router = {name!r}, and the router is "
                     f"{routers_used}; leave it at {field.default!r}, or set MoEConfig.router"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
+from moe_jax.moe.routers.contract import ROUTERS, find
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,16 +26,12 @@ class GroupKnobs:
     Attributes:
       expert_groups: equal groups of consecutive experts; 0 is none.
       kept_groups: groups inside which a token chooses its K experts.
-      routed_scale: what the weights are multiplied by, after they were divided by their sum if they are.
     """
 
     expert_groups: int = 0
     kept_groups: int = 1
-    routed_scale: float = 1.0
 
     def check(self):
-        if self.routed_scale <= 0:
-            raise UserError(f"MoEConfig.routed_scale ({self.routed_scale}) must be positive; 1 changes nothing")
         if self.expert_groups < 0 or self.expert_groups and self.num_experts % self.expert_groups:
             raise UserError(
                 f"MoEConfig.expert_groups ({self.expert_groups}) must divide MoEConfig.num_experts "
@@ -52,6 +49,12 @@ class GroupKnobs:
             raise UserError(
                 f"MoEConfig.top_k ({self.top_k}) must be at most the {inside} experts of MoEConfig.kept_groups "
                 f"({self.kept_groups}) groups; raise kept_groups or lower MoEConfig.expert_groups"
+            )
+        if GroupKnobs not in find(self.router).knobs:
+            *others, last = (name for name, router in ROUTERS.items() if GroupKnobs in router.knobs)
+            raise UserError(
+                f"MoEConfig.expert_groups ({self.expert_groups}) works with the routers {', '.join(others)} and "
+                f"{last}, not with {self.router!r}; set it to 0"
             )
 
 

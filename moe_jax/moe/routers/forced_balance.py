@@ -17,7 +17,7 @@ from moe_jax.moe.routers.topk import TopK
 class ForcedBalance(TopK):
     """Hand out experts in turn."""
 
-    in_groups = False
+    knobs = ()
     replays = False
     by_token = False
 

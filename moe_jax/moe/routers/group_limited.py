@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.contract import register
-from moe_jax.moe.routers.expert_groups import GroupKnobs
 from moe_jax.moe.routers.topk import TopK
 
 
-@register("group_limited", knobs=GroupKnobs)
+@register("group_limited")
 class GroupLimited(TopK):
     """Top-K of the softmax inside groups. Source: DeepSeek-V2, section 2.1.3."""
 

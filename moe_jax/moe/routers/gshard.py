@@ -27,7 +27,7 @@ from moe_jax.moe.routing import Choice, rank_within
 class GShard(TopK):
     """Two experts per token, the second one by a draw."""
 
-    in_groups = False
+    knobs = ()
     ignores = ("routed_scale", "renormalize")
     replays = False
     balances = ("batch",)

@@ -31,6 +31,7 @@ class RouterOptions:
         probability ('probability').
       renormalize: divide the K chosen probabilities by their sum. With K = 1 every weight is then 1 and the gate learns
         from its own losses alone; set False there, as Switch Transformers do.
+      routed_scale: what the weights are multiplied by, after they were divided by their sum if they are.
       gate_noise: standard deviation of normal noise on the gate's logits in training; 0 is none.
       balance_over: tokens over which the load-balancing loss is formed: 'batch', all those of the global microbatch;
         'sequence', each sequence by itself, and the mean of theirs (DeepSeek-V3, equations 17 to 20); or 'step', where
@@ -51,6 +52,7 @@ class RouterOptions:
     min_capacity: int = 4
     drop: str = "position"
     renormalize: bool = True
+    routed_scale: float = 1.0
     gate_noise: float = 0.0
     router_dtype: str = "auto"
     balance_over: str = "batch"
@@ -72,6 +74,8 @@ class RouterOptions:
             raise UserError(f"MoEConfig.drop ({self.drop!r}) must be one of {', '.join(DROP_POLICIES)}")
         if self.min_capacity < 1:
             raise UserError(f"MoEConfig.min_capacity ({self.min_capacity}) must be at least 1")
+        if self.routed_scale <= 0:
+            raise UserError(f"MoEConfig.routed_scale ({self.routed_scale}) must be positive; 1 changes nothing")
         if self.gate_noise < 0:
             raise UserError(f"MoEConfig.gate_noise ({self.gate_noise}) must be at least 0; 0 is no noise")
         if self.balance_over not in BALANCE_OVER:

@@ -18,7 +18,7 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.contract import register
-from moe_jax.moe.routers.expert_groups import within_groups
+from moe_jax.moe.routers.expert_groups import GroupKnobs, within_groups
 from moe_jax.moe.routers.scores import gate_logits, keep_within_capacity
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice
@@ -41,10 +41,11 @@ class BiasKnobs:
             raise UserError(f"MoEConfig.bias_rate ({self.bias_rate}) must be at least 0; 0.001 suits most runs")
 
 
-@register("sigmoid_bias", knobs=BiasKnobs)
+@register("sigmoid_bias")
 class SigmoidBias(TopK):
     """Choose by biased sigmoid scores."""
 
+    knobs = (GroupKnobs, BiasKnobs)
     state = ("choice_bias",)
 
     def leaves(self, model_dim):

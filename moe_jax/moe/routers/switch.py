@@ -15,7 +15,7 @@ from moe_jax.moe.routers.topk import TopK
 class Switch(TopK):
     """One expert per token, with its probability for a weight."""
 
-    in_groups = False
+    knobs = ()
     ignores = ("routed_scale", "renormalize")
     takes = (1, "takes one expert per token")
 

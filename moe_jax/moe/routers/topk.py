@@ -17,7 +17,7 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.contract import Router, RouterInputs, register
-from moe_jax.moe.routers.expert_groups import within_groups
+from moe_jax.moe.routers.expert_groups import GroupKnobs, within_groups
 from moe_jax.moe.routers.options import BALANCE_OVER
 from moe_jax.moe.routers.scores import best_scores, gate_logits, gate_noise, keep_within_capacity, softmax_and_log_z
 from moe_jax.moe.routers.statistics import balance_loss, statistics_of
@@ -28,7 +28,7 @@ from moe_jax.moe.routing import Choice
 class TopK(Router):
     """Score all experts and choose the K best of each token, among all or inside its groups."""
 
-    in_groups = True
+    knobs = (GroupKnobs,)
     replays = True
     balances = BALANCE_OVER
 

@@ -44,11 +44,11 @@ class TopologyKnobs:
             raise UserError(f"MoEConfig.remote_fraction ({self.remote_fraction}) must lie between 0 and 1")
 
 
-@register("topology", knobs=TopologyKnobs)
+@register("topology")
 class Topology(TopK):
     """Top-K, most of it on the own node."""
 
-    in_groups = False
+    knobs = (TopologyKnobs,)
     ignores = ("routed_scale",)
     replays = False
     by_token = False
