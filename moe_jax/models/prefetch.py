@@ -1,24 +1,60 @@
 """The layer stack in the order of a block-wise schedule: an interpreter of planning/block_schedule.py.
 
-Inputs: `Stages`. Outputs: a function of the whole stack with a backward of its own (`custom_vjp`), so that the program
-has the schedule's order in both directions.
+Inputs: `Stages`, which hold what the stages of a layer compute and the schedule that orders them. Outputs: a function
+of the whole stack with a backward of its own (`custom_vjp`), so that the program has the schedule's order in both
+directions.
 Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 """
 
-# Where a schedule has two halves, x comes as two, and all of a layer's stages run once for each. Live values are kept
-# in a dictionary under (name, layer, half), half None where it is of the whole batch. As a scan, its loop carries
-# exactly those that are alive between two iterations, with layers relative to the iteration; unrolled, layers are
-# absolute. Names: x [b, Sq, M] enters a layer, a [b, Sq, M] its MoE half; rows [R, M] are packed, then received,
-# computed (done) and returned; a leading d marks a cotangent; home is the gradient of home experts while it is summed.
+# `Forward` and `Backward` run the schedule's windows one by one, and of each window its stages. A stage takes what it
+# reads from the live values, a dictionary, and leaves there what it makes. Run as a scan, the loop carries exactly what
+# is alive between two turns, and layers count from the turn; written out, they count from 0.
+#
+# Live values, under (name, layer, half). Halves are 0 and 1 where the schedule has two: x comes in two parts, and all
+# stages of a layer run once for each; else the half is None. It is None, too, for what both halves share. In the
+# columns: h has one value for each layer and half, l one for each layer, s one for the stack (its layer is None).
+#
+# name             what                                               made by                taken by
+# x            h   what enters a layer [b, Sq, M]                     unpack of that below   attention
+# a            h   what enters its MoE half [b, Sq, M]                attention              unpack; route reads it
+# packed       h   own rows, in buckets [R, M]                        route                  send
+# received     h   rows that came for the experts here [R, M]         send                   experts
+# done         h   the experts' results, in the same order [R, M]     experts                send_back
+# returned     h   results of own rows [R, M]                         send_back              unpack
+# sent         h   of the packing, what the stages below read         route                  unpack; all between read it
+# context      h   of the gate, what unpack reads: (floats, the rest) route                  unpack
+# late         h   replicas that came after the gate, a tuple of none route                  unpack; where it ran again,
+#                  or one {name: [m, ...]}; left out if none                                 experts of the backward
+# ahead        l   replicas that came ahead of it {name: [m, ...]}    Trans                  forward: the last unpack
+#                                                                                            backward: the last experts
+# top_replicas s   `ahead` of the last layer so far                   forward: last unpack   kept for the backward
+#
+# In the backward d and one of these names is its cotangent, which goes the other way: made by the stage that took the
+# value, taken by the one that made it. da is made by unpack, and route adds its own. Further
+# dreplicas    h   cotangent of what unpack used, (ahead, late)       unpack                 experts, with its own:
+# dahead       l   of both halves, and so of `dlate`, a tuple         experts                the last part of Agg
+# dmix, dgate  l   gradients of parameters, as `Stages.gathered`      attention, route       `close`, at the last half
+#                  returned them
+# dhome        l   gradient of home experts {name: [Hs, ...]}         unpack, experts,       `close`, after the stage in
+#                                                                     late: route, Agg       `whole_after`
+# gradients    s   {'mix', 'gate', 'home'}: of all layers, leaves     `write`                returned
+#                  [L, ...]; written out {layer: leaves [...]}
+# the name of  h   the `Residuals` of a stage that ran again          `again`                that stage
+# a stage
+#
+# Leaves the forward ("emitted") under the same keys, and is the backward's `saved`: the `Residuals` of each stage under
+# its name, ahead, late; a alone where a layer's stages run again. The results do, too: counted, (GateStats, passes).
 
 # Every window with moves is fenced: they start no earlier than its stage, and the next stage waits for both. An
 # exchange of one half and what the other computes in parallel start together, when what both read is there.
 
 from __future__ import annotations
 
+import abc
+import collections
 import dataclasses
 import functools
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,15 +68,20 @@ from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, ret
 from moe_jax.parallel.varying import cast_varying, declare_equal, varying_axes
 from moe_jax.planning.block_schedule import Loop, Move, Window
 
-STAGES = {  # of a layer: what each reads of the live values, and what it makes
+Key = tuple[str, int | None, int | None]  # (name, layer, half)
+Live = dict[Key, Any]
+STAGES = {  # of a layer, in the order of the forward: the live value that each goes on from, and the one that it makes
     "attention": ("x", "a"), "route": ("a", "packed"), "send": ("packed", "received"),
     "experts": ("received", "done"), "send_back": ("done", "returned"), "unpack": ("returned", "x"),
 }  # fmt: skip
-STEPS = {  # the stages of windows that have several of them, in the order of the forward
+GOES_ON_FROM = {reads for reads, _ in STAGES.values()} | {"d" + makes for _, makes in STAGES.values()}
+OF_WINDOW = {  # the stages of windows that have several of them, in the order of the forward
     "dispatch": ("route", "send"),
     "combine": ("send_back", "unpack"),
     "recompute": ("route_again", "send_again", "experts_again", "send_back_again", "unpack_again"),
 }
+TOP_REPLICAS, GRADIENTS = ("top_replicas", None, None), ("gradients", None, None)
+MATRIX = 1 << 16  # values from which a gradient takes time worth hiding
 
 
 def run_stack(how: Stages, x, units, grad_sink, constants: Constants):
@@ -66,7 +107,9 @@ def run_stack(how: Stages, x, units, grad_sink, constants: Constants):
 
     def backward(residuals, cotangents):
         params, types, constants, saved = residuals
-        dx, dparams, d_grad_sink = Backward(how, params, types, constants).run(cotangents, saved)
+        dx, dcounted = cotangents
+        dstats = [of_half for of_half, _ in dcounted]
+        dx, dparams, d_grad_sink = Backward(how, params, types, constants, dstats).run(dx, saved)
         return dx, dparams, d_grad_sink, None
 
     stack.defvjp(forward, backward)
@@ -75,9 +118,10 @@ def run_stack(how: Stages, x, units, grad_sink, constants: Constants):
     constants = dataclasses.replace(constants, bank=cast_varying(constants.bank, how.roles.all))
     if how.segment.config.stack == "scan" and halves:  # one sum over devices after the loop, not one in each turn
         params = cast_varying(params, varying_axes(constants.token_ids))
-    x, stats, passes = stack(x, params, grad_sink, constants)
+    x, counted = stack(x, params, grad_sink, constants)
     if not halves:
-        return x, (stats[0], passes[0])
+        return x, counted[0]
+    stats, passes = zip(*counted, strict=True)
     choices = [half.choices for half in stats]  # the first half's tokens come first
     sums = jax.tree.map(jnp.add, *(dataclasses.replace(half, choices=None) for half in stats))
     if choices[0] is not None:
@@ -91,68 +135,191 @@ def of_moe(units: dict) -> tuple[dict, dict]:
     return {name: leaf for name, leaf in units.items() if name not in inside}, inside
 
 
-class Direction:
-    """Code of both directions: look-ups by layer, stages of the forward, moves, fences, and the loop."""
+class Direction(abc.ABC):
+    """What both directions share: the loop, windows, moves, the inputs of a stage, and stages of the forward.
+
+    Attributes:
+      params: (mix, gate), leaves [L, ...] as each device holds them.
+      turn: int32 [], the turn of the loop that is traced; None outside, where layers are absolute.
+      saved: {key: value} that the forward left, of the same turn or, outside the loop, of windows outside; the forward
+        itself has none.
+      last_half: which half of a layer this direction runs last.
+    """
+
+    last_half: int
 
     def __init__(self, how: Stages, params, grad_sink, constants: Constants):
         self.how, self.params, self.constants = how, params, constants
-        self.scan, self.recompute = how.segment.config.stack == "scan", how.segment.config.recomputes
+        self.scan = how.segment.config.stack == "scan"
         self.layers, self.halves = how.block_schedule.layers, (0, 1) if how.block_schedule.halves else (None,)
-        # in the backward: what the forward saved of windows outside the loop, and of the same turn of the loop
-        self.alone, self.residuals = {}, {}
         self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
         self.grad_sink_axes = varying_axes(grad_sink)
-        self.turn = None
+        self.turn: jax.Array | None = None
+        self.saved: Live = {}
 
-    def after(self, value, *others):
-        """Return value; on XLA:CPU it waits for `others`, whose collectives may be in branches."""
-        return wait_for_tree(value, self.constants.token_ids[0], others)
+    @abc.abstractmethod
+    def run_stage(self, stage: str, window: Window, live: Live, emit: Live):
+        """Run one stage of a window: it takes what it reads from `live`, puts there what it makes; `emit` is kept."""
 
-    def index(self, layer: int):
-        """Return the absolute layer, an int while no loop runs; clipped to the layers that exist."""
-        if self.turn is None:
-            return min(max(layer, 0), self.layers - 1)
-        return jnp.clip(self.turn + layer, 0, self.layers - 1)
+    def stages_of(self, window: Window) -> tuple[str, ...]:
+        """Return the stages of a window in the order in which they run."""
+        return OF_WINDOW.get(window.stage, (window.stage,))
 
-    def of_layer(self, tree, layer: int):
-        index = self.index(layer)
-        if isinstance(index, int):
-            return jax.tree.map(lambda leaf: leaf[index], tree)
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), tree)
+    def key_read(self, stage: str, window: Window) -> Key:
+        """Return the key of the live value that a stage of a window goes on from."""
+        return STAGES[stage][0], window.layer, window.half
 
-    def gathered(self, mix, gate):
-        """Return one layer's parameters as its stages take them.
+    def fence_pair(self, live: Live, values: tuple) -> tuple:
+        """Fence what the two sides of a pair of windows read."""
+        return fence(values)
 
-        Where two halves use them they vary over the data-parallel devices, so that their gradients are added before
-        they are summed over devices.
+    def closes_layer(self, window: Window) -> bool:
+        """Return whether the layer's other half, if there is one, has run its window of this kind before."""
+        return window.half in (None, self.last_half)
+
+    def run_loop(self, loop: Loop, live: Live, saved: Live) -> tuple[Live, Live, Live]:
+        """Run all windows; returns (live, emitted by windows outside the loop, emitted by its body, stacked by turn).
+
+        Args:
+          saved: what the forward's loop emitted, [turns, ...], for the same turns; {} in the forward.
         """
-        whole = self.how.gathered(mix, gate)
-        return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.block_schedule.halves else whole
+        if not self.scan:
+            loop = Loop(loop.windows(self.layers), (), range(0), ())
+        outside: Live = {}
+        for window in loop.before:
+            self.run_window(window, live, outside)
+        stacked: Live = {}
+        if len(loop.turns):
+            live, stacked = self.run_turns(loop, live, saved)
+        for window in loop.after:
+            self.run_window(window, live, outside)
+        return live, outside, stacked
 
-    def saved(self, key: tuple):
-        """Return what the forward left under (name, layer, half), in this turn of the loop or outside it."""
-        return self.residuals[key] if key in self.residuals else self.alone[key]
+    def run_turns(self, loop: Loop, live: Live, saved: Live) -> tuple[Live, Live]:
+        """Run a loop's body as a scan; returns (live, emitted, [turns, ...])."""
+        step, outside = loop.turns.step, self.saved
+        carry = shift_layers(live, -loop.turns[0])
 
-    def reads(self, stage: str) -> tuple[str, int]:
-        """Return which live value a stage begins with: its name, and 1 if it is of the layer above, else 0."""
-        if self.direction == "forward" or stage.endswith("_again"):
-            return STAGES[stage.removesuffix("_again")][0], 0
-        return "d" + STAGES[stage][1], int(stage == "unpack")
+        def body(carry, inputs):
+            self.turn, self.saved = inputs
+            live, emit = dict(carry), {}
+            for window in loop.body:
+                self.run_window(window, live, emit)
+            self.turn, self.saved = None, outside
+            live = shift_layers(live, -step)
+            assert live.keys() == carry.keys(), (sorted(map(str, live)), sorted(map(str, carry)))
+            return live, emit
 
-    def inputs(self, stage: str, at: tuple, env: dict) -> LayerInputs:
-        """Return what a stage at (layer, half) reads; replicas only where it uses them.
+        turns = jnp.asarray(sorted(loop.turns), jnp.int32)  # as the forward stacked what is saved
+        carry, stacked = lax.scan(body, carry, (turns, saved), reverse=step < 0)
+        return shift_layers(carry, loop.turns[-1] + step), stacked
 
-        Those planned ahead stand before those that came after the gate; each are alive, fetched again, or saved.
+    def run_window(self, window: Window, live: Live, emit: Live):
+        """Run a window and the `others` next to it, of which the first reads what is there and each the one before.
+
+        Neither side starts before what both read is there. On XLA:CPU every window of a half, alone or not, waits for
+        the results of the other half so far: branches that hold collectives would overtake others (`ordering.py`).
         """
-        layer, half = at
-        replicas: list = []
-        if stage.startswith(("experts", "unpack")):
+        sides = {}  # the first window of either half: key of what it reads
+        for one in window.pair[:2]:
+            if one.half is not None:
+                key = self.key_read(self.stages_of(one)[0], one)
+                if key not in live:  # what is computed again starts from what was saved
+                    live[key] = self.saved[key]
+                sides[one] = key
+        if window.others:  # no part of what a pair reads is used before all of it is there
+            fenced = self.fence_pair(live, tuple(live[key] for key in sides.values()))
+            live.update(zip(sides.values(), fenced, strict=True))
+        for one in window.pair:
+            if one in sides:
+                # what the next windows of the other half will read, as far as it is there
+                others = [v for (name, _, half), v in live.items() if half == 1 - one.half and name in GOES_ON_FROM]
+                live[sides[one]] = self.after(live[sides[one]], *others)
+            for stage in self.stages_of(one):
+                self.run_stage(stage, one, live, emit)
+
+    def moves_of(self, window: Window) -> tuple[Move, ...]:
+        """Return the parts of transfers that run next to a window; only windows of one stage have some."""
+        return () if self.how.transfer is None else window.beside
+
+    def start_moves(self, window: Window, live: Live, value):
+        """Return the value that a stage goes on from, and the window's moves, packed.
+
+        What a move sends is fenced with what enters the stage: the move cannot start before it, and the stage not
+        before everything is packed. With a fence of its table alone the compiler packs Agg after attention, and keeps
+        the gradients of experts, and all that they are computed from, in memory until then.
+        """
+        moves, transfer, bank = [], self.how.transfer, self.constants.bank  # (key of what it fills, `ChunkTransfer`)
+        for move in self.moves_of(window):
+            tables = self.of_layer(self.constants.tables, move.layer)
+            part = round(move.start * PARTS), round(move.stop * PARTS)
+            if move.kind == "trans":
+                steps = fetch(bank, tables.home_row, tables.transfer, transfer, part)
+                moves.append((("ahead", move.layer, None), steps))
+            else:
+                wires = {name: leaf.dtype for name, leaf in bank.items()}
+                steps = return_part(live["dahead", move.layer, None], tables.transfer, transfer, part, wires)
+                moves.append((("dhome", move.layer, None), steps))
+        if not moves:
+            return value, ()
+        value, packed = fence((value, [steps.pack() for _, steps in moves]))
+        packed = self.after(packed, value)
+        return value, [(*move, one) for move, one in zip(moves, packed, strict=True)]
+
+    def end_moves(self, moves, live: Live, value):
+        """Return what a stage made once the moves next to it have arrived; what they bring goes to `live`."""
+        if not moves:
+            return value
+        arrived = {}
+        for key, steps, packed in moves:
+            into = live.pop(key, None)
+            into = empty_replicas(self.constants.bank, self.how.transfer) if into is None else into
+            arrived[key] = steps.unpack(steps.communicate(packed), into)
+        value, arrived = fence((value, arrived))
+        live.update(arrived)
+        return value
+
+    def compute(self, stage: str, window: Window, live: Live, value, save: bool) -> tuple[Any, Residuals | None]:
+        """Run a stage of the forward on the value that it goes on from, the window's moves next to it.
+
+        Returns:
+          (what it makes, as in `Stages`; what its backward needs, if that is to be saved).
+        """
+        how, at, inputs = self.how, (window.layer, window.half), self.inputs(stage, window, live)
+        if stage in ("attention", "route"):
+            run, further = getattr(how, stage)(inputs)
+        elif stage == "experts":
+            run, further = how.experts(inputs, live["sent", *at])
+        elif stage == "unpack":
+            run, further = how.unpack(inputs, live.pop(("sent", *at)), *live.pop(("context", *at)))
+        else:  # an exchange
+            run, further = functools.partial(getattr(how.moe.schedule, stage), sent=live["sent", *at]), ()
+        value, moves = self.start_moves(window, live, value)
+        if save:
+            made, pull_back, *aux = jax.vjp(run, value, *further, has_aux=stage == "route")
+            made, residuals = (made, *aux) if aux else made, residuals_of(pull_back, inputs)
+        else:
+            made, residuals = run(value, *further), None
+        return self.end_moves(moves, live, made), residuals
+
+    def put_routed(self, window: Window, live: Live, made):
+        """Put what `route` made to `live`; returns the rest, (stats' floats, stats' other leaves, passes)."""
+        at = window.layer, window.half
+        (rows, context, stats, _), (sent, (context_rest, stats_rest), passes, late) = made
+        live["sent", *at], live["context", *at], live["packed", *at] = sent, (context, context_rest), rows
+        if late:
+            live["late", *at] = late
+        return stats, stats_rest, passes
+
+    def inputs(self, stage: str, window: Window, live: Live) -> LayerInputs:
+        """Return what a stage reads besides activations; replicas only where it uses them, alive or saved."""
+        layer, half, known = window.layer, window.half, collections.ChainMap(live, self.saved)
+        replicas: tuple = ()
+        if stage in ("experts", "unpack"):
             if self.how.transfer is not None:
-                key = "held_replicas", layer, None
-                replicas.append(env[key] if key in env else self.saved(key))
+                replicas += (known["ahead", layer, None],)
             if self.how.late is not None:
-                key = "late", layer, half
-                replicas += env[key] if key in env else self.saved(key)
+                replicas += known["late", layer, half]
         mix, gate = self.gathered(*self.of_layer(self.params, layer))
         key, token_ids, documents = self.constants.key, self.constants.token_ids, self.constants.documents
         if key is not None:
@@ -163,7 +330,7 @@ class Direction:
             documents = None if documents is None else jnp.split(documents, 2)[half]
         grad_sinks, tables = self.grad_sinks(), self.of_layer(self.constants.tables, layer)
         constants = Constants(self.constants.bank, tables, token_ids, key, documents)
-        return LayerInputs(mix, gate, tuple(replicas), grad_sinks, constants)
+        return LayerInputs(mix, gate, replicas, grad_sinks, constants)
 
     def grad_sinks(self):
         """Return zeros that nothing reads, through which gradients of one layer leave: of homes and of replicas."""
@@ -176,134 +343,329 @@ class Direction:
         home, axes = zeros(tables.home_row.shape[-1], self.grad_sink_axes), varying_axes(bank, tables)
         return home, tuple(zeros(part.slots, axes) for part in (self.how.transfer, self.how.late) if part is not None)
 
-    def run_stage(
-        self, stage: str, window: Window, env: dict, value, inputs: LayerInputs, save: bool
-    ) -> tuple[Any, Residuals | None]:
-        """Run a stage of the forward on the value that it reads; returns (result, what its backward needs)."""
-        how, at = self.how, (window.layer, window.half)
-        if stage in ("attention", "route"):
-            run, rest = getattr(how, stage)(inputs)
-        elif stage == "experts":
-            run, rest = how.experts(inputs, env["sent", *at])
+    def gathered(self, mix, gate):
+        """Return one layer's parameters as its stages take them.
+
+        Where two halves use them they vary over the data-parallel devices, so that their gradients are added before
+        they are summed over devices.
+        """
+        whole = self.how.gathered(mix, gate)
+        return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.block_schedule.halves else whole
+
+    def index(self, layer: int):
+        """Return the absolute layer, an int outside the loop; clipped, as all turns send moves of layers beyond."""
+        if self.turn is None:
+            return min(max(layer, 0), self.layers - 1)
+        return jnp.clip(self.turn + layer, 0, self.layers - 1)
+
+    def of_layer(self, tree, layer: int):
+        """Return one layer's part of a tree with leaves [L, ...]."""
+        index = self.index(layer)
+        if isinstance(index, int):
+            return jax.tree.map(lambda leaf: leaf[index], tree)
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), tree)
+
+    def after(self, value, *others):
+        """Return value; on XLA:CPU it waits for `others`, whose collectives may be in branches."""
+        return wait_for_tree(value, self.constants.token_ids[0], others) if jax.tree.leaves(others) else value
+
+
+class Forward(Direction):
+    """The forward direction."""
+
+    last_half = 1
+
+    def __init__(self, how: Stages, params, grad_sink, constants: Constants, *, save_residuals: bool):
+        super().__init__(how, params, grad_sink, constants)
+        self.save_residuals = save_residuals
+
+    def run(self, x: tuple):
+        """Return ((x, counted), saved): x by half, and by half (stats [L, ...], passes [L]).
+
+        Saved is what the backward takes, (emitted outside the loop, emitted by its turns, values [turns, ...], the top
+        layer's replicas {name: [m, ...]}, None where the backward fetches none again).
+        """
+        schedule = self.how.block_schedule
+        live = {("x", 0, half): part for half, part in zip(self.halves, x, strict=True)}
+        if self.how.transfer is not None and self.save_residuals and schedule.refetch_replicas:
+            # The backward needs the top layer's replicas at once. All turns of a loop are alike, so each leaves its
+            # own here; before the first, zeros of the same type.
+            bank, (like, *_) = self.constants.bank, self.grad_sinks()[1]
+            live[TOP_REPLICAS] = {name: leaf.astype(bank[name].dtype) for name, leaf in like.items()}
+        live, outside, stacked = self.run_loop(schedule.forward, live, {})
+        counted = []
+        for half in self.halves:
+            pieces = {}  # by their first layer, leaves [1 or turns, ...]
+            for layer, value in _pop_counted(outside, half):
+                pieces[layer] = jax.tree.map(lambda leaf: leaf[None], value)
+            for offset, value in _pop_counted(stacked, half):
+                pieces[schedule.forward.turns[0] + offset] = value
+            ordered = [pieces[layer] for layer in sorted(pieces)]
+            counted.append(jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered))
+        x = tuple(live["x", self.layers, half] for half in self.halves)
+        return (x, tuple(counted)), (outside, stacked, live.get(TOP_REPLICAS))
+
+    def run_stage(self, stage: str, window: Window, live: Live, emit: Live):
+        at = window.layer, window.half
+        # the rest of a layer runs again where `remat` is on
+        save = self.save_residuals and (stage == "attention" or not self.how.segment.config.recomputes)
+        key = self.key_read(stage, window)
+        value = live[key] if stage == "route" else live.pop(key)  # unpack takes a
+        made, residuals = self.compute(stage, window, live, value, save)
+        if stage == "route":
+            stats, stats_rest, passes = self.put_routed(window, live, made)
+            live["packed", *at] = self.after(live["packed", *at], stats)
+            emit["counted", *at] = join_floats(stats, stats_rest), passes
         elif stage == "unpack":
-            run, rest = how.unpack(inputs, env.pop(("sent", *at)), *env.pop(("context", *at)))
-        else:  # an exchange
-            run, rest = functools.partial(getattr(how.moe.schedule, stage), sent=env["sent", *at]), ()
-        value, moves = self.start_moves(window, env, value)
-        if not save:
-            out, kept = run(value, *rest), None
+            late, a = live.pop(("late", *at), None), live.pop(("a", *at))
+            live["x", window.layer + 1, window.half] = a + made.reshape(a.shape)
+            if save and late:
+                emit["late", *at] = late
+            if self.save_residuals and not save:
+                emit["a", *at] = a
+            if self.closes_layer(window):
+                replicas = live.pop(("ahead", window.layer, None), None)
+                if TOP_REPLICAS in live:
+                    live[TOP_REPLICAS] = replicas
+                elif self.save_residuals and replicas is not None:
+                    emit["ahead", window.layer, None] = replicas
         else:
-            out, pull_back, *aux = jax.vjp(run, value, *rest, has_aux=stage == "route")
-            out, kept = (out, *aux) if aux else out, residuals_of(pull_back, inputs)
-        return self.end_moves(moves, env, out), kept
+            live[STAGES[stage][1], *at] = made
+        if save:
+            emit[stage, *at] = residuals
 
-    def start_moves(self, window: Window, env: dict, chain):
-        """Return the chain of values that a stage takes, and the window's moves, packed.
 
-        What a move sends is fenced with what enters the stage: the move cannot start before it, and the stage not
-        before everything is packed. With a fence of its table alone the compiler packs Agg after attention, and keeps
-        the gradients of experts, and all that they are computed from, in memory until then.
-        """
-        moves, transfer, bank = [], self.how.transfer, self.constants.bank  # (key of what it fills, `ChunkTransfer`)
-        for move in self.moves(window):
-            tables = self.of_layer(self.constants.tables, move.layer)
-            part = round(move.start * PARTS), round(move.stop * PARTS)
-            if move.kind == "trans":
-                steps = fetch(bank, tables.home_row, tables.transfer, transfer, part)
-                moves.append((("held_replicas", move.layer, None), steps))
-            else:
-                wires = {name: leaf.dtype for name, leaf in bank.items()}
-                gradients = env["dheld_replicas", move.layer, None]
-                steps = return_part(gradients, tables.transfer, transfer, part, wires)
-                moves.append((("home", move.layer, None), steps))
-        if not moves:
-            return chain, ()
-        chain, packed = fence((chain, [steps.pack() for _, steps in moves]))
-        packed = self.after(packed, chain)
-        return chain, [(*move, one) for move, one in zip(moves, packed, strict=True)]
+def _pop_counted(emitted: Live, half: int | None) -> list:
+    """Take one half's counts out of what was emitted: [(layer, (stats, passes))]."""
+    keys = [key for key in emitted if key[0] == "counted" and key[2] == half]
+    return [(key[1], emitted.pop(key)) for key in keys]
 
-    def moves(self, window: Window) -> tuple[Move, ...]:
-        return () if self.how.transfer is None else window.beside
 
-    def end_moves(self, moves, env: dict, value):
-        """Return what a stage made once the moves beside it have arrived; what they bring goes to `env`."""
-        if not moves:
-            return value
-        arrived = {}
-        for key, steps, packed in moves:
-            into = env.pop(key, None)
-            into = empty_replicas(self.constants.bank, self.how.transfer) if into is None else into
-            arrived[key] = steps.unpack(steps.communicate(packed), into)
-        value, arrived = fence((value, arrived))
-        env.update(arrived)
-        return value
+class Backward(Direction):
+    """The backward direction: cotangents, gradients, and the replicas fetched a second time.
 
-    def pair(self, window: Window, env: dict, emit: dict):
-        """Run a window and its `others`, of which the first reads what is there already and each the one before.
+    A stage has a method of its name; both exchanges have one.
 
-        Neither side starts before what both read is there. On XLA:CPU every window of a half, alone or not, waits for
-        the results of the other half so far: branches that hold collectives would overtake others (`ordering.py`).
-        """
-        steps = [STEPS.get(one.stage, (one.stage,)) for one in window.pair]
-        if self.direction == "backward":
-            steps = [names if names == STEPS["recompute"] else names[::-1] for names in steps]
-        keys = []  # of what the windows of a half read first
-        for one, (first, *_) in zip(window.pair[:2], steps, strict=False):
-            if one.half is not None:
-                name, ahead = self.reads(first)
-                keys.append((name, one.layer + ahead, one.half))
-                if keys[-1] not in env:  # what is computed again starts from what was saved
-                    env[keys[-1]] = self.saved(keys[-1])
-        if window.others:  # no part of what a pair reads is used before all of it is there
-            env.update(zip(keys, self.start(env, tuple(env[key] for key in keys)), strict=True))
-        for i, one in enumerate(window.pair):
-            if i < len(keys):
-                # what the next windows of the other half will read, as far as it is there
-                others = [v for (name, _, half), v in env.items() if half == 1 - one.half and name in self.chain]
-                env[keys[i]] = self.after(env[keys[i]], *others)
-            for step in steps[i]:
-                self.step(step, one, env, emit)
+    Attributes:
+      dstats: by half, cotangents of stats [L, ...].
+      whole_after: {gradient: the stage of a layer's last half, or Agg, that adds the last part of it}.
+      unwritten: whole gradients that `fence_pair` will write, (name, layer, value).
+    """
 
-    def run_loop(self, loop: Loop, env: dict, saved=None):
-        """Run all windows; returns (env, emitted before and after {key: value}, emitted by the body, stacked).
+    last_half = 0
+
+    def __init__(self, how: Stages, params, grad_sink, constants: Constants, dstats: list):
+        super().__init__(how, params, grad_sink, constants)
+        home = "agg" if how.transfer is not None else "route" if how.late is not None else "experts"
+        self.whole_after = {"mix": "attention", "gate": "route", "home": home}
+        self.dstats = dstats
+        self.unwritten: list[tuple] = []
+
+    def run(self, dx: tuple, saved: tuple):
+        """Return (halves of dx, dparams, d_grad_sink); dx: the cotangent, by half; saved: as `Forward.run` says."""
+        self.saved, stacked, top_replicas = saved
+        live: Live = {("dx", self.layers, half): part for half, part in zip(self.halves, dx, strict=True)}
+        if top_replicas is not None:
+            live["ahead", self.layers - 1, None] = top_replicas
+        home, _ = self.grad_sinks()
+        home = {n: jnp.zeros((self.layers, *leaf.shape), leaf.dtype) for n, leaf in home.items()}
+        zeros = lambda leaf: cast_varying(jnp.zeros(leaf.shape, leaf.dtype), varying_axes(leaf))  # noqa: E731
+        mix, gate = jax.tree.map(zeros, self.params)
+        whole = {"mix": mix, "gate": gate, "home": cast_varying(home, self.grad_sink_axes)}
+        live[GRADIENTS] = whole if self.scan else {name: {} for name in whole}
+        live, _, _ = self.run_loop(self.how.block_schedule.backward, live, stacked)
+        for gradient in self.unwritten:
+            self.write(*gradient, live)
+        dx = tuple(live["dx", 0, half] for half in self.halves)
+        dx = tuple(self.after(part, *dx) for part in dx)
+        gradients = live[GRADIENTS]
+        if not self.scan:  # layers that are written out are put together once
+            for name, like in whole.items():
+                values = (gradients[name][layer] for layer in range(self.layers))
+                gradients[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
+        return dx, (gradients["mix"], gradients["gate"]), gradients["home"]
+
+    def stages_of(self, window: Window) -> tuple[str, ...]:
+        stages = super().stages_of(window)
+        return stages if window.stage == "recompute" else stages[::-1]
+
+    def key_read(self, stage: str, window: Window) -> Key:
+        if stage.endswith("_again"):
+            return super().key_read(stage.removesuffix("_again"), window)
+        return "d" + STAGES[stage][1], window.layer + (stage == "unpack"), window.half
+
+    def run_stage(self, stage: str, window: Window, live: Live, emit: Live):
+        if stage.endswith("_again"):
+            self.again(stage.removesuffix("_again"), window, live)
+        elif stage in ("send", "send_back"):
+            self.exchange(stage, window, live)
+        else:
+            getattr(self, stage)(window, live)
+        for move in self.moves_of(window):
+            if move.kind == "agg" and move.stop == 1.0:
+                del live["dahead", move.layer, None]
+                self.close("home", move.layer, live)
+
+    def unpack(self, window: Window, live: Live):
+        """From dx: dreturned, dcontext, dreplicas, and da, the residual connection's."""
+        at = window.layer, window.half
+        # what is made again of the number of passes: the branch of later passes
+        dx, pull_back = self.begin("unpack", window, live, waits=lambda leaf: leaf.ndim == 0)
+        dreturned, dcontext, (dhome, dreplicas) = pull_back(dx.reshape(-1, dx.shape[-1]))
+        live["dreturned", *at], live["dcontext", *at], live["dreplicas", *at] = dreturned, dcontext, dreplicas
+        self.add_gradient("home", "unpack", window, dhome, live)
+        live["da", *at] = dx
+
+    def exchange(self, stage: str, window: Window, live: Live):
+        """From ddone the rows that go back again: dreturned -> ddone, or dreceived -> dpacked."""
+        d, pull_back = self.begin(stage, window, live)
+        (live["d" + STAGES[stage][0], window.layer, window.half],) = pull_back(d)
+
+    def experts(self, window: Window, live: Live):
+        """From ddone and dreplicas: dreceived, dahead and dlate. The replicas are used no more."""
+        at, layer = (window.layer, window.half), window.layer
+        ddone, pull_back = self.begin("experts", window, live)
+        live["dreceived", *at], (dhome, dreplicas) = pull_back(ddone)
+        self.add_gradient("home", "experts", window, dhome, live)
+        dreplicas = jax.tree.map(jnp.add, live.pop(("dreplicas", *at)), dreplicas)
+        live.pop(("late", *at), None)
+        if self.how.transfer is not None:
+            add(live, ("dahead", layer, None), dreplicas[0])
+        if self.how.late is not None:
+            live["dlate", *at] = dreplicas[-1:]
+        if self.closes_layer(window):
+            live.pop(("ahead", layer, None), None)
+
+    def route(self, window: Window, live: Live):
+        """From dpacked, dcontext, dlate and the cotangents of stats: the rest of da."""
+        at, layer = (window.layer, window.half), window.layer
+        dpacked, pull_back = self.begin("route", window, live)
+        # cotangents of integers have no dtype
+        own = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
+        dstats = jax.tree.map(own, self.dstats[window.half or 0])
+        da, dgate, dhome = pull_back((dpacked, live.pop(("dcontext", *at)), dstats, live.pop(("dlate", *at), ())))
+        if self.how.late is not None:  # what the replicas that came late add
+            self.add_gradient("home", "route", window, dhome, live)
+        da = live["da", *at] + da
+        written = self.add_gradient("gate", "route", window, dgate, live)
+        live["da", *at] = self.after(da, written)
+
+    def attention(self, window: Window, live: Live):
+        """From da: dx."""
+        # what is made again of activations: the tokens that an MP group gathers
+        floats = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+        da, pull_back = self.begin("attention", window, live, waits=floats)
+        dx, dmix = pull_back(da)
+        if self.moves_of(window):  # else the sum of dmix over devices, and so all of attention, would run before them
+            dx, dmix = fence((dx, dmix))
+        written = self.add_gradient("mix", "attention", window, dmix, live)
+        live["dx", window.layer, window.half] = self.after(dx, written)
+
+    def begin(self, stage: str, window: Window, live: Live, waits: Callable | None = None):
+        """Return the cotangent that a stage goes on from, and its pull-back, next to which the window's moves run.
 
         Args:
-          saved: what the other direction's loop emitted, stacked, for the same turns.
+          waits: whether a leaf of the residuals waits for the cotangent on XLA:CPU. What is made again of those could
+            hold collectives, and would run as soon as they are there, next to anything.
         """
-        if not self.scan:
-            loop = Loop(loop.windows(self.layers), (), range(0), ())
-        alone: dict = {}
-        for window in loop.before:
-            self.pair(window, env, alone)
-        stacked = {}
-        if len(loop.turns):
-            step = loop.turns.step
-            carry = _moved(env, -loop.turns[0])
+        inputs = self.inputs(stage, window, live)
+        residuals = self.take(live, (stage, window.layer, window.half))
+        d = live.pop(self.key_read(stage, window))
+        if waits is not None:
+            residuals = jax.tree.map(lambda leaf: self.after(leaf, d) if waits(leaf) else leaf, residuals)
+        restored = residuals.restore(inputs)
+        d, moves = self.start_moves(window, live, d)
 
-            def body(carry, inputs):
-                self.turn, self.residuals = inputs
-                env, emitted = dict(carry), {}
-                for window in loop.body:
-                    self.pair(window, env, emitted)
-                self.turn, self.residuals = None, {}
-                env = _moved(env, -step)
-                assert env.keys() == carry.keys(), (sorted(map(str, env)), sorted(map(str, carry)))
-                return env, emitted
+        def pull_back(cotangents):
+            dread, *others = restored(cotangents)
+            return self.end_moves(moves, live, dread), *others
 
-            turns = jnp.asarray(list(loop.turns), jnp.int32)
-            flipped = step < 0 and saved is not None
-            if flipped:  # the other direction stacked its results in the reverse order of turns
-                turns = turns[::-1]
-            carry, stacked = lax.scan(body, carry, (turns, saved), reverse=flipped)
-            env = _moved(carry, loop.turns[-1] + step)
-        for window in loop.after:
-            self.pair(window, env, alone)
-        return env, alone, stacked
+        return d, pull_back
+
+    def take(self, live: Live, key: Key):
+        """Return a value that is alive, which it is no longer, or was saved."""
+        return live.pop(key) if key in live else self.saved[key]
+
+    def again(self, stage: str, window: Window, live: Live):
+        """Run a stage of the forward again, and keep what its backward needs."""
+        at = layer, half = window.layer, window.half
+        dx = "dx", layer + 1, half
+        if stage == "route":  # nothing is computed again before its cotangent is there
+            value = self.after(self.take(live, ("a", *at)), live[dx])
+            if half is not None:
+                value, live[dx] = fence((value, live[dx]))
+        else:
+            value = live.pop(self.key_read(stage + "_again", window))
+        made, live[stage, *at] = self.compute(stage, window, live, value, save=True)
+        if stage == "route":
+            self.put_routed(window, live, made)
+        elif stage == "unpack":  # what was computed again ends before the backward of the layer begins
+            live[dx] = self.after(live[dx], made)
+        else:
+            live[STAGES[stage][1], *at] = made
+
+    def add_gradient(self, name: str, stage: str, window: Window, value, live: Live):
+        """Add what a stage gives to its layer's gradient `name`, and close that if nothing more will come.
+
+        Returns:
+          what was written, () if nothing.
+        """
+        add(live, ("d" + name, window.layer, None), value)
+        whole = stage == self.whole_after[name] and self.closes_layer(window)
+        return self.close(name, window.layer, live) if whole else ()
+
+    def close(self, name: str, layer: int, live: Live):
+        """Take a layer's whole gradient and write it; written out with halves, when the next pair starts.
+
+        Returns:
+          what was written, () if that is put off.
+        """
+        value = live.pop(("d" + name, layer, None))
+        if self.how.block_schedule.halves and not self.scan:
+            self.unwritten.append((name, layer, value))
+            return ()
+        return self.write(name, layer, value, live)
+
+    def write(self, name: str, layer: int, value, live: Live):
+        """Put a layer's gradient among those of all; mix and gate come as cotangents of what `gathered` returned."""
+        if name != "home":
+            mix, gate = self.of_layer(self.params, layer)
+            if name == "mix":
+                value = jax.vjp(lambda p: self.gathered(p, gate)[0], mix)[1](value)[0]
+            else:
+                value = jax.vjp(lambda p: self.gathered(mix, p)[1], gate)[1](value)[0]
+        index, gradients = self.index(layer), live[GRADIENTS]
+        if self.scan:
+            total = jax.tree.map(lambda all, own: all.at[index].set(own), gradients[name], value)
+            live[GRADIENTS] = {**gradients, name: total}
+        else:
+            gradients[name][index] = value
+        return value
+
+    def fence_pair(self, live: Live, values: tuple) -> tuple:
+        """Fence what the windows read; where layers are written out, with all gradients of parameters so far.
+
+        Nothing reads those before the end of the step, and the compiler would compute most of them next to the last
+        exchanges, and nothing next to the first. Small ones are left to it: fenced, each is a kernel of its own.
+        """
+        if self.scan:  # each turn of a loop computes its own
+            return fence(values)
+        keys = [key for key in live if key[0] in ("dhome", "dmix", "dgate")]
+        leaves, tree = jax.tree.flatten(([value for *_, value in self.unwritten], [live[key] for key in keys]))
+        large = [place for place, leaf in enumerate(leaves) if leaf.size >= MATRIX]
+        values, fenced = fence((values, [leaves[place] for place in large]))
+        for place, leaf in zip(large, fenced, strict=True):
+            leaves[place] = leaf
+        whole, sums = jax.tree.unflatten(tree, leaves)
+        live.update(zip(keys, sums, strict=True))
+        waiting, self.unwritten = self.unwritten, []
+        written = [self.write(name, layer, value, live) for (name, layer, _), value in zip(waiting, whole, strict=True)]
+        return self.after(values, written)
 
 
-def _moved(env: dict, by: int) -> dict:
-    """Return live values with layers counted from elsewhere; those of no layer as they are."""
-    return {(name, at if at is None else at + by, half): value for (name, at, half), value in env.items()}
+def add(live: Live, key: Key, value):
+    """Add a value to a sum that may not have begun."""
+    live[key] = jax.tree.map(jnp.add, live[key], value) if key in live else value
 
 
 def fence(tree):
@@ -316,259 +678,6 @@ def fence(tree):
     return jax.tree.unflatten(structure, out)
 
 
-class Forward(Direction):
-    """The forward direction."""
-
-    direction, chain = "forward", {reads for reads, _ in STAGES.values()}
-    start = staticmethod(lambda env, chains: fence(chains))
-
-    def __init__(self, how, params, grad_sink, constants, *, save_residuals: bool):
-        super().__init__(how, params, grad_sink, constants)
-        self.save_residuals = save_residuals
-
-    def run(self, x: tuple):
-        """Return ((x, stats [L, ...], passes [L]), saved), a tuple by half of each of the three.
-
-        Saved is what the backward takes, (alone, stacked, last). Alone, {(name, layer, half): value}, is of windows
-        outside the loop: the `Residuals` of each stage under its name; a [b, Sq, M] in their place where stages run
-        again; held_replicas and late {name: [m, ...]} where those are not fetched again. Stacked is the same of the
-        loop's windows, layers relative to the turn, values [turns, ...]. Last are the last layer's replicas
-        {name: [m, ...]}, which the backward needs at once; None where it fetches none.
-        """
-        how = self.how
-        env = {("x", 0, half): part for half, part in zip(self.halves, x, strict=True)}
-        last = how.transfer is not None and self.save_residuals and how.block_schedule.refetch_replicas
-        if last:  # the last layer's replicas are needed again at once
-            bank = self.constants.bank
-            like = self.grad_sinks()[1][0]
-            env["last", None, None] = {name: leaf.astype(bank[name].dtype) for name, leaf in like.items()}
-        env, alone, stacked = self.run_loop(how.block_schedule.forward, env)
-        found = []
-        for wanted in itertools.product(("stats", "passes"), self.halves):
-            pieces = {}  # by layer, [1 or turns, ...]
-            for (name, at, half), value in alone.items():
-                if (name, half) == wanted:
-                    pieces[at] = jax.tree.map(lambda v: v[None], value)
-            for (name, offset, half), value in stacked.items():
-                if (name, half) == wanted:
-                    pieces[how.block_schedule.forward.turns[0] + offset] = value
-            ordered = [pieces[layer] for layer in sorted(pieces)]
-            found.append(jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered))
-        halves = len(self.halves)
-        kept = ({k: v for k, v in part.items() if k[0] not in ("stats", "passes")} for part in (alone, stacked))
-        out = tuple(env["x", self.layers, half] for half in self.halves)
-        return (out, tuple(found[:halves]), tuple(found[halves:])), (*kept, env.get(("last", None, None)))
-
-    def step(self, stage: str, window: Window, env: dict, emit: dict):
-        at = window.layer, window.half
-        save = self.save_residuals and (stage == "attention" or not self.recompute)
-        inputs = self.inputs(stage, at, env)
-        reads, makes = STAGES[stage]
-        value = env[("a", *at)] if stage == "route" else env.pop((reads, *at))
-        out, kept = self.run_stage(stage, window, env, value, inputs, save)
-        if stage == "route":
-            (rows, context, stats, _), (env["sent", *at], whole, passes, env["late", *at]) = out
-            env["packed", *at], env["context", *at] = self.after(rows, stats), (context, whole[0])
-            emit["stats", *at], emit["passes", *at] = join_floats(stats, whole[1]), passes
-        elif stage == "unpack":
-            late, a = env.pop(("late", *at)), env.pop(("a", *at))
-            env["x", window.layer + 1, window.half] = a + out.reshape(a.shape)
-            if save and late:
-                emit["late", *at] = late
-            elif self.save_residuals and not save:
-                emit["a", *at] = a
-            if window.half in (None, 1):  # the last to read this layer's replicas
-                replicas = env.pop(("held_replicas", window.layer, None), None)
-                if ("last", None, None) in env:
-                    env["last", None, None] = replicas
-                elif self.save_residuals and replicas is not None:
-                    emit["held_replicas", window.layer, None] = replicas
-        else:
-            env[makes, *at] = out
-        if save:
-            emit[stage, *at] = kept
-
-
-MATRIX = 1 << 16  # values from which a gradient takes time worth hiding
-
-
-class Backward(Direction):
-    """The backward direction: cotangents, gradients, and the replicas fetched a second time."""
-
-    direction = "backward"
-    chain = {reads for reads, _ in STAGES.values()} - {"x"} | {"d" + makes for _, makes in STAGES.values()}
-
-    def run(self, cotangents, saved: tuple):
-        """Return (halves of dx, dparams, d_grad_sink)."""
-        dx, self.dstats, _ = cotangents
-        self.alone, stacked, last = saved
-        self.held: list[tuple] = []  # gradients that are not written yet: (name, layer, value)
-        env = {("dx", self.layers, half): part for half, part in zip(self.halves, dx, strict=True)}
-        if last is not None:
-            env["held_replicas", self.layers - 1, None] = last
-        zeros = lambda leaf: cast_varying(jnp.zeros(leaf.shape, leaf.dtype), varying_axes(leaf))  # noqa: E731
-        mix, gate = self.params
-        home, _ = self.grad_sinks()
-        full = {n: jnp.zeros((self.layers, *leaf.shape), leaf.dtype) for n, leaf in home.items()}
-        full = {
-            "mix": jax.tree.map(zeros, mix),
-            "gate": jax.tree.map(zeros, gate),
-            "sums": cast_varying(full, self.grad_sink_axes),
-        }
-        env.update({(name, None, None): value if self.scan else {} for name, value in full.items()})
-        env, _, _ = self.run_loop(self.how.block_schedule.backward, env, stacked)
-        for one in self.held:
-            self.write(*one, env)
-        dx = tuple(env["dx", 0, half] for half in self.halves)
-        dx = tuple(self.after(part, *dx) for part in dx)
-        grads = {name: env[name, None, None] for name in full}
-        if not self.scan:  # layers that are written out are put together once
-            for name, like in full.items():
-                values = (grads[name][layer] for layer in range(self.layers))
-                grads[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
-        return dx, (grads["mix"], grads["gate"]), grads["sums"]
-
-    def start(self, env: dict, chains: tuple) -> tuple:
-        """Fence what the windows read; where layers are written out, with all gradients of parameters so far.
-
-        Nothing reads those before the end of the step, and the compiler would compute most of them beside the last
-        exchanges, and nothing beside the first. Small ones are left to it: fenced, each is a kernel of its own.
-        """
-        if self.scan:  # each turn of a loop computes its own
-            return fence(chains)
-        keys = [key for key in env if key[0] in ("home", "dmix", "dgate")]
-        leaves, tree = jax.tree.flatten(([value for *_, value in self.held], [env[key] for key in keys]))
-        large = [place for place, leaf in enumerate(leaves) if leaf.size >= MATRIX]
-        chains, fenced = fence((chains, [leaves[place] for place in large]))
-        for place, leaf in zip(large, fenced, strict=True):
-            leaves[place] = leaf
-        values, sums = jax.tree.unflatten(tree, leaves)
-        env.update(zip(keys, sums, strict=True))
-        held, self.held = self.held, []
-        written = [self.write(name, layer, value, env) for (name, layer, _), value in zip(held, values, strict=True)]
-        return self.after(chains, written)
-
-    def finish(self, name: str, layer: int, value, env: dict):
-        """Put a layer's gradient at its place; written out with halves, when the next pair starts.
-
-        Returns:
-          what was written, or () where it is held.
-        """
-        if self.how.block_schedule.halves and not self.scan:
-            self.held.append((name, layer, value))
-            return ()
-        return self.write(name, layer, value, env)
-
-    def write(self, name: str, layer: int, value, env: dict):
-        """Write a gradient: of `mix` and `gate`, cotangents of what `gathered` returned, the layer's own."""
-        mix, gate = self.of_layer(self.params, layer) if name != "sums" else (None, None)
-        if name == "mix":
-            value = jax.vjp(lambda p: self.gathered(p, gate)[0], mix)[1](value)[0]
-        elif name == "gate":
-            value = jax.vjp(lambda p: self.gathered(mix, p)[1], gate)[1](value)[0]
-        index, total = self.index(layer), env[name, None, None]
-        if self.scan:
-            env[name, None, None] = jax.tree.map(lambda all, own: all.at[index].set(own), total, value)
-        else:
-            total[index] = value
-        return value
-
-    def step(self, stage: str, window: Window, env: dict, emit: dict):
-        at, layer, how = (window.layer, window.half), window.layer, self.how
-        if stage.endswith("_again"):
-            self.again(stage.removesuffix("_again"), window, env)
-            return
-        moves = how.transfer is not None
-        last = window.half in (None, 0)  # no other half of this layer follows in the backward
-        inputs = self.inputs(stage, at, env)
-        kept = env.pop((stage, *at), None) or self.saved((stage, *at))
-        name, ahead = self.reads(stage)
-        d = env.pop((name, layer + ahead, window.half))
-        # On XLA:CPU what a stage's backward makes again of what was saved waits for the cotangent: the branch of later
-        # passes, whose number is a scalar, and the tokens that an MP group gathers again.
-        if stage == "unpack":
-            kept = jax.tree.map(lambda leaf: self.after(leaf, d) if leaf.ndim == 0 else leaf, kept)
-        elif stage == "attention":
-            floats = jnp.floating
-            kept = jax.tree.map(lambda v: self.after(v, d) if jnp.issubdtype(v.dtype, floats) else v, kept)
-        pull_back = kept.restore(inputs)
-
-        d, flight = self.start_moves(window, env, d)
-        given, of_read = d, ("d" + STAGES[stage][0], *at)
-        if stage == "unpack":
-            given = d.reshape(-1, d.shape[-1])
-        elif stage == "route":
-            # cotangents of integers have no dtype
-            own = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
-            dstats = jax.tree.map(own, self.dstats[window.half or 0])
-            given = d, env.pop(("dcontext", *at)), dstats, env.pop(("dlate", *at), ())
-        dread, *others = pull_back(given)
-        dread = self.end_moves(flight, env, dread)
-        if stage == "attention":
-            (dmix,) = others
-            if flight:  # else the sum of dmix over devices, and so all of attention, would run before the moves
-                dread, dmix = fence((dread, dmix))
-            add(env, ("dmix", layer, None), dmix)
-            if last:
-                dread = self.after(dread, self.finish("mix", layer, env.pop(("dmix", layer, None)), env))
-        if stage != "route":
-            env[of_read] = dread
-        if stage == "unpack":
-            env["dcontext", *at], (dhome, env["dreplicas", *at]) = others
-            add(env, ("home", layer, None), dhome)
-            env["da", *at] = d
-        elif stage == "experts":
-            ((dhome, dreplicas),) = others
-            add(env, ("home", layer, None), dhome)
-            dreplicas = jax.tree.map(jnp.add, env.pop(("dreplicas", *at)), dreplicas)
-            env.pop(("late", *at), None)
-            if moves:
-                add(env, ("dheld_replicas", layer, None), dreplicas[0])
-            if how.late is not None:
-                env["dlate", *at] = dreplicas[-1:]
-            if last:
-                env.pop(("held_replicas", layer, None), None)
-                if not moves and how.late is None:
-                    self.finish("sums", layer, env.pop(("home", layer, None)), env)
-        elif stage == "route":
-            dgate, dhome = others
-            if how.late is not None:  # what the replicas that came late add
-                add(env, ("home", layer, None), dhome)
-                if not moves and last:
-                    self.finish("sums", layer, env.pop(("home", layer, None)), env)
-            dread = env[of_read] + dread
-            add(env, ("dgate", layer, None), dgate)
-            if last:
-                dread = self.after(dread, self.finish("gate", layer, env.pop(("dgate", layer, None)), env))
-            env[of_read] = dread
-        for move in self.moves(window) if flight else ():
-            if move.kind == "agg" and move.stop == 1.0:
-                del env["dheld_replicas", move.layer, None]
-                self.finish("sums", move.layer, env.pop(("home", move.layer, None)), env)
-
-    def again(self, stage: str, window: Window, env: dict):
-        """Run a stage of the forward again, and keep what its backward needs."""
-        at = layer, half = window.layer, window.half
-        cotangent, (reads, makes) = ("dx", layer + 1, half), STAGES[stage]
-        if stage == "route":
-            value = env.pop(("a", *at), None)
-            value = self.after(self.saved(("a", *at)) if value is None else value, env[cotangent])
-            if half is not None:
-                value, env[cotangent] = fence((value, env[cotangent]))
-        inputs = self.inputs(stage, at, env)
-        value = value if stage == "route" else env.pop((reads, *at))
-        out, env[stage, *at] = self.run_stage(stage, window, env, value, inputs, True)
-        if stage == "route":
-            (rows, context, *_), (env["sent", *at], whole, _, late) = out
-            env["packed", *at], env["context", *at] = rows, (context, whole[0])
-            if late:
-                env["late", *at] = late
-        elif stage == "unpack":
-            env[cotangent] = self.after(env[cotangent], out)
-        else:
-            env[makes, *at] = out
-
-
-def add(env: dict, key: tuple, value):
-    """Add a value to a sum that may not have begun."""
-    env[key] = jax.tree.map(jnp.add, env[key], value) if key in env else value
+def shift_layers(live: Live, by: int) -> Live:
+    """Return live values with layers counted from elsewhere; those of no layer as they are."""
+    return {(name, at if at is None else at + by, half): value for (name, at, half), value in live.items()}

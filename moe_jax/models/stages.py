@@ -117,10 +117,11 @@ class Stages:
         return checkpointed(run, self.segment.config, self.roles.model), (inputs.mix,)
 
     def route(self, inputs: LayerInputs):
-        """Gate and pack: (rows, context's floats, stats' floats, late grad_sinks), and beside it what has no gradient.
+        """Gate and pack: (what has gradients, what has none).
 
-        The latter are (sent, the rest of context and stats, passes, late replicas): replicas that come after the
-        gate, a tuple of {name: [m, ...]}, and the grad_sinks through which their gradients enter.
+        Those are (rows, context, stats, late_sinks): the floats of `context`, which is what `unpack` needs of the gate,
+        and of stats, and the grad_sinks through which gradients of late replicas enter. The others are (sent, (context,
+        stats), passes, late): the rest of both, and replicas that come after the gate, a tuple of {name: [m, ...]}.
         """
 
         def run(a, gate, home_sink):
