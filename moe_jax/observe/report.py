@@ -259,6 +259,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def style_axes(axes: Axes) -> None:
+    """Draw axes as all pictures of runs have them: no frame, faint horizontal lines behind the data, grey ticks."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -271,6 +272,7 @@ def style_axes(axes: Axes) -> None:
 
 
 def title_axes(axes: Axes, text: str) -> None:
+    """Write a picture's title, bold, above its left edge."""
     axes.set_title(text, loc="left", color=INK, fontsize=11, fontweight="bold", pad=10)
 
 
