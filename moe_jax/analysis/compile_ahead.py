@@ -30,8 +30,10 @@ from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import overflow_chance
 from moe_jax.training.compiling import compile_guided
+from moe_jax.training.overlap import settle_overlap
 from moe_jax.training.program import build_program
-from moe_jax.training.replanner import Replanner, segment_runs, settle_overlap
+from moe_jax.training.replanner import build_replanners
+from moe_jax.training.segments import segment_runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,12 +161,9 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
     """Return {segment: `PlanShape`} of the plans for loads of this skew, see `skewed_loads`; None without a planner."""
     if config.planner.name == "none":
         return None
-    found = {}
-    for name in segment_runs(config, roles):
-        replanner = Replanner(config, roles, name)
-        loads = skewed_loads(replanner, config.train.batch_size * config.data.sequence_length, skew)
-        found[name], _ = replanner.planned(loads)
-    return found
+    tokens = config.train.batch_size * config.data.sequence_length
+    replanners = build_replanners(config, roles)
+    return {name: own.planned(skewed_loads(own, tokens, skew))[0] for name, own in replanners.items()}
 
 
 def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:

@@ -31,23 +31,13 @@ from moe_jax.moe.schedule import schedule_record
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles, build_mesh
-from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
-from moe_jax.training.replanner import (
-    check_planner,
-    check_transfer,
-    initial_placement,
-    largest_shapes,
-    layer_seconds,
-    plan_cost,
-    segment_runs,
-    settle_overlap,
-    sizes_of,
-    why_not_halves,
-    with_replica_slots,
-)
+from moe_jax.training.overlap import compare_halves, settle_overlap, why_not_halves
+from moe_jax.training.plan_cost import most_shapes, settle_memory
+from moe_jax.training.replanner import Replanner, build_replanners
+from moe_jax.training.segments import build_model, initial_placement, segment_runs, sizes_of
 from moe_jax.training.teacher import mesh_experts, teacher_checkpoint, teacher_model
 
 OPTIMIZER_STATES = {
@@ -96,11 +86,11 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     roles = build_mesh(run.mesh, count, mesh_experts(run, count))
     tokenizer = build_tokenizer(run.data)
     vocab_size = padded_vocabulary(tokenizer, run.model)
-    check_sizes(dataclasses.replace(run, model=resolve_attention(run.model, described)), roles, vocab_size)
+    replanners = check_sizes(run, roles, vocab_size, described)
     teacher = teacher_model(run, roles, tokenizer, vocab_size, described)
     sections = {
         "Config": config_text(run, bound).splitlines(),
-        "Choices": _choice_lines(run, roles, described, tokenizer.end_id),
+        "Choices": _choice_lines(run, roles, described, tokenizer.end_id, replanners),
         "Mesh": _mesh_lines(run, roles, given=devices is not None),
         "Segments": _segment_lines(run, roles),
         "Schedule": _schedule_lines(run, roles, described),
@@ -112,24 +102,26 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines) + "\n"
 
 
-def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
-    """Raise the UserError that building the run would raise; its attention resolved."""
+def check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> dict[str, Replanner]:
+    """Raise the UserError that building the run would raise; return the planner of each segment, {} without any."""
     schedule_record(run.moe.schedule)
-    stages = {"zero_stage": run.train.zero_stage, "expert_zero_stage": run.train.expert_zero_stage}
-    model = LanguageModel(config=run.model, moe=run.moe, vocab_size=vocab_size, roles=roles, **stages)
     shards, length = roles.size(roles.dense), run.data.sequence_length
     rows = run.train.microbatch_size
-    check_step(model, rows, length, run.train.grad_accum_steps)
-    check_transfer(run, roles)
+    resolved = dataclasses.replace(run, model=resolve_attention(run.model, target))
+    check_step(build_model(resolved, roles, vocab_size), rows, length, run.train.grad_accum_steps)
+    replanners = {}
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
-        check_planner(run, roles)
+        replanners = build_replanners(run, roles)
     for own, own_roles in segment_runs(run, roles).values():
         check_router(own.moe, own_roles, rows // shards * length, length, run.planner.decides_late)
         x = jax.ShapeDtypeStruct((rows // shards * length, run.model.model_dim), run.model.dtype)
         make_schedule(own.moe, own_roles, x, split_tokens=run.model.sequence_parallel)
+    return replanners
 
 
-def _choice_lines(run: RunConfig, roles: Roles, target: Target | None, end_id: int) -> list[str]:
+def _choice_lines(
+    run: RunConfig, roles: Roles, target: Target | None, end_id: int, replanners: dict[str, Replanner]
+) -> list[str]:
     """Say what attention and overlap are on the target (or without one on CPU devices and on GPUs), and by which
     seconds of a layer, what id keeps packed documents apart, and what the planner derives for each segment."""
     wanted, settled = run.model, settle_overlap(run, roles, target).model.overlap
@@ -153,17 +145,15 @@ def _choice_lines(run: RunConfig, roles: Roles, target: Target | None, end_id: i
         line += f" is {settled!r} here"
         line += "" if hidden else f": {why or 'CPU devices, or GPUs that --target would name'}"
     lines.append(line)
-    for name in segment_runs(run, roles) if hidden else ():
-        in_one_piece, in_halves = layer_seconds(run, roles, target, name)
+    for name, own in segment_runs(run, roles).items() if hidden else ():
+        in_one_piece, in_halves = compare_halves(*own, target)
         lines.append(
             f"modelled at peak rates, even loads, an MoE block of {name}, forward and backward: "
             f"{1e3 * in_one_piece:.3g} ms in one piece, {1e3 * in_halves:.3g} ms in two halves"
         )
-    if run.planner.name != "none" and roles.size(roles.expert) > 1:
-        planner, sized = build_planner(run.planner), with_replica_slots(run, roles)
-        for name in segment_runs(sized, roles):
-            remark = planner.remark(plan_cost(sized, roles, name))
-            lines += [f"PlannerConfig.name {run.planner.name!r} for {name}: {remark}"] if remark else []
+    for name, replanner in replanners.items():
+        remark = replanner.plans.planner.remark(replanner.plans.cost)
+        lines += [f"PlannerConfig.name {run.planner.name!r} for {name}: {remark}"] if remark else []
     return lines
 
 
@@ -314,7 +304,8 @@ def _byte_lines(
     if not schedule_record(run.moe.schedule).moves_tokens:
         stages += f", {train.expert_zero_stage} of the experts"
     elif run.planner.name != "none":  # with as many replicas as the planner may have
-        plan = largest_shapes(with_replica_slots(run, roles), roles)
+        _, costs = settle_memory(run, roles)
+        plan = most_shapes(run, roles, costs)
     else:
         runs = segment_runs(run, roles)
         plan = {name: build_shape(initial_placement(*own)) for name, own in runs.items()}

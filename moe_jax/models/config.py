@@ -88,7 +88,7 @@ class ModelConfig:
       prefetch_case: of 'pro_prophet', what transfers run beside: 'attention', 'expert' or 'split' over both.
       overlap: 'halves' cuts each device's sequences into two halves, of which one computes while the other's tokens
         travel; tokens of a half are gated together. 'none' leaves them in one piece. 'auto' is what is modelled to be
-        faster on several nodes of GPUs (`training/replanner.py`), and 'none' elsewhere.
+        faster on several nodes of GPUs (`training/overlap.py`), and 'none' elsewhere.
       sequence_parallel: keep norms and residuals split over the tokens within an MP group (MeshConfig.model), with an
         all-gather before and a reduce-scatter after the matmuls of attention and dense FFN, instead of an all-reduce.
       refetch_replicas: with a prefetch, drop replicas after the forward, fetch them again in the backward (Hecate-RM).

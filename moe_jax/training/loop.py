@@ -34,7 +34,7 @@ from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.program import Programs, Session
-from moe_jax.training.replanner import sizes_of
+from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import Stepper
 
 

@@ -34,7 +34,8 @@ from moe_jax.planning.plan_shape import PlanShape, table_shapes
 from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, shared_function
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.replanner import build_model, check_transfer, settle_overlap
+from moe_jax.training.overlap import settle_overlap
+from moe_jax.training.segments import build_model
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
 
@@ -181,7 +182,6 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     if config.model.overlap == "auto":
         target = find_target(list(roles.mesh.devices.flat), roles.config.devices_per_node)
         config = settle_overlap(config, roles, target)
-    check_transfer(config, roles)
     tokenizer = tokenizer or build_tokenizer(config.data)
     vocab_size = padded_vocabulary(tokenizer, config.model)
     resolved = dataclasses.replace(config, model=resolve_attention(config.model, roles.mesh.devices.flat[0]))

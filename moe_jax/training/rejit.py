@@ -38,7 +38,7 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables, fits
 from moe_jax.training.bank_order import reshard
 from moe_jax.training.program import Session
-from moe_jax.training.replanner import TOO_OFTEN, Replanner, check_planner, segment_runs
+from moe_jax.training.replanner import TOO_OFTEN, Replanner, build_replanners
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own; an executable is for
 # the shapes of all
@@ -59,10 +59,9 @@ class Pending:
 class RejitEngine:
     """Plan, compile and swap for one run; called by the loop around every step."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, replanners: dict[str, Replanner]):
         self.session, self.config, self.lag = session, session.config.planner, session.lag
-        runs = segment_runs(session.config, session.roles)
-        self.replanner = {name: Replanner(session.config, session.roles, name) for name in runs}
+        self.replanner = replanners
         self.plans = {name: replanner.plans for name, replanner in self.replanner.items()}
         self.remark = "; ".join(filter(None, (plans.planner.remark(plans.cost) for plans in self.plans.values())))
         # placement: what the next step runs with; stored: where the state's experts are now
@@ -411,5 +410,4 @@ def build_engine(session: Session) -> RejitEngine | None:
     """
     if session.config.planner.name == "none":
         return None
-    check_planner(session.config, session.roles)
-    return RejitEngine(session)
+    return RejitEngine(session, build_replanners(session.config, session.roles))

@@ -30,7 +30,7 @@ from moe_jax.parallel.mesh import Roles, mesh_axes
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.hosts import Hosts
-from moe_jax.training.replanner import build_model
+from moe_jax.training.segments import build_model
 
 
 @contextlib.contextmanager

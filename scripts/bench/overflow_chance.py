@@ -27,7 +27,8 @@ from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import routing
 from moe_jax.planning.sizes import pairs_by_kind
-from moe_jax.training.replanner import Replanner, initial_placement
+from moe_jax.training.replanner import build_replanners
+from moe_jax.training.segments import initial_placement
 
 FLAGS = flags.FLAGS
 
@@ -51,7 +52,7 @@ def overflow_rate(config: RunConfig, roles: Roles, skew: float, draws: int, seed
     if config.planner.name == "none":
         shares, shape, placement = np.full((layers, experts), 1 / experts), None, initial_placement(config, roles)
     else:
-        replanner = Replanner(config, roles, "segment_0")
+        replanner = build_replanners(config, roles)["segment_0"]
         loads = skewed_loads(replanner, step_tokens, skew)
         shape, placement = replanner.planned(loads)
         shares = loads.sum(axis=1) / loads.sum(axis=(1, 2))[:, None]  # [L, E]

@@ -52,7 +52,7 @@ ROW = "{:10} {:16} {:>6} | {:>7} {:>7} {:>8} {:>8} {:>8} | {:>8} {:>8} | {:>7} {
 def ring_replicas(program, replicas: int):
     """Return the shape of a placement in which each device has replicas of one expert of each next neighbour."""
     from moe_jax.planning.plan_shape import build_shape
-    from moe_jax.training.replanner import initial_placement
+    from moe_jax.training.segments import initial_placement
 
     even = initial_placement(program.config, program.roles)
     if not replicas:

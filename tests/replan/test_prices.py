@@ -16,15 +16,9 @@ from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.training.replanner import (
-    largest_shapes,
-    layer_seconds,
-    plan_cost,
-    settle_overlap,
-    split_shares,
-    why_not_halves,
-    with_replica_slots,
-)
+from moe_jax.training.overlap import compare_halves, settle_overlap, why_not_halves
+from moe_jax.training.plan_cost import base_cost, most_shapes, settle_memory
+from moe_jax.training.replanner import split_shares
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
 # 64 (8 * 64 + 4 * 16 * 8) = 65,536 FLOPs of attention, 65.5 us
@@ -53,7 +47,7 @@ def shares(config, number=2):
     """The shares of a transfer of so many offers and slots, all devices on one level."""
     roles = build_mesh(config.mesh, jax.devices())
     transfer = TransferShape(devices=8, devices_per_node=4, offers=number, slots=number)
-    return split_shares(config, plan_cost(config, roles, "segment_0"), transfer)
+    return split_shares(config, base_cost(config, roles), transfer)
 
 
 def with_model(config, **changes):
@@ -82,7 +76,7 @@ def test_a_plan_is_priced_by_the_layer_that_runs(config):
     run = dataclasses.replace(with_model(config, activation="swiglu", dtype="bfloat16"), mesh=mesh)
     run = dataclasses.replace(run, train=TrainConfig(batch_size=32, grad_accum_steps=2))
     roles = build_mesh(mesh, jax.devices())
-    cost = plan_cost(run, roles, "segment_0")
+    cost = base_cost(run, roles)
     expert = 3 * 8 * 256
     assert (cost.exchanged_bytes, cost.expert_bytes, cost.state_bytes) == (8 * 2, expert * 2, expert * (4 + 8))
     assert (cost.cluster.devices_per_node, cost.cluster.inter_bandwidth) == (2, 1e9)
@@ -101,7 +95,7 @@ def test_replica_slots_from_free_memory(config, tmp_path):
 
     def slots(memory, **planner):
         planner = with_memory(tmp_path, memory, replica_slots="memory", **planner)
-        return with_replica_slots(dataclasses.replace(config, planner=planner), roles).planner.replica_slots
+        return settle_memory(dataclasses.replace(config, planner=planner), roles)[0].planner.replica_slots
 
     assert slots(1e6) == 0 and slots(1e12) == 7  # an eighth expert is at home
     # its parameters, its gradient twice, and two copies of both for later passes, an estimate that is taken twice
@@ -116,11 +110,12 @@ def test_replica_slots_from_free_memory(config, tmp_path):
     # with a number, the second decision has what model and slots leave, not the whole memory of a device
     for ahead, late in ((2, 2), (3, 1), (4, 0), (5, 0)):
         planner = with_memory(tmp_path, least + 3 * step, name="hecate", replica_slots=ahead)
-        (shape,) = largest_shapes(dataclasses.replace(config, planner=planner), roles).values()
+        run, costs = settle_memory(dataclasses.replace(config, planner=planner), roles)
+        (shape,) = most_shapes(run, roles, costs).values()
         assert (shape.ahead_slots, shape.late_slots) == (ahead, late)
     with pytest.raises(UserError, match="PlannerConfig.replica_slots = 'memory' needs Cluster.memory_bytes"):
         memory = dataclasses.replace(config.planner, replica_slots="memory")
-        with_replica_slots(dataclasses.replace(config, planner=memory), roles)
+        settle_memory(dataclasses.replace(config, planner=memory), roles)
 
 
 def test_segments_share_the_memory_of_a_device(config, tmp_path):
@@ -130,19 +125,20 @@ def test_segments_share_the_memory_of_a_device(config, tmp_path):
 
     def planned(memory, **planner):
         planner = with_memory(tmp_path, memory, **planner)
-        return with_replica_slots(dataclasses.replace(config, model=model, planner=planner), roles)
+        return settle_memory(dataclasses.replace(config, model=model, planner=planner), roles)
 
     def slots(memory):
-        return planned(memory, replica_slots="memory").planner.replica_slots
+        return planned(memory, replica_slots="memory")[0].planner.replica_slots
 
     assert slots(1e6) == 0 and slots(1e12) == 7
-    shapes = largest_shapes(planned(1e12, replica_slots="memory"), roles)
+    run, costs = planned(1e12, replica_slots="memory")
+    shapes = most_shapes(run, roles, costs)
     assert [(shape.devices, shape.ahead_slots) for shape in shapes.values()] == [(2, 1), (8, 7)]
     sizes = range(10**6, 10**9, 10**5)
     least = sizes[bisect.bisect_left(sizes, 1, key=slots)]
     for memory, room in ((least, 0), (1e12, 2)):
-        run = planned(memory, name="hecate", replica_slots=1)
-        assert [plan_cost(run, roles, name).late_room for name in shapes] == [room, room]
+        _, costs = planned(memory, name="hecate", replica_slots=1)
+        assert [cost.late_room for cost in costs.values()] == [room, room]
 
 
 # Two halves.
@@ -167,7 +163,7 @@ def settled(target="h200:4x8", batch=256, **changes):
 def test_halves_are_taken_where_exchanges_cross_nodes():
     """One layer by hand: four exchanges of 31/32 of 32,768 rows of 768 bfloat16, 24/31 of them between nodes."""
     overlap, _, run, roles, target = settled()
-    in_one_piece, in_halves = layer_seconds(run, roles, target, "segment_0")
+    in_one_piece, in_halves = compare_halves(run, roles, target)
     assert overlap == "halves" and in_halves < in_one_piece
     rows = 256 * 2048 / 32 * 2
     exchange = rows * 24 / 32 * 768 * 2 / 50e9

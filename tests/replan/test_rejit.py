@@ -28,8 +28,9 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan_shape import fits
 from moe_jax.training import rejit
 from moe_jax.training.bank_order import reshard
-from moe_jax.training.rejit import RejitEngine, build_engine
-from moe_jax.training.replanner import Replanner, segment_runs
+from moe_jax.training.rejit import build_engine
+from moe_jax.training.replanner import build_replanners
+from moe_jax.training.segments import segment_runs
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
 FLAT = "configs/cluster/flat_3gbs_30tflops.gin"
@@ -87,7 +88,7 @@ def started():
     engines = []
 
     def start(restore=None, **settings):
-        engines.append(RejitEngine(session_of(**settings)))
+        engines.append(build_engine(session_of(**settings)))
         engines[-1].left_out = engines[-1].restore(restore)
         engines[-1].start()
         return engines[-1]
@@ -185,7 +186,7 @@ def test_resume_continues_with_the_same_plans(started, segments, cut):
 
 
 def test_plan_of_another_mesh_is_left_out_and_named():
-    engine = RejitEngine(session_of(name="hecate"))
+    engine = build_engine(session_of(name="hecate"))
     state = engine.state()
     assert engine.restore(None) is None and engine.restore(state) is None
     state["shape"][ONE]["devices"] = 8
@@ -233,7 +234,7 @@ def test_a_shape_is_asked_for_only_where_its_gain_pays(started, monkeypatch, swa
 
 def test_different_plans_are_an_error():
     with pytest.raises(RuntimeError, match="step 4: the processes ran different plans"):
-        RejitEngine(session_of(name="topk_all", top_k=1)).observe(3, {"plan_hash_least": 1, "plan_hash_most": 2})
+        build_engine(session_of(name="topk_all", top_k=1)).observe(3, {"plan_hash_least": 1, "plan_hash_most": 2})
 
 
 def test_none_needs_no_engine_and_dp_refuses_planners():
@@ -264,7 +265,7 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
         loads[:, device, expert : expert + 2] = 64
     for limit, rows in want.items():
         session = session_of(name="hecate", bucket_limit=limit)
-        replanner = Replanner(session.config, session.roles, ONE)
+        replanner = build_replanners(session.config, session.roles)[ONE]
         replanner.plans.predictor.observe(loads)
         assert replanner.grow(replanner.first_shape(), replanner.start).bucket_rows == rows
     with pytest.raises(UserError, match=r"PlannerConfig.bucket_limit \(0.5\) must be at least 1"):
@@ -274,7 +275,7 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
 def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard=2, model=4):
     """A member's counts are of its N_ESP devices, a bucket is of N_MP devices: even loads: the mean."""
     session = session_of(name="hecate", expert_shard=expert_shard, model=model)
-    replanner = Replanner(session.config, session.roles, ONE)
+    replanner = build_replanners(session.config, session.roles)[ONE]
     choices = 2 * 8 * 32 // (DEVICES * EXPERTS)  # top_k, batch and length, by member and expert
     for _ in range(2):
         replanner.plans.predictor.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
@@ -318,7 +319,7 @@ def test_each_segment_decides_after_the_gate(started):
 
 
 def test_shares_after_the_gate_come_with_the_first_replicas(started):
-    engine = started(name="balanced", **LATE)
+    engine = started(name="balanced", swap_after=1, **LATE)
     loads = list(drifting_loads(8))
     seen = drive(engine, loads)
     before, after = (shape[ONE] for shape in engine.session.compiled[:2])
@@ -342,7 +343,7 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes(started):
         ({"name": "hecate", "calibrate": True, **ahead, "late_slots": 3}, 3),
         ({"name": "llep", **LATE}, 2),
     ):
-        engine = RejitEngine(session_of(**settings))
+        engine = build_engine(session_of(**settings))
         assert engine.restore(state).startswith("plan: PlannerConfig.")  # no option of which was that of the run
         shape = engine.shape[ONE]
         assert shape.late_slots == slots and (shape.after_gate is not None) == (slots > 0)
@@ -360,14 +361,14 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes(started):
 def test_which_planners_have_slots_for_late_replicas(settings, rule):
     """From the start, beside those of replicas ahead where there are any."""
     session = session_of(**{**LATE, **settings})
-    shape = Replanner(session.config, session.roles, ONE).first_shape()
+    shape = build_replanners(session.config, session.roles)[ONE].first_shape()
     assert shape.late_slots == (2 if rule else 0) and isinstance(shape.after_gate, rule or type(None))
 
 
 def test_a_warm_start_gives_the_first_step_its_replicas():
     loads = list(drifting_loads(8))
     session = session_of(name="topk_all", top_k=1)
-    engine = RejitEngine(session)
+    engine = build_engine(session)
     engine.warm_start(loads)
     engine.start()
     seen = drive(engine, loads)

@@ -18,7 +18,7 @@ from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
 from moe_jax.training.loop import compiled_peak
 from moe_jax.training.program import Program, Session
-from moe_jax.training.replanner import sizes_of
+from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import Stepper, build_stepper
 
 # with one expert a token, buckets of 0.94 t rows for t tokens: only a batch of equal tokens overflows

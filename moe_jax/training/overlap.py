@@ -1,0 +1,89 @@
+"""`ModelConfig.overlap` = 'auto', settled: two halves of a batch where the modelled step is faster with them.
+
+It is 'none' without rates, on CPU devices, inside one node, whose exchanges the compiler hides by itself
+(docs/results.md), and where tokens are not gated each by itself: halves would change which compete for a place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from moe_jax.cluster import Cluster
+from moe_jax.cluster.targets import Target
+from moe_jax.cluster.timeline import Constants
+from moe_jax.config.run_config import RunConfig
+from moe_jax.moe.routers import build_router
+from moe_jax.moe.schedule import schedule_record
+from moe_jax.parallel.mesh import Roles
+from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
+from moe_jax.training.plan_cost import base_cost
+from moe_jax.training.segments import segment_runs
+
+MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S (docs/results.md)
+
+
+def settle_overlap(config: RunConfig, roles: Roles, target: Target | None) -> RunConfig:
+    """Return the config with 'none' or 'halves' in place of 'auto'; target: None where rates are not known."""
+    if config.model.overlap != "auto":
+        return config
+    gain = 0.0
+    if target is not None and not why_not_halves(config, roles):
+        for own, own_roles in segment_runs(config, roles).values():
+            in_one_piece, in_halves = compare_halves(own, own_roles, target)
+            gain += own.model.moe_layers * (in_one_piece - in_halves)
+    model = dataclasses.replace(config.model, overlap="halves" if gain > 0 else "none")
+    return dataclasses.replace(config, model=model)
+
+
+def why_not_halves(config: RunConfig, roles: Roles) -> str:
+    """Return why 'auto' leaves a run in one piece whatever the rates, '' where nothing speaks against halves."""
+    train = config.train
+    rows = train.microbatch_size // roles.size(roles.dense)
+    if roles.members_per_node == roles.size(roles.expert):
+        return "no exchange leaves a node"
+    if rows % 2:
+        return f"a device has {rows} sequence(s), an odd number"
+    if config.distillation.teacher:
+        return "the run has a teacher"
+    for own, _ in segment_runs(config, roles).values():
+        record, router = schedule_record(own.moe.schedule), build_router(own.moe)
+        if not (record.one_piece and record.moves_tokens):
+            return f"MoEConfig.schedule is {own.moe.schedule!r}"
+        if not own.moe.dropless or not router.replays:
+            return "tokens compete for places among those gated together"
+        if own.moe.record_choices:
+            return "choices are recorded"
+    return ""
+
+
+def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[float, float]:
+    """Return the modelled seconds of one layer of a segment under even loads, forward and backward: in one piece, and
+    in two halves with their launches, as `timeline.Constants` has them. config, roles: `segment_runs`.
+    """
+    members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
+    cluster = Cluster(
+        name=target.name,
+        nodes=target.nodes,
+        devices_per_node=target.per_node,
+        intra_bandwidth=target.intra_bandwidth,
+        inter_bandwidth=target.node_bandwidth,
+        intra_latency=target.base_latency + target.intra_latency,
+        inter_latency=target.base_latency + target.inter_latency,
+        cards_per_node=target.adapters,
+        flops=target.flops_bf16,
+    )
+    cost, asked_by = base_cost(config, roles, cluster), "ModelConfig.overlap = 'auto'"
+    tokens = config.train.batch_size * config.data.sequence_length / config.train.grad_accum_steps / roles.num_devices
+    computed = np.full(members, tokens * config.moe.top_k * shards)
+    times = Times(
+        attention=cost.attention_seconds,
+        experts=float(cost.forward(computed, asked_by)),
+        exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
+    )
+    launches, recompute = MORE_KERNELS * Constants().launch, config.model.recomputes
+    in_one_piece, in_halves = (
+        float(stage_seconds(Prefetch(halves=halves), times, recompute)) for halves in (False, True)
+    )
+    return in_one_piece, in_halves + launches

@@ -1,0 +1,128 @@
+"""What plans of a run cost: the `Cost` of each segment's planner, and how many replicas fit in a device's memory.
+
+Inputs: a run's config and mesh, and the cluster file that the config names. Outputs: per segment, as its planner knows
+of no other, a `Cost`; and the largest shape that a plan may have. Host side only. Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+import numpy as np
+
+from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.cluster.layer_seconds import matrices_of
+from moe_jax.config.run_config import RunConfig
+from moe_jax.models.counts import device_bytes, flops_before_moe
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.balancer import build_planner, with_late
+from moe_jax.planning.cost import Cost, slots_in
+from moe_jax.planning.plan_shape import PlanShape, build_shape
+from moe_jax.training.segments import initial_placement, segment_runs, sizes_of
+
+
+def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
+    """Return the modelled forward time of what precedes an MoE layer, for one device's tokens of one microbatch."""
+    model, length = config.model, config.data.sequence_length
+    tokens = config.train.batch_size * length / config.train.grad_accum_steps / roles.num_devices
+    return tokens * flops_before_moe(model, length) / flops
+
+
+def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -> Cost:
+    """Return the cost model of a segment before its memory is settled; figures that the cluster lacks stay absent.
+
+    Args:
+      config, roles: of the segment (`segment_runs`). `PlannerConfig.replica_slots` = 'memory' counts as 0.
+      cluster: None for the one that `PlannerConfig.cluster` names.
+    """
+    planner, model, start = config.planner, config.model, initial_placement(config, roles)
+    shards = roles.size(roles.expert_shard)
+    if cluster is None:
+        unknown = Cluster(name="of this run; name one in PlannerConfig.cluster")
+        cluster = read_cluster(planner.cluster) if planner.cluster else unknown
+    cluster = cluster.sized(start.nodes, start.devices_per_node).part_of(shards)
+    return Cost(
+        cluster=cluster,
+        model_dim=model.model_dim,
+        hidden_dim=model.hidden_dim,
+        matrices=matrices_of(model.activation),
+        shards=shards,
+        dtype_bytes=np.dtype(model.dtype).itemsize,
+        sent_bytes=config.moe.sent_bytes(model.model_dim) or None,
+        param_bytes=np.dtype(model.param_dtype).itemsize,
+        replica_slots=0 if planner.replica_slots == "memory" else planner.replica_slots,
+        overlap_degree=planner.overlap_degree,
+        attention_seconds=None if cluster.flops is None else attention_seconds(config, roles, cluster.flops),
+        layers_alive=model.replica_layers,
+        microbatches=config.train.grad_accum_steps,
+        prefetch=model.block_wise,
+        price=planner.price,
+        transfer=planner.transfer if planner.transfer in ("flat", "by_node") else "auto",
+    )
+
+
+def most_shapes(config: RunConfig, roles: Roles, costs: dict[str, Cost]) -> dict[str, PlanShape]:
+    """Return {segment: shape of a plan with as many replicas as its cost allows, ahead and after the gate}.
+
+    Every home is offered.
+    """
+    found = {}
+    for name, (own, own_roles) in segment_runs(config, roles).items():
+        planner, shape = build_planner(own.planner), build_shape(initial_placement(own, own_roles))
+        if planner.config.decides_late:
+            shape = with_late(planner, shape, costs[name])
+        slots = min(costs[name].replica_slots, shape.experts - shape.home_slots)
+        if slots and (shape.late is None or own.planner.when != "after_gate"):  # else all that there are come late
+            group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}
+            shape = dataclasses.replace(shape, ahead=TransferShape(**group, slots=slots))
+        found[name] = shape
+    return found
+
+
+def settle_memory(config: RunConfig, roles: Roles) -> tuple[RunConfig, dict[str, Cost]]:
+    """Settle what plans may take of a device's memory: return the config and {segment: cost of its planner}.
+
+    `PlannerConfig.replica_slots` = 'memory' becomes the most with which a step stays within the memory by
+    `device_bytes`, in `most_shapes` (Hecate 4.2); of several segments each one's layers have as many, or all that
+    there are. After that `Cost.late_room` becomes the most slots after the gate, in the same way.
+
+    Raises:
+      AbsentFigureError: 'memory', and the cluster file has none.
+      UserError: a cluster file that is not there, or more replica slots than its memory holds.
+    """
+    by_memory, late = config.planner.replica_slots == "memory", build_planner(config.planner).config.decides_late
+    runs = segment_runs(config, roles)
+    costs = {name: base_cost(*own) for name, own in runs.items()}
+    cluster = next(iter(costs.values())).cluster
+    memory = cluster.memory_bytes
+    if by_memory:
+        memory = cluster.need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
+    if memory is None or not (by_memory or late):
+        return config, costs
+    sizes = sizes_of(config, roles)
+
+    def with_most(field: str, limit: int) -> dict[str, Cost]:
+        """Return the costs with the most in a field, up to a limit, that fits in the memory."""
+
+        def all_with(count: int) -> dict[str, Cost]:
+            return {name: dataclasses.replace(cost, **{field: count}) for name, cost in costs.items()}
+
+        def is_too_many(count: int) -> bool:
+            return device_bytes(sizes, most_shapes(config, roles, all_with(count))).at_most > memory
+
+        return all_with(bisect.bisect_left(range(1, limit + 1), True, key=is_too_many))
+
+    if by_memory:  # with all late slots that the planner wants
+        limit = 0
+        for name, cost in costs.items():
+            start = initial_placement(*runs[name])
+            room = slots_in(memory, cost.layers_alive, cost.expert_bytes)
+            limit = max(limit, min(start.experts - build_shape(start).home_slots, room))
+        costs = with_most("replica_slots", limit)
+        slots = next(iter(costs.values())).replica_slots
+        config = dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
+    if late:
+        costs = with_most("late_room", max(shape.late_slots for shape in most_shapes(config, roles, costs).values()))
+    return config, costs
