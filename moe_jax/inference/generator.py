@@ -395,8 +395,9 @@ class Generator:
         for tokens in (max(map(len, prompts)), most):  # that go in, and that the cache holds
             size = bucket(tokens, LEAST_LENGTH)
             sizes.append(size if self.longest is None else max(min(size, self.longest), tokens))
-        length, held = sizes[0], max(sizes)
-        prefill, decode = self.program("step", rows, length, held, compiled), self.program("step", rows, 1, 0, compiled)
+        length, cache_rows = sizes[0], max(sizes)
+        prefill = self.program("step", rows, length, cache_rows, compiled)
+        decode = self.program("step", rows, 1, 0, compiled)
 
         total = parts * rows  # rows that fill the batch are empty, and not live
         ids, keys = np.zeros((total, length), np.int32), np.zeros((total, 3), np.uint32)

@@ -81,22 +81,22 @@ def attentions_of(segment: Segment) -> tuple[str, ...]:
     return (*names, "attention") if segment.has_experts else names
 
 
-def attend_cached(held: tuple, q, k, v, positions, in_place: bool = False):
+def attend_cached(cached: tuple, q, k, v, positions, in_place: bool = False):
     """Return softmax(q k^T / sqrt(Dh)) v over the tokens before `positions` and the new one: [b, 1, H, Dh].
 
     The new token's keys and values stand in for the rows of its position, which the cache does not hold yet.
 
     Args:
-      held: keys and values of this unit, [b, Hkv, T, Dh]; q: [b, 1, H, Dh]; k, v: [b, 1, Hkv, Dh], of the new token.
+      cached: keys and values [b, Hkv, T, Dh]; q: [b, 1, H, Dh]; k, v: [b, 1, Hkv, Dh], of the new token.
       positions: int32 [b], where it stands, below T.
       in_place: multiply keys and values where they lie, without a matmul, which copies them first.
     """
     rows, _, heads, dim = q.shape
     shared = k.shape[2]  # consecutive H / Hkv queries share a head of keys
     acc_dtype = jnp.promote_types(q.dtype, jnp.float32)
-    place = jnp.arange(held[0].shape[2], dtype=jnp.int32)[None] - positions[:, None]
+    place = jnp.arange(cached[0].shape[2], dtype=jnp.int32)[None] - positions[:, None]
     new = (place == 0)[:, None, :, None]
-    keys, values = (jnp.where(new, jnp.swapaxes(n, 1, 2), old) for n, old in zip((k, v), held, strict=True))
+    keys, values = (jnp.where(new, jnp.swapaxes(n, 1, 2), old) for n, old in zip((k, v), cached, strict=True))
 
     grouped = q[:, 0].reshape(rows, shared, heads // shared, dim)
     if in_place:
@@ -113,27 +113,28 @@ def attend_cached(held: tuple, q, k, v, positions, in_place: bool = False):
     return mixed.astype(q.dtype).reshape(rows, 1, heads, dim)
 
 
-# A cache is {segment: {attention of its unit: (keys, values)}}, [U, b, Hkv, T, Dh] each, sequences split over the
-# data-parallel devices and heads over the model-parallel ones. A token's keys stand in the row of its position, so
-# prompts of different lengths need no shift: padding behind a prompt is overwritten before anything may look at it.
+# {segment: {attention of its unit: (keys, values)}}, [U, b, Hkv, T, Dh] each, sequences split over the data-parallel
+# devices and heads over the model-parallel ones. A token's keys stand in the row of its position, so prompts of
+# different lengths need no shift: padding behind a prompt is overwritten before anything may look at it.
+Cache = dict[str, dict[str, tuple[jax.Array, jax.Array]]]
 UNROLL = 16  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
 
 
-def make_forward(serving: Serving, rows: int, length: int, held: int) -> Callable:
-    """Return forward(params, tables, cache, ids, positions, real) -> (x, table, cache, {segment: choices}).
+def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> Callable:
+    """Return forward(params, tables, cache, ids, positions, real) -> (x, table, new cache, {segment: choices}).
 
     ids, positions int32 [b, Sq], real bool [b, Sq]; x [b, Sq, M]; table [V, M] gives logits; choices int32 [L, t', K]
     of the tokens that this device owns, -1 for padding, t' the next multiple of the MP group's devices over them.
 
     Args:
       rows: b; length: Sq.
-      held: of whole prompts, which need no cache, the tokens that the new one has room for; 0 where there is one token
-        for each sequence, at its position.
+      cache_rows: of whole prompts, which need no cache, T of the new one; 0 where there is one token for each sequence,
+        at its position.
     """
     model, config, roles = serving.model, serving.model.config, serving.model.roles
     graph = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     ways = {}  # of segments whose tokens are gathered
-    if not held and serving.decode == "gather":
+    if not cache_rows and serving.decode == "gather":
         for segment in model.expert_segments:
             slots = serving.shapes[segment.name].slots
             ways[segment] = few_tokens.way_of(rows, segment.moe.top_k, slots, model.roles_of(segment))
@@ -148,31 +149,32 @@ def make_forward(serving: Serving, rows: int, length: int, held: int) -> Callabl
         tables, dense = local(tables), params["dense"]
         whole = nnx.merge(graph, dense)
         x = whole.embedding(ids, jnp.dtype(config.dtype), group, positions)
-        found, kept = {}, {}
+        new_cache: Cache = {}
+        all_choices = {}
         for segment, loop in loops.items():
             units = dense["units"][segment.name]
             own = [tree.get(segment.name) for tree in (params["bank"], tables)]
             own[1] = alike(own[1], model.roles_of(segment)) if ways.get(segment) else own[1]
-            before = None if held else cache[segment.name]
-            x, new, choices = loop(x, units, *own, before, positions, real)
-            kept[segment.name] = {}
+            cached = None if cache_rows else cache[segment.name]
+            x, new, choices = loop(x, units, *own, cached, positions, real)
+            new_cache[segment.name] = {}
             for name, pair in new.items():  # [U, b, Sq, Hkv, Dh] each
-                if held:
-                    room = ((0, 0),) * 3 + ((0, held - length), (0, 0))
-                    stored = [jnp.pad(jnp.swapaxes(array, 2, 3), room) for array in pair]
+                if cache_rows:
+                    widths = ((0, 0),) * 3 + ((0, cache_rows - length), (0, 0))
+                    stored = [jnp.pad(jnp.swapaxes(array, 2, 3), widths) for array in pair]
                 else:
                     at = slice(None), jnp.arange(rows), slice(None), positions[:, 0]
-                    rest = zip(before[name], pair, strict=True)
+                    rest = zip(cached[name], pair, strict=True)
                     stored = [old.at[at].set(jnp.swapaxes(array[:, :, 0], 0, 1)) for old, array in rest]
-                kept[segment.name][name] = tuple(stored)
+                new_cache[segment.name][name] = tuple(stored)
             if ways.get(segment):
                 spare = (0, -rows % roles.size(roles.model))
                 choices = jnp.pad(choices, ((0, 0), spare, (0, 0)), constant_values=-1)
                 choices = own_part(choices, roles.model, dim=1)
             if choices is not None:
-                found[segment.name] = cast_varying(choices, roles.all)
+                all_choices[segment.name] = cast_varying(choices, roles.all)
         with jax.named_scope("logits"):
-            return whole.norm(x), whole.embedding.head_table(), kept, found
+            return whole.norm(x), whole.embedding.head_table(), new_cache, all_choices
 
     return forward
 
@@ -188,15 +190,15 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
 
     def loop(x, units, bank, tables, cache, positions, real):
         def body(x, inputs):
-            params, here, held = inputs
+            params, here, cached = inputs
             unit, new = nnx.merge(graph, params), {}
 
             def mix(name, q, k, v):
                 new[name] = k, v
-                if held is None:
+                if cached is None:
                     return attend(q, k, v, True, config.attention)
                 at = positions[:, 0]
-                return attend_cached(held[name], q, k, v, at, in_place and at.shape[0] == 1)
+                return attend_cached(cached[name], q, k, v, at, in_place and at.shape[0] == 1)
 
             mixes = {name: functools.partial(mix, name) for name in attentions_of(segment)}
             x = unit.attend(x, group, None, positions, mixes)
@@ -364,7 +366,7 @@ LEAST_LENGTH = 16  # of a prompt or cache
 class State:
     """Of B sequences between two tokens, and before the first."""
 
-    cache: dict | None  # of all tokens but those in `ids`; None before the first
+    cache: Cache | None  # of all tokens but those in `ids`; None before the first
     ids: jax.Array  # int32 [B, Sq], the last token of each, or padded prompts before the first
     positions: jax.Array  # int32 [B], where the last one stands
     live: jax.Array  # bool [B], whether another token is to come
@@ -379,12 +381,12 @@ def bucket(number: int, least: int = 1) -> int:
 
 def state_specs(model: LanguageModel) -> State:
     """Return the PartitionSpec of every array of a `State` with a cache."""
-    rows, held = P(model.roles.dense), P(None, model.roles.dense, model.roles.model or None)
-    cache = {own.name: {name: (held, held) for name in attentions_of(own)} for own in model.segments}
+    rows, keys = P(model.roles.dense), P(None, model.roles.dense, model.roles.model or None)
+    cache = {own.name: {name: (keys, keys) for name in attentions_of(own)} for own in model.segments}
     return State(cache, rows, rows, rows, rows, rows)
 
 
-def make_step(serving: Serving, rows: int, length: int, held: int, compiled: tuple) -> Callable:
+def make_step(serving: Serving, rows: int, length: int, cache_rows: int, compiled: tuple) -> Callable:
     """Return step(params, tables, State, knobs) -> (State, chosen), compiled lazily; a cache is donated.
 
     knobs are inputs that no program is compiled for: (temperature, top_p float32 [], end_ids int32 [n], -1 where
@@ -393,22 +395,22 @@ def make_step(serving: Serving, rows: int, length: int, held: int, compiled: tup
     experts of the tokens that went in, -1 for padding, those of a device's rows after one another).
 
     Args:
-      rows: b; length: Sq; held: of whole prompts the tokens that the cache has room for; else Sq is 1 and it is 0.
+      rows: b; length: Sq; cache_rows: of whole prompts, T of the new cache; else Sq is 1 and it is 0.
       compiled: of the `Sampling`.
     """
     model, roles = serving.model, serving.model.roles
-    forward = make_forward(serving, rows, length, held)
+    forward = make_forward(serving, rows, length, cache_rows)
 
     def body(params, tables, state, knobs):
         temperature, top_p, end_ids = knobs
         ids, last, real = state.ids, state.positions, state.live[:, None]
         positions = last[:, None]
-        if held:
+        if cache_rows:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], ids.shape)
             real = real & (positions <= last[:, None])
             ids = jnp.where(real, ids, 0)
         x, table, cache, choices = forward(params, tables, state.cache, ids, positions, real)
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0] if held else x[:, 0]
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0] if cache_rows else x[:, 0]
         # each device of an MP group has a part of the table [V, M]
         split = roles.model if table.shape[0] % roles.size(roles.model) == 0 else ()
         own = in_dtype(own_part(table, split), x.dtype)
@@ -430,18 +432,18 @@ def make_step(serving: Serving, rows: int, length: int, held: int, compiled: tup
         return State(cache, ids[:, None], positions, live, left, state.keys), (said, logits, choices)
 
     after = state_specs(model)
-    before = dataclasses.replace(after, cache=None) if held else after
+    before = dataclasses.replace(after, cache=None) if cache_rows else after
     choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
     in_specs = serving.specs, model.tables_specs, before, (P(), P(), P())
     out_specs = after, (P(), P(roles.dense), choices)
     sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(sharded, donate_argnums=() if held else (2,))
+    return jax.jit(sharded, donate_argnums=() if cache_rows else (2,))
 
 
 def make_score(serving: Serving, rows: int, length: int) -> Callable:
     """Return score(params, tables, inputs [B, Sq], targets [B, Sq], lengths [B]) -> float [], the sum of losses."""
     model, roles = serving.model, serving.model.roles
-    forward = make_forward(serving, rows, length, held=length)
+    forward = make_forward(serving, rows, length, cache_rows=length)
 
     def body(params, tables, inputs, targets, lengths):
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], inputs.shape)
