@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import logging
 import math
-import types
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,18 +46,22 @@ from moe_jax.parallel.varying import cast_varying, join_parts, own_part
 from moe_jax.planning.plan_shape import PlanShape
 
 
-def choose_for_real_tokens(router: Router, x, params, inputs: RouterInputs):
-    """Return (Choice, GateStats) of a router, without the choices of padding, which `inputs.token_ids` int32 [t] marks.
+class RouterOfRealTokens(Router):
+    """Another router, without the choices of padding; choices leave with the statistics."""
 
-    Choices leave with the statistics.
-    """
-    choice, stats = router.choose(x, params, inputs)
-    real = (inputs.token_ids >= 0)[:, None]
-    expert_ids = jnp.where(real, choice.expert_ids, -1)
-    weights, keep_mask = jnp.where(real, choice.weights, 0), choice.keep_mask & real
-    choice = dataclasses.replace(choice, expert_ids=expert_ids, weights=weights, keep_mask=keep_mask)
-    counts = count_experts(expert_ids, stats.counts.shape[0])
-    return choice, dataclasses.replace(stats, counts=counts, choices=expert_ids)
+    def __init__(self, router: Router):
+        super().__init__(router.config, router.place)
+        self.router = router
+
+    def choose(self, x, params, inputs):
+        """Choose as the router does, but for tokens whose `inputs.token_ids` int32 [t] is -1."""
+        choice, stats = self.router.choose(x, params, inputs)
+        real = (inputs.token_ids >= 0)[:, None]
+        expert_ids = jnp.where(real, choice.expert_ids, -1)
+        weights, keep_mask = jnp.where(real, choice.weights, 0), choice.keep_mask & real
+        choice = dataclasses.replace(choice, expert_ids=expert_ids, weights=weights, keep_mask=keep_mask)
+        counts = count_experts(expert_ids, stats.counts.shape[0])
+        return choice, dataclasses.replace(stats, counts=counts, choices=expert_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +230,10 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, way: str | None
     row_bytes = segment.config.model_dim * jnp.dtype(segment.config.dtype).itemsize
     config = settle_transport(segment.moe, roles, whole, row_bytes)
     like = jax.ShapeDtypeStruct((whole, segment.config.model_dim), segment.config.dtype)
-    moe: MoE = make_moe(config, roles, like, segment.config.activation, serving.shapes[segment.name])
-    choose = functools.partial(choose_for_real_tokens, moe.router)
-    moe = dataclasses.replace(moe, router=types.SimpleNamespace(choose=choose))
-    if serving.quantize == "int8":
-        moe = Int8MoE(**{field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)})
+    of_training = make_moe(config, roles, like, segment.config.activation, serving.shapes[segment.name])
+    layer_type = Int8MoE if serving.quantize == "int8" else MoE
+    router = RouterOfRealTokens(of_training.router)
+    moe = layer_type(config, roles, of_training.activation, of_training.plan, router, of_training.schedule)
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), -1)
