@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
 from moe_jax.models.attention import check_document_mask, resolve_attention
+from moe_jax.models.config import Segment
 from moe_jax.models.cross_entropy import chunked_cross_entropy, chunked_distillation
 from moe_jax.models.language_model import (
     Batch,
@@ -32,9 +33,10 @@ from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import with_grad_sink
 from moe_jax.moe.passes import most_of_all
-from moe_jax.moe.routers import build_router, z_loss
+from moe_jax.moe.routers import GateStats, build_router, z_loss
 from moe_jax.moe.routing import even_tables
 from moe_jax.moe.schedule import MOST_ROWS
+from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.planning.plan_shape import PlanShape
 
@@ -156,50 +158,30 @@ def _make_stack(
     def stack(weights, batch, tables, key, first_row, normalizer, frozen):
         dense, bank, grad_sink = weights
         dense = jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, layout.own)
-        weights = dense, bank, grad_sink
-        x, table, found = trunk(weights, batch, tables, key, first_row)
+        x, table, found = trunk((dense, bank, grad_sink), batch, tables, key, first_row)
         targets, counts = group.own_flat(batch.targets), group.own_flat(batch.weights)
         kl = teacher_passes = None
         if teacher is None:
             x, targets, counts = _in_turn(x, targets, counts, chunk=config.loss_chunk)
             with jax.named_scope("loss"):
                 total = chunked_cross_entropy(x, table, targets, counts, config.loss_chunk)
+            token_loss = cross_entropy = lax.psum(total, roles.all) / normalizer
         else:
-            with jax.named_scope("teacher"):
-                plain = dataclasses.replace(batch, choices=None)
-                # nothing joins the two trunks but the loss: XLA:CPU would run their collectives side by side
-                held = wait_for_tree(frozen[0], first_row, x, list(found.values()))
-                teacher_x, teacher_table, of_teacher = teacher_trunk(held, plain, frozen[1], None, first_row)
-                second = teacher_x, list(of_teacher.values())
-                x = wait_for_tree(x, first_row, second)
-                found = {segment: wait_for_tree(both, first_row, second) for segment, both in found.items()}
+            x, found, taught = _run_teacher(teacher_trunk, frozen, batch, first_row, x, found)
             with jax.named_scope("loss"):
-                x, teacher_x = jnp.concatenate(x), jnp.concatenate(teacher_x)
-                total, kl = chunked_distillation(
-                    (x, table), (teacher_x, teacher_table), targets, counts, config.loss_chunk
-                )
-        token_loss = cross_entropy = lax.psum(total, roles.all) / normalizer
-        if teacher is not None:
+                student, its_teacher = (jnp.concatenate(x), table), (jnp.concatenate(taught[0]), taught[1])
+                total, kl = chunked_distillation(student, its_teacher, targets, counts, config.loss_chunk)
+            cross_entropy = lax.psum(total, roles.all) / normalizer
             kl = lax.psum(kl, roles.all) / normalizer
-            token_loss, teacher_passes = cross_entropy + teacher.alpha * kl, passes_of(of_teacher)
-        aux, z, gates, weighted = [], [], [], []  # of each segment; GateStats of all tokens
-        for segment, (own, _) in found.items():
-            expert = segment.roles(roles).expert
-            sums = lax.psum(own.sums, roles.dense)
-            inside = tuple(axis for axis in roles.all if axis not in expert)
-            counts = lax.psum(own.counts, inside) if inside else own.counts  # [L, E] of this source
-            meant = lax.psum(own.counts, roles.all)
-            if batch.counted is not None:
-                # as they would be if this microbatch's loads were those of the step up to it
-                so_far = (meant + own_layers(batch.counted, segment)).astype(jnp.float32)
-                own_choices = jnp.sum(meant, axis=-1, keepdims=True).astype(jnp.float32)
-                meant = so_far * (own_choices / jnp.sum(so_far, axis=-1, keepdims=True))
-            every = dataclasses.replace(sums, counts=meant)
-            aux.append(build_router(segment.moe).balance_loss(every, global_tokens))
-            z.append(z_loss(sums.squared_logsumexp, global_tokens))
-            gates.append(dataclasses.replace(sums, counts=counts))
-        for segment, own_aux, own_z in zip(found, aux, z, strict=True):
-            weighted.append(jnp.sum(segment.moe.aux_loss_weight * own_aux + segment.moe.z_loss_weight * own_z))
+            token_loss, teacher_passes = cross_entropy + teacher.alpha * kl, passes_of(taught[2])
+        gate_losses = [
+            _gate_losses(segment, own, batch.counted, roles, global_tokens) for segment, (own, _) in found.items()
+        ]
+        aux, z, gates = zip(*gate_losses, strict=True)
+        weighted = [
+            jnp.sum(segment.moe.aux_loss_weight * own_aux + segment.moe.z_loss_weight * own_z)
+            for segment, own_aux, own_z in zip(found, aux, z, strict=True)
+        ]
         completed = [gate.completed for gate in gates]
         if any(part is not None for part in completed):  # only layers of the router `base` have a number
             completed = [jnp.zeros_like(gate.dropped) if gate.completed is None else gate.completed for gate in gates]
@@ -219,6 +201,42 @@ def _make_stack(
         return token_loss + functools.reduce(jnp.add, weighted) / microbatches, stats
 
     return stack
+
+
+def _run_teacher(trunk: Callable, frozen, batch: Batch, first_row, x, found: dict):
+    """Run the teacher's trunk; return (x, found) of the student, which wait for it, and what the trunk returned.
+
+    Nothing joins the two trunks but the loss: XLA:CPU would run their collectives side by side.
+
+    Args:
+      frozen: the teacher's (weights, tables); x, found: of the student's trunk.
+    """
+    with jax.named_scope("teacher"):
+        plain = dataclasses.replace(batch, choices=None)
+        weights = wait_for_tree(frozen[0], first_row, x, list(found.values()))
+        taught = trunk(weights, plain, frozen[1], None, first_row)
+        second = taught[0], list(taught[2].values())
+        x = wait_for_tree(x, first_row, second)
+        return x, {segment: wait_for_tree(both, first_row, second) for segment, both in found.items()}, taught
+
+
+def _gate_losses(segment: Segment, own: GateStats, counted, roles: Roles, tokens: int):
+    """Return (load-balancing losses [L], z-losses [L], GateStats of all tokens) of a segment.
+
+    Args:
+      own: of this device's tokens; counted: as in `Batch`; tokens: of the global microbatch.
+    """
+    sums = lax.psum(own.sums, roles.dense)
+    inside = tuple(axis for axis in roles.all if axis not in segment.roles(roles).expert)
+    counts = lax.psum(own.counts, inside) if inside else own.counts  # [L, E] of this source
+    meant = lax.psum(own.counts, roles.all)
+    if counted is not None:
+        # as they would be if this microbatch's loads were those of the step up to it
+        so_far = (meant + own_layers(counted, segment)).astype(jnp.float32)
+        own_choices = jnp.sum(meant, axis=-1, keepdims=True).astype(jnp.float32)
+        meant = so_far * (own_choices / jnp.sum(so_far, axis=-1, keepdims=True))
+    aux = build_router(segment.moe).balance_loss(dataclasses.replace(sums, counts=meant), tokens)
+    return aux, z_loss(sums.squared_logsumexp, tokens), dataclasses.replace(sums, counts=counts)
 
 
 def _all_layers(parts) -> jax.Array | None:
