@@ -7,6 +7,7 @@ first reads the metrics of all steps in flight.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import sys
 import time
@@ -54,22 +55,21 @@ class Loop:
         """
         self.stepper, self.host, self.checkpoint, self.folder = stepper, host, latest, folder
         self.checkpoints, self.hosts = checkpoints, hosts
-        self.session, self.engine = stepper.session, stepper.engine
+        self.engine, session = stepper.engine, stepper.session
         self.names = list(flatten(stepper.state["params"]))
-        self.evaluation_step = self.session.evaluation_step() if self.engine is None else None
+        self.evaluation_step = session.evaluation_step() if self.engine is None else None
         self.compile_seconds: float | None = None
         self.profiling = False
         self.watched: Programs | None = None  # whose complete program was looked at, once it was compiled
         self.ends_at_overflow = ""  # why, if the run stops because of it
         self.clock = time.monotonic()
         stepper.before_wait = self.before_wait
-        train = self.session.config.train
+        config, train = session.config, session.config.train
         self.progress = Progress(train.steps, sys.stdout, start_step=stepper.step, every=train.log_every)
         self.is_main = hosts.is_main
         if self.is_main:
             self.metrics = MetricsWriter(folder, resume_step=latest)
             self.evaluations = MetricsWriter(folder, resume_step=latest, file_name=EVALUATIONS)
-            session, config = self.session, self.session.config
             layers = session.model.expert_segments
             sizes = [(s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in layers]
             preceding = [(segment.config.moe_every, segment.config.ffn_dim) for segment in layers]
@@ -109,18 +109,19 @@ class Loop:
 
     def train(self, stop: StopSignal) -> bool:
         """Take all steps that are left, as `run` says."""
-        stepper, feed, train = self.stepper, self.session.feed, self.session.config.train
+        stepper, session = self.stepper, self.stepper.session
+        feed, train = session.feed, session.config.train
         self.hosts.touch(stepper.step)
         if stepper.step == 0:
             self.evaluate()
         self.hosts.rest()  # compiling may take long
         self.compile_seconds = stepper.compile()
         self.compiled_peak = compiled_peak(stepper.executable)
-        if stepper.programs[0] is not None and self.compiled_peak is not None:
+        if stepper.programs.common is not None and self.compiled_peak is not None:
             shape = None if self.engine is None else self.engine.shape
-            sizes = sizes_of(self.session.config, self.session.roles, self.session.model.vocab_size)
+            sizes = sizes_of(session.config, session.roles, session.model.vocab_size)
             complete = self.compiled_peak + device_bytes(sizes, shape).overflow
-            limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
+            limits = memory_counts(session.roles.mesh.local_devices, "bytes_limit")
             self.note(
                 f"optimistic steps take {with_prefix(self.compiled_peak)}B of a device's memory"
                 f"{f' of {with_prefix(min(limits))}B' if limits else ''}, and where a bucket overflows about "
@@ -177,35 +178,42 @@ class Loop:
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
         """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
-        common, complete = programs = self.stepper.programs
-        # Once the complete program of optimistic steps is compiled: could a step that overflows run it?
-        if programs is not self.watched and common is not None and complete.done():
-            self.watched, error, why = programs, complete.exception(), ""
-            if error is not None:
-                why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
-            else:
-                needed = compiled_peak(complete.result()[0])
-                limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
-                if needed is not None and limits and needed > min(limits):
-                    there = f"{with_prefix(min(limits))}B"
-                    why = f"needs {with_prefix(needed)}B of each device's memory, which has {there}"
-            line = f"the complete program {why}, so the first bucket that overflows ends the run"
-            if why and self.session.config.train.optimistic is None:
-                line = f"step {self.stepper.step}: {line}"
-                self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
-                stop.requested = True
-            elif why:
-                self.note(f"{line}; it goes on until then (train.optimistic = True)")
+        programs = self.stepper.programs
+        if programs is not self.watched and programs.common is not None and programs.complete.done():
+            self.watched = programs
+            self.judge_complete(programs.complete, stop)
         for step, metrics in self.stepper.finished(until):
             stop.observe(int(metrics["stop"]), step)
             self.hosts.touch(step)
             self.take_in(step + 1, metrics)
 
+    def judge_complete(self, complete: concurrent.futures.Future, stop: StopSignal):
+        """Say so if a step that overflows could not run the complete program, which is done compiling.
+
+        The run is then stopped, unless `train.optimistic` asks to go on until a bucket overflows.
+        """
+        session = self.stepper.session
+        limits = memory_counts(session.roles.mesh.local_devices, "bytes_limit")
+        if (error := complete.exception()) is not None:
+            why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        elif limits and (needed := compiled_peak(complete.result()) or 0) > min(limits):
+            there = f"{with_prefix(min(limits))}B"
+            why = f"needs {with_prefix(needed)}B of each device's memory, which has {there}"
+        else:
+            return
+        line = f"the complete program {why}, so the first bucket that overflows ends the run"
+        if session.config.train.optimistic is None:
+            line = f"step {self.stepper.step}: {line}"
+            self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
+            stop.requested = True
+        else:
+            self.note(f"{line}; it goes on until then (train.optimistic = True)")
+
     def take_in(self, step: int, metrics: dict):
         """Check, record and show the finished step number `step` (from 1)."""
         now = time.monotonic()
         seconds, self.clock = now - self.clock, now
-        session, config = self.session, self.session.config
+        session, config = self.stepper.session, self.stepper.session.config
         allowed = config.train.max_skipped_steps
         skipped = self.host["skipped_steps"] = self.host["skipped_steps"] + int(metrics.get("skipped", 0))
         check_finite(step, metrics, self.names, self.checkpoint, skipped=skipped, allowed=allowed)
@@ -253,19 +261,19 @@ class Loop:
         if self.checkpoint == step:
             return
         host = {name: value for name, value in self.host.items() if value}
-        host["data"] = self.session.feed.stream.position(step)
+        host["data"] = self.stepper.session.feed.stream.position(step)
         if self.stepper.overflows["steps"]:
             host["overflows"] = self.stepper.overflows
         if self.engine is not None:
             host["plan"] = self.engine.state()
-        home = self.session.home if self.engine is None else self.engine.home
+        home = self.stepper.session.home if self.engine is None else self.engine.home
         self.checkpoints.save(step, self.stepper.state, home, host)
         self.checkpoint = step
         self.hosts.touch(step)
 
     def evaluate(self):
         """Evaluate on held-out text and write the result down."""
-        session, stepper, step = self.session, self.stepper, self.stepper.step
+        session, stepper, step = self.stepper.session, self.stepper, self.stepper.step
         step_function, tables = (self.evaluation_step, None) if self.engine is None else self.engine.evaluation()
 
         def held_out_loss(params) -> float:  # for the watchdog a batch counts as a step: held-out text may be long

@@ -39,11 +39,16 @@ from moe_jax.training.segments import build_model
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
 
-# Executables of one step: (state, halted, *inputs) -> (state, metrics), the common one, None where steps are not
-# optimistic; and a future of (state, *inputs) -> (state, metrics), the complete one, with the seconds to compile it.
-Programs = tuple[Any, concurrent.futures.Future]
-
 Shapes = dict[str, PlanShape] | None  # by segment with experts; None without a planner
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The executables of one step, for the plans of one shape."""
+
+    common: Any  # (state, halted, *inputs) -> (state, metrics); None where steps are not optimistic
+    complete: concurrent.futures.Future  # of (state, *inputs) -> (state, metrics), with the passes after an overflow
+    seconds: float  # to compile what the step starts with: the common one, else the complete one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,20 +152,21 @@ class Program:
         executable = compile_for_all(lowered, self.compiler_options(), self.guiding_target(), self.devices)
         return executable, time.monotonic() - started
 
-    def compile_programs(self, shape: Shapes = None) -> tuple[Programs, float]:
-        """Compile what a step with plans of this shape starts with; return it, and the seconds that it took.
+    def compile_programs(self, shape: Shapes = None) -> Programs:
+        """Compile what a step with plans of this shape starts with.
 
         Of an optimistic step the complete program is compiled behind it, in a thread.
         """
         if not self.is_optimistic(shape):
-            future: concurrent.futures.Future = concurrent.futures.Future()
-            future.set_result(self.compile_step(shape))
-            return (None, future), future.result()[1]
+            complete: concurrent.futures.Future = concurrent.futures.Future()
+            executable, seconds = self.compile_step(shape)
+            complete.set_result(executable)
+            return Programs(None, complete, seconds)
         common, seconds = self.compile_step(shape, common=True)
         thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILING)
-        future = thread.submit(self.compile_step, shape)
+        complete = thread.submit(lambda: self.compile_step(shape)[0])
         thread.shutdown(wait=False)
-        return (common, future), seconds
+        return Programs(common, complete, seconds)
 
     def guiding_target(self) -> Target | None:
         """Return the target whose rates guide the compiler's scheduler, None where nothing does."""

@@ -37,7 +37,7 @@ from moe_jax.planning.cost import predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables, fits
 from moe_jax.training.bank_order import reshard
-from moe_jax.training.program import Session
+from moe_jax.training.program import Programs, Session
 from moe_jax.training.replanner import TOO_OFTEN, Replanner, build_replanners
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own; an executable is for
@@ -82,8 +82,8 @@ class RejitEngine:
 
     # Around a step.
 
-    def start(self):
-        """Compile what the first step runs with; return (programs, seconds)."""
+    def start(self) -> Programs:
+        """Compile what the next step runs with."""
         first = self._compile(self.shape)
         if self.pending is not None:
             self._compile(self.pending.shape)
@@ -101,6 +101,11 @@ class RejitEngine:
         self.shape = self._grown(placement)
         self._adopt(placement)
 
+    def leave_teacher(self, session: Session):
+        """Go on, from `start`, with a session's step without the teacher: the same state, batches and plans."""
+        self.session = session
+        self.executables.clear()
+
     def before_step(self, step: int, state: dict, flag: int, settle: Callable[[], dict] | None = None):
         """Return (programs, tables, host_signals, state) for step `step` (from 0).
 
@@ -111,28 +116,12 @@ class RejitEngine:
             homes, because a step that has to run again needs them where they were. None: `state` is that.
         """
         record = {"rejit_stall_seconds": 0.0, "planner_seconds": self.next_planner_seconds}
-        pending = self.pending
-        if pending is not None:
-            due = self.agreed >= pending.number
-            if self.config.swap_after is not None:
-                due = step >= pending.step + self.config.swap_after - 1
-            if due:  # run with the pending shape from now on; wait only if its time has come before it is ready
-                began = time.perf_counter()
-                _, record["compile_seconds"] = self.executables[tuple(pending.shape.values())].result()
-                record["rejit_stall_seconds"] = time.perf_counter() - began
-                self.shape, self.tables, self.pending = pending.shape, None, None
-                self.executables.move_to_end(tuple(self.shape.values()))
-                self._adopt(pending.placement)
-                while len(self.executables) > self.config.executables:
-                    self.executables.popitem(last=False)
-        began = time.perf_counter()
+        if self.pending is not None and self._is_due(step, self.pending):
+            record |= self._swap(self.pending)
         if homes_differ(self.placement, self.stored):
-            state = state if settle is None else settle()
-            for name, old in self.stored.items():
-                if (old.home != self.placement[name].home).any():
-                    rows = self.shape[name].bank_rows
-                    state = reshard(state, old, self.placement[name], rows, name, self.share)
-            self.stored, record["reshard_seconds"] = self.placement, time.perf_counter() - began
+            began = time.perf_counter()
+            state = self._move_homes(state if settle is None else settle())
+            record["reshard_seconds"] = time.perf_counter() - began
         if self.tables is None:
             self.tables = self._on_devices(self.shape, self.placement)
             text = "".join(own.fingerprint() for own in self.placement.values()) + repr(self.shape)
@@ -141,14 +130,43 @@ class RejitEngine:
         if self.remark:
             record["plan_remark"] = self.remark
         self.records[step] = (self.placement, record, self.shape)
+        return self._compile(self.shape).result(), self.tables, self._host_signals(flag), state
+
+    def _is_due(self, step: int, pending: Pending) -> bool:
+        """Say whether step `step` is to run with the pending shape, which may still be compiling here."""
+        if self.config.swap_after is None:
+            return self.agreed >= pending.number
+        return step >= pending.step + self.config.swap_after - 1
+
+    def _swap(self, pending: Pending) -> dict:
+        """Run with the pending shape from now on, once it is compiled; return what the step's record says of it."""
+        began = time.perf_counter()
+        programs = self._compile(pending.shape).result()
+        record = {"compile_seconds": programs.seconds, "rejit_stall_seconds": time.perf_counter() - began}
+        self.shape, self.tables, self.pending = pending.shape, None, None
+        self.executables.move_to_end(tuple(self.shape.values()))
+        self._adopt(pending.placement)
+        while len(self.executables) > self.config.executables:
+            self.executables.popitem(last=False)
+        return record
+
+    def _move_homes(self, state: dict) -> dict:
+        """Return the state, which is donated, with its experts where the next step's placement has them."""
+        for name, old in self.stored.items():
+            if (old.home != self.placement[name].home).any():
+                rows = self.shape[name].bank_rows
+                state = reshard(state, old, self.placement[name], rows, name, self.share)
+        self.stored = self.placement
+        return state
+
+    def _host_signals(self, flag: int):
+        """Return the step's input int32 [devices, 3], of this process: stop, newest shape ready here, hash of plan."""
         ready = 0
         if self.pending is not None and (future := self._compile(self.pending.shape)).done():
             future.result()  # a failed compilation ends the run now, not at a swap that others may never reach
             ready = self.pending.number
-        # each process' row of the step's input int32 [devices, 3]: stop, newest shape ready here, hash of the plan
         rows = np.tile(np.array([flag, ready, self.hash], np.int32), (self.session.roles.num_devices, 1))
-        host_signals = to_devices(rows, self.session.state_shardings.host_signals)
-        return self._compile(self.shape).result()[0], self.tables, host_signals, state
+        return to_devices(rows, self.session.state_shardings.host_signals)
 
     def after_dispatch(self, step: int):
         """Plan for step `step` + 1 while the devices work on `step`."""
@@ -362,7 +380,7 @@ class RejitEngine:
                 return None
         return None if any(own is None for own in seconds) else seconds
 
-    def _compile(self, shape: Shapes) -> concurrent.futures.Future:
+    def _compile(self, shape: Shapes) -> concurrent.futures.Future[Programs]:
         """Have a shape compiled in the thread, unless it is in the cache."""
         key = tuple(shape.values())
         if key not in self.executables:

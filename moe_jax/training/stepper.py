@@ -57,11 +57,10 @@ class Stepper:
         self.teacher_params: dict | None = None  # of the teacher that the next step learns from
         if session.teacher is not None:
             self.teacher_params = load_teacher(session.teacher, session.config.distillation)
-        self.before_wait: Callable[[], None] = lambda: (
-            None
-        )  # before a step waits until its complete program is compiled
+        # called before a step waits until its complete program is compiled
+        self.before_wait: Callable[[], None] = lambda: None
         self.change_state: Callable | None = None  # `run` calls change_state(state, step) -> state before each step
-        self.programs: Any = None  # of the newest step
+        self.programs: Programs | None = None  # of the newest step
         self.executable: Any = None  # the one of them that ran last
         # JSON data that a checkpoint holds: numbers, from 0, of the last steps that overflowed, as far as their metrics
         # were read, and how many of the run were run again
@@ -72,10 +71,9 @@ class Stepper:
 
     def compile(self) -> float:
         """Compile what the next step runs with; return the seconds that it took."""
-        self.programs, seconds = self.session.compile_programs() if self.engine is None else self.engine.start()
-        common, complete = self.programs
-        self.executable = complete.result()[0] if common is None else common
-        return seconds
+        self.programs = programs = self.session.compile_programs() if self.engine is None else self.engine.start()
+        self.executable = programs.complete.result() if programs.common is None else programs.common
+        return programs.seconds
 
     def teacher_leaves(self) -> bool:
         """Say whether the next step is the first without the teacher; then `leave_teacher` comes before it."""
@@ -89,8 +87,7 @@ class Stepper:
         self.teacher_params = None
         self.session = dataclasses.replace(self.session, teacher=None)
         if self.engine is not None:
-            self.engine.session = self.session  # another step, with the same state, batches and plans
-            self.engine.executables.clear()
+            self.engine.leave_teacher(self.session)
         return self.compile()
 
     def dispatch(self, batch, flag: int = 0) -> None:
@@ -105,7 +102,7 @@ class Stepper:
         sent = StepInFlight(self.step, self.programs, (batch, tables, host_signals, *frozen))
         known = self.step - self.lag  # the last step whose metrics are read by now
         overflowed = sum(known - WINDOW < step <= known for step in self.overflows["steps"])
-        common = self.programs[0] is not None and overflowed <= MOST
+        common = self.programs.common is not None and overflowed <= MOST
         if not common:
             self._settle()
         self._run(sent, common)
@@ -124,7 +121,7 @@ class Stepper:
             self._read(0)
             sent = self.in_flight.popleft()
             step, metrics = sent.step, sent.metrics
-            if sent.programs[0] is not None:
+            if sent.programs.common is not None:
                 metrics = {**metrics, "run_again": int(sent.again)}
                 self.overflows["run_again"] += sent.again
                 if int(metrics["most_passes"]) > 1:
@@ -137,11 +134,11 @@ class Stepper:
     def _run(self, sent: StepInFlight, common: bool) -> None:
         """Run the common program of a step, or the complete one, waiting until that is compiled."""
         if common:
-            self.executable, state = sent.programs[0], (self.state, self.halted)
+            self.executable, state = sent.programs.common, (self.state, self.halted)
         else:
-            if not sent.programs[1].done():
+            if not sent.programs.complete.done():
                 self.before_wait()
-            self.executable, state = sent.programs[1].result()[0], (self.state,)
+            self.executable, state = sent.programs.complete.result(), (self.state,)
         self.state, sent.metrics = self.executable(*state, *sent.inputs)
         self.halted = sent.metrics.get("halted", self.halted)
 

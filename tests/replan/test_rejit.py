@@ -42,7 +42,7 @@ class Pretended(types.SimpleNamespace):
     def compile_programs(self, shape=None):
         self.gate.wait(30)
         self.compiled.append(shape)
-        return shape, 0.5
+        return types.SimpleNamespace(shape=shape, seconds=0.5)
 
     def shared(self, move):
         self.moves.append(move)
@@ -124,8 +124,8 @@ def drive(engine, all_loads, first=0, whole=False):
     for step, loads in enumerate(all_loads, first):
         if flight is not None:
             engine.observe(*flight)
-        executable, tables, host_signals, state = engine.before_step(step, state, 0)
-        assert executable == engine.shape
+        programs, tables, host_signals, state = engine.before_step(step, state, 0)
+        assert programs.shape == engine.shape
         for name, placement in engine.placement.items():
             assert fits(engine.shape[name], placement)
             np.testing.assert_array_equal(engine.stored[name].home, placement.home)
