@@ -23,7 +23,8 @@ from moe_jax.models.config import ModelConfig, Segment, segments_of, with_expert
 from moe_jax.models.transformer import Transformer, abstract_transformer
 from moe_jax.moe.bank import init_bank
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
-from moe_jax.moe.config import FirstPassConfig, MoEConfig
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.passes import FirstPassOnly
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.routing import record
 from moe_jax.moe.schedule import schedule_record
@@ -272,7 +273,7 @@ class LanguageModel:
 
 def first_pass_model(model: LanguageModel) -> LanguageModel:
     """Return the model whose MoE layers run pass 0 alone: `StepStats.passes` says whether that was enough."""
-    return dataclasses.replace(model, moe=FirstPassConfig(**vars(model.moe)))
+    return dataclasses.replace(model, moe=FirstPassOnly(**vars(model.moe)))
 
 
 def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShape] | None = None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import COMPUTE, DTYPES, E4M3, bytes_of_row
@@ -47,8 +46,6 @@ class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIss
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
         token.
     """
-
-    later_passes: typing.ClassVar[bool] = True  # whether the program has those that follow an overflow
 
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
@@ -115,12 +112,3 @@ class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIss
     def sent_bytes(self, model_dim: int) -> int:
         """Return the bytes of a row on its way to experts where it travels as float8, else 0."""
         return bytes_of_row(model_dim) if self.dispatch_dtype == E4M3 else 0
-
-
-class FirstPassConfig(MoEConfig):
-    """A layer that runs pass 0 alone and says how many passes it should have taken; of the fields of another.
-
-    Whoever runs it must throw its results away where that is more than one. It is no user's choice: no field names it.
-    """
-
-    later_passes: typing.ClassVar[bool] = False

@@ -11,8 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.moe.config import MoEConfig
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for
 from moe_jax.parallel.varying import cast_varying, varying_axes
+
+
+class FirstPassOnly(MoEConfig):
+    """Marks the config of a layer whose program has pass 0 alone, and says how many passes it should have taken.
+
+    Whoever runs it must throw its results away where that is more than one. No binding makes one: `first_pass_model`
+    does.
+    """
 
 
 def most_of_all(needed, axes: tuple[str, ...]):

@@ -26,7 +26,7 @@ from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import bytes_to_rows, rows_to_bytes
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.passes import most_of_all
+from moe_jax.moe.passes import FirstPassOnly, most_of_all
 from moe_jax.moe.routing import Choice, Grouping, Parcel, Routing, record
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.parallel.exchange import TRANSPORTS
@@ -214,7 +214,7 @@ class Schedule(abc.ABC):
     @property
     def run_passes(self) -> int:
         """Passes that the program has; 1 leaves no branch in it."""
-        return self.most_passes if self.sizes.config.later_passes else 1
+        return 1 if isinstance(self.sizes.config, FirstPassOnly) else self.most_passes
 
     def passes_needed(self, mine):
         """Return int32 [], the most passes that any device's buckets take, at least one; mine: int32 [], those here.
@@ -225,7 +225,7 @@ class Schedule(abc.ABC):
         if self.most_passes == 1:
             return jnp.ones((), jnp.int32)
         needed = jnp.maximum(mine, 1)
-        return most_of_all(needed, self.roles.all) if self.sizes.config.later_passes else needed
+        return needed if isinstance(self.sizes.config, FirstPassOnly) else most_of_all(needed, self.roles.all)
 
     def enter(self, x, token_ids):
         """Return (tokens [t, M] or [t / N_MP, M], their ids): what this device gates.
