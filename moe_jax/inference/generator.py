@@ -34,7 +34,7 @@ from moe_jax.inference.programs import (
 from moe_jax.kernels.float8 import COMPUTE
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
-from moe_jax.models.config import Segment, expert_counts
+from moe_jax.models.config import expert_counts
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
@@ -123,8 +123,7 @@ def load(
             model.shapes(),
             model.layout().params,
         )
-        homes = {segment.name: even_placement(model, segment).home for segment in model.expert_segments}
-        params = checkpoints.restore_params(step, abstract, homes, "ema" if averaged else "params")
+        params = checkpoints.restore_params(step, abstract, model.even_homes, "ema" if averaged else "params")
     dtype = model.config.dtype
 
     def cast(path, leaf):
@@ -229,13 +228,6 @@ def reside(placement: Placement) -> tuple[PlanShape, Tables, np.ndarray]:
     return shape, tables, filled.slot_expert
 
 
-def even_placement(model: LanguageModel, segment: Segment) -> Placement:
-    """Return a segment's homes without replicas."""
-    roles = model.roles_of(segment)
-    devices, near = roles.size(roles.expert), roles.members_per_node
-    return Placement.even(segment.config.moe_layers, segment.moe.num_experts, devices, near)
-
-
 PLANNERS = ("balanced", "eplb")  # those that need no prices, only loads and a number of slots
 QUANTIZE = ("none", "int8")
 DECODE = ("gather", "exchange")
@@ -293,7 +285,7 @@ class Generator:
             self.params = {**params, "bank": {name: quantize_bank(bank) for name, bank in params["bank"].items()}}
             specs = {**specs, "bank": jax.tree.map(lambda leaf: leaf.sharding.spec, self.params["bank"])}
         self._serving = Serving(model, self.vocabulary, specs, {}, quantize, decode)
-        self._settle({segment.name: even_placement(model, segment) for segment in model.expert_segments})
+        self._settle(model.even_placements)
 
     def _settle(self, placements: dict[str, Placement]) -> None:
         """Expect the experts where placements {segment: its own} say; programs are built for that."""
@@ -322,7 +314,7 @@ class Generator:
             raise UserError(f"replica_slots ({replica_slots}) must be at least 0")
         placements, taken, before = {}, np.concatenate(list(experts)), self._slot_expert
         for segment in self.model.expert_segments:
-            start, config = even_placement(self.model, segment), segment.config
+            start, config = self.model.even_placements[segment.name], segment.config
             layers = range(segment.first_layer, segment.first_layer + start.layers)
             counts = [np.bincount(taken[:, at][taken[:, at] >= 0], minlength=start.experts) for at in layers]
             loads = np.repeat(np.asarray(counts, np.float64)[:, None], start.devices, axis=1) / start.devices

@@ -26,7 +26,7 @@ from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.passes import FirstPassOnly
 from moe_jax.moe.routers import build_router
-from moe_jax.moe.routing import record
+from moe_jax.moe.routing import Tables, even_tables, record
 from moe_jax.moe.schedule import schedule_record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import check_zero_stages, dense_specs, expert_specs
@@ -207,6 +207,24 @@ class LanguageModel:
         """Return the roles of a segment on this model's mesh."""
         return segment.roles(self.roles)
 
+    @functools.cached_property
+    def even_placements(self) -> dict[str, Placement]:
+        """{segment with experts, first layers first: even homes on its expert-parallel group, with its nodes}."""
+        found = {}
+        for segment in self.expert_segments:
+            layers, experts, roles = segment.config.moe_layers, segment.moe.num_experts, self.roles_of(segment)
+            found[segment.name] = Placement.even(layers, experts, roles.size(roles.expert), roles.members_per_node)
+        return found
+
+    @property
+    def even_homes(self) -> dict[str, np.ndarray]:
+        """{segment: int32 [L, E]}, home device of every expert of `even_placements`."""
+        return {name: own.home for name, own in self.even_placements.items()}
+
+    def even_tables(self) -> dict[str, Tables]:
+        """Return {segment: tables of `even_placements`}, as NumPy arrays."""
+        return {name: even_tables(own.layers, own.experts, own.devices) for name, own in self.even_placements.items()}
+
     def init(self, key) -> dict:
         """Return fresh parameters {'dense': nested dict, 'bank': {segment: {name: [D Rb, ...]}}}, homes even.
 
@@ -293,7 +311,7 @@ class Teacher:
     """A frozen model that a student learns from; its parameters are an input of the step.
 
     Attributes:
-      model: on the student's mesh, with the student's vocabulary.
+      model: on the student's mesh, with the student's vocabulary; its experts stay at even homes.
       layout: where its parameters lie.
       alpha: weight of the divergence beside the cross-entropy.
     """
@@ -301,15 +319,6 @@ class Teacher:
     model: LanguageModel
     layout: Layout
     alpha: float
-
-    @property
-    def home(self) -> dict[str, np.ndarray]:
-        """{segment: int32 [L, E]}, home device of every expert of the teacher; they stay there."""
-        homes = {}
-        for segment in self.model.expert_segments:
-            roles, layers = self.model.roles_of(segment), segment.config.moe_layers
-            homes[segment.name] = Placement.even(layers, segment.moe.num_experts, roles.size(roles.expert)).home
-        return homes
 
     def shardings(self) -> dict:
         """Return where every leaf of the parameters lies, as NamedShardings."""

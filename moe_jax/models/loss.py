@@ -34,7 +34,6 @@ from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import with_grad_sink
 from moe_jax.moe.passes import most_of_all
 from moe_jax.moe.routers import GateStats, build_router, z_loss
-from moe_jax.moe.routing import even_tables
 from moe_jax.moe.schedule import MOST_ROWS
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for_tree
@@ -119,11 +118,7 @@ def make_loss(
         frozen = ()
         if teacher is not None:
             (held,) = lax.stop_gradient(teacher_params)
-            frozen_tables = {}  # its experts stay where they are
-            for segment in teacher.model.expert_segments:
-                own, layers = teacher.model.roles_of(segment), segment.config.moe_layers
-                frozen_tables[segment.name] = even_tables(layers, segment.moe.num_experts, own.size(own.expert))
-            frozen = (held["dense"], *with_grad_sink(held["bank"])), frozen_tables
+            frozen = (held["dense"], *with_grad_sink(held["bank"])), teacher.model.even_tables()
         total, stats = sharded(weights, batch, tables, key, first_row, normalizer, frozen)
         if len(stats.loads) > 1:  # [L, sources, E] of each segment; sources and experts that one lacks are 0
             sources, experts = (max(part.shape[dim] for part in stats.loads) for dim in (1, 2))

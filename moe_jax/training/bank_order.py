@@ -64,10 +64,10 @@ def from_file(stored: jax.Array, leaf: jax.ShapeDtypeStruct, home: np.ndarray) -
 def _order(leaf, home: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return int32 [L, E] of each expert's home and of its bank row there, and whether the file has another home."""
     placement = Placement(np.asarray(home))
-    home, rows, devices, experts = placement.home, bank_rows(placement), _split(leaf.sharding)[1], home.shape[1]
+    home, rows, devices, experts = placement.home, bank_rows(placement), _split(leaf.sharding)[1], placement.experts
     assert experts % devices == 0 and leaf.shape[0] % devices == 0, (home.shape, leaf.shape, devices)
     assert home.max() < devices and rows.max() < leaf.shape[0] // devices, "homes of another mesh"
-    return home, rows, not np.all(home == np.arange(experts) // (experts // devices))
+    return home, rows, not np.array_equal(home, Placement.even(placement.layers, experts, devices).home)
 
 
 @functools.lru_cache(maxsize=128)

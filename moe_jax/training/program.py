@@ -28,7 +28,7 @@ from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.moe.build import check_router
-from moe_jax.moe.routing import Tables, even_tables
+from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import PlanShape, table_shapes
 from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, shared_function
@@ -70,12 +70,7 @@ class Program:
     @property
     def home(self) -> dict[str, np.ndarray]:
         """{segment with experts, first layers first: int32 [L, E]}, home device of every expert when a run starts."""
-        found = {}
-        for segment in self.model.expert_segments:
-            roles, experts = self.model.roles_of(segment), segment.moe.num_experts
-            own = np.arange(experts, dtype=np.int32) // (experts // roles.size(roles.expert))
-            found[segment.name] = own[None].repeat(segment.config.moe_layers, axis=0)
-        return found
+        return self.model.even_homes
 
     def resolved(self) -> dict[str, str | bool]:
         """Return what 'auto' and None are on these devices, under the names of the bindings."""
@@ -100,10 +95,6 @@ class Program:
             )
             for hidden_dim in hidden_dims
         }
-
-    def even_tables(self) -> dict[str, Tables]:
-        """Return {segment: tables of even homes without a planner}, as NumPy arrays."""
-        return {name: even_tables(*home.shape, int(home.max()) + 1) for name, home in self.home.items()}
 
     def abstract_state(self) -> dict:
         """Return the training state as ShapeDtypeStructs with shardings."""
@@ -133,7 +124,7 @@ class Program:
         rows = (train.grad_accum_steps, train.microbatch_size, length)
         tokens, weights = (jax.ShapeDtypeStruct(rows, dtype) for dtype in (np.int32, self.config.model.param_dtype))
         batch = Batch(tokens, tokens, weights, documents=tokens if self.config.model.document_mask else None)
-        tables = self.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
+        tables = self.model.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
         tables = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tables)
         signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
         halted = (jax.ShapeDtypeStruct((), np.bool_),) if common else ()
@@ -266,5 +257,5 @@ def build_session(config: RunConfig, devices) -> Session:
     return Session(
         **{field.name: getattr(program, field.name) for field in dataclasses.fields(program)},
         feed=Feed(cache, tokenizer, config.train, config.model, length, shardings.batch),
-        tables=to_devices(program.even_tables(), shardings.tables),
+        tables=to_devices(program.model.even_tables(), shardings.tables),
     )

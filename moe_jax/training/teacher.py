@@ -208,7 +208,7 @@ def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
     """Return the teacher's parameters as `Teacher.held_params` says, on the devices; each holds its own part."""
     checkpoints, step = teacher_checkpoint(config)
     with _named(config):
-        params = checkpoints.restore_params(step, teacher.stored_params(), teacher.home)
+        params = checkpoints.restore_params(step, teacher.stored_params(), teacher.model.even_homes)
 
     def cast(leaf, wanted):
         if leaf.dtype == wanted.dtype:

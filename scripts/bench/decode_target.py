@@ -39,12 +39,12 @@ def lower(config, devices):
     import jax
     import numpy as np
 
-    from moe_jax.inference.generator import build_model, even_placement, is_matrix, reside
+    from moe_jax.inference.generator import build_model, is_matrix, reside
     from moe_jax.inference.programs import Serving, State, make_step, state_specs
 
     model = build_model(config, devices, None)
     mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
-    residence = {segment.name: reside(even_placement(model, segment)) for segment in segments}
+    residence = {segment.name: reside(model.even_placements[segment.name]) for segment in segments}
     shapes = {name: shape for name, (shape, _, _) in residence.items()}
     serving = Serving(model, model.vocab_size, specs, shapes, decode=_DECODE.value)
     decode = make_step(serving, _BATCH.value, 1, 0, (True, 0, False))

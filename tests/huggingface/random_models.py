@@ -21,7 +21,6 @@ import numpy as np
 from moe_jax.inference.conversion import file_shapes
 from moe_jax.inference.families import read_config, tensor_places
 from moe_jax.models import Batch, LanguageModel, make_loss
-from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
 
@@ -144,7 +143,7 @@ def compare_with(golden, run, folder, source):
             place = place.setdefault(key, {})
         # on one device the bank's rows are [L E, ...]
         place[last] = array.reshape(-1, *array.shape[2:]) if keys[0] == "bank" else array
-    tables = {s.name: even_tables(s.config.moe_layers, s.moe.num_experts, 1) for s in model.expert_segments}
+    tables = model.even_tables()
     tokens = np.asarray(golden["tokens"], np.int32)
     rows, length = tokens.shape[0], tokens.shape[1] - 1
     loss = make_loss(model, model.layout(), rows, length)

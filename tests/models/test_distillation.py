@@ -16,7 +16,6 @@ from support.equality_cases import (
     model_config,
     moe_config,
     reference_params,
-    tables_of,
 )
 from support.program_order import overtaking
 
@@ -65,7 +64,7 @@ def build(mesh, student, teacher, alpha, zero=1, teacher_zero=1):
         for (config, moe), stage in ((student, zero), (teacher, teacher_zero))
     )
     batch = data(model.config.dtype, weighted=True)
-    rest = batch, tables_of(model), jax.random.key(11), np.int32(0), np.sum(batch.weights)
+    rest = batch, model.even_tables(), jax.random.key(11), np.int32(0), np.sum(batch.weights)
     kind = Teacher(model=taught, layout=taught.layout(), alpha=alpha)
     loss = make_loss(model, model.layout(), BATCH, LENGTH, teacher=kind)
     return lambda params, frozen: loss(params, *rest, frozen), roles

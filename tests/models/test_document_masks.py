@@ -20,7 +20,6 @@ from support.equality_cases import (
     moe_config,
     placed,
     reference_params,
-    tables_of,
 )
 
 from moe_jax.errors import UserError
@@ -88,7 +87,7 @@ def test_packed_documents_equal_documents_alone(name):
         on_mesh = placed(model, layout, params)
         loss = jax.jit(jax.value_and_grad(make_loss(model, layout, 8, 8), has_aux=True))
         total = np.sum(packed.weights)
-        (got, _), grads = loss(on_mesh, packed, tables_of(model), jax.random.key(0), np.int32(0), total)
+        (got, _), grads = loss(on_mesh, packed, model.even_tables(), jax.random.key(0), np.int32(0), total)
         np.testing.assert_allclose(float(got), float(want), rtol=1e-10)
         assert_close(grads, {"dense": want_grads["dense"], "bank": banks(model, want_grads["experts"])})
         logits = make_mesh_logits(model, layout)(on_mesh, packed)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from routers.dense_router import Groups, dense_route
 from support import equality_cases
-from support.equality_cases import BATCH, KEY, LENGTH, assert_equal, build, moe_config, tables_of
+from support.equality_cases import BATCH, KEY, LENGTH, assert_equal, build, moe_config
 
 from moe_jax.errors import UserError
 from moe_jax.models import Batch, ModelConfig, make_loss
@@ -75,7 +75,7 @@ def test_one_segment_lowers_to_the_same_program():
         layout = model.layout()
         loss = make_loss(model, layout, 8, LENGTH)
         batch = Batch(*(jax.ShapeDtypeStruct((8, LENGTH), dtype) for dtype in (np.int32, np.int32, np.float32)))
-        arguments = (model.shapes(), batch, tables_of(model), jax.random.key(0), np.int32(0), np.float32(1))
+        arguments = (model.shapes(), batch, model.even_tables(), jax.random.key(0), np.int32(0), np.float32(1))
         return jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*arguments).as_text()
 
     assert program() == program(segments=("layers=2",)) == program(experts_per_layer=(4, 4))

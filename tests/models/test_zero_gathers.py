@@ -21,7 +21,6 @@ from support.equality_cases import (
     moe_config,
     placed,
     reference_params,
-    tables_of,
 )
 
 from moe_jax.models import make_loss
@@ -49,7 +48,7 @@ def loss_of(name, dtype, zero):
     model = build(config, moe, {"expert": 2, **mesh}, zero_stage=zero)
     layout, batch = model.layout(), data(config.param_dtype, weighted=True)
     params = placed(model, layout, reference_params(config, moe))
-    inputs = params, batch, tables_of(model), jax.random.key(1), np.int32(0), np.sum(batch.weights)
+    inputs = params, batch, model.even_tables(), jax.random.key(1), np.int32(0), np.sum(batch.weights)
     return model, make_loss(model, layout, BATCH, LENGTH), inputs
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from support.equality_cases import BATCH, LENGTH, VOCAB, tables_of
+from support.equality_cases import BATCH, LENGTH, VOCAB
 
 from moe_jax.data.stream import document_numbers, inside_documents
 from moe_jax.models import Batch
@@ -65,7 +65,7 @@ def make_mesh_logits(model, layout):
 
     def logits(params, batch):
         bank = with_grad_sink(params["bank"])
-        found, order = run(params["dense"], *bank, batch.inputs, batch.documents, number, tables_of(model))
+        found, order = run(params["dense"], *bank, batch.inputs, batch.documents, number, model.even_tables())
         ordered = np.zeros(found.shape, np.asarray(found).dtype)
         ordered[np.asarray(order)] = found
         return ordered.reshape(BATCH, LENGTH, -1)

@@ -13,7 +13,6 @@ from moe_jax.models.config import expert_counts
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
-from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 
@@ -74,15 +73,6 @@ def banks(model, experts):
     return found
 
 
-def tables_of(model):
-    """Return tables of even homes, for every segment with experts."""
-    found = {}
-    for segment in model.expert_segments:
-        roles, layers = model.roles_of(segment), segment.config.moe_layers
-        found[segment.name] = even_tables(layers, segment.moe.num_experts, roles.size(roles.expert))
-    return found
-
-
 def on_mesh(tree, specs, roles):
     """Return the leaves as their PartitionSpecs say."""
     return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, roles.sharding(*spec)), tree, specs)
@@ -137,7 +127,7 @@ def assert_equal(
     layout = model.layout()
     step = jax.jit(jax.value_and_grad(make_loss(model, layout, BATCH, LENGTH), has_aux=True))
     (got, stats), grads = step(
-        placed(model, layout, params), batch, tables_of(model), KEY, np.int32(0), np.sum(batch.weights)
+        placed(model, layout, params), batch, model.even_tables(), KEY, np.int32(0), np.sum(batch.weights)
     )
     tolerance = 1e-10 if dtype == jnp.float64 else 2e-5
     np.testing.assert_allclose(float(got), float(want), rtol=tolerance, err_msg=case)
