@@ -221,6 +221,14 @@ class LanguageModel:
         """{segment: int32 [L, E]}, home device of every expert of `even_placements`."""
         return {name: own.home for name, own in self.even_placements.items()}
 
+    def loads_by_segment(self, loads: np.ndarray) -> dict[str, np.ndarray]:
+        """Return {segment: int64 [L, D, E]} from the loads of `StepStats`, without the zeros of what it lacks."""
+        found = {}
+        for segment in self.expert_segments:
+            devices = self.even_placements[segment.name].devices
+            found[segment.name] = np.asarray(own_layers(loads, segment)[:, :devices], np.int64)
+        return found
+
     def even_tables(self) -> dict[str, Tables]:
         """Return {segment: tables of `even_placements`}, as NumPy arrays."""
         return {name: even_tables(own.layers, own.experts, own.devices) for name, own in self.even_placements.items()}
@@ -384,8 +392,8 @@ def summed(grads, layout: Layout, roles: Roles):
 
 
 def own_layers(counts, segment: Segment):
-    """Return a segment's counts [L, E] of those of all MoE layers, without the zeros of the experts that it lacks."""
-    return counts[segment.moe_layers, : segment.moe.num_experts]
+    """Return a segment's counts [L, ..., E] of those of all MoE layers, without the zeros of experts that it lacks."""
+    return counts[segment.moe_layers, ..., : segment.moe.num_experts]
 
 
 # What routers keep beside parameters: leaves in the gate of their layer, so that checkpoints, --init_from and

@@ -11,7 +11,7 @@ import concurrent.futures
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -226,7 +226,8 @@ class Loop:
             teacher = session.teacher.model
             flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)[0]
         choices = sum(part.moe.top_k * part.config.moe_layers for part in session.model.expert_segments)
-        record = step_record(metrics, tokens * choices, session.home.values())
+        loads = session.model.loads_by_segment(metrics["loads"])
+        record = step_record(metrics, tokens * choices, loads, session.home)
         record |= {"tokens_per_second": tokens / seconds, "model_flops_per_second": tokens * flops / seconds}
         record |= {"step_seconds": seconds, "peak_device_bytes": peak}
         if self.compile_seconds is not None:
@@ -379,22 +380,20 @@ def check_finite(
     )
 
 
-def step_record(metrics: dict, choices: int, homes: Iterable[np.ndarray]) -> dict:
+def step_record(metrics: dict, choices: int, loads: dict, homes: dict) -> dict:
     """Return one object of metrics.jsonl, without times and memory, which the loop adds.
 
     Args:
       metrics: of the step, as NumPy; see `make_update`.
       choices: of experts, by all tokens of the step in all MoE layers.
-      homes: int [L, E] of each segment with experts, first layers first: the device that computes each expert, of
-        those of its expert-parallel group. Where a planner runs, its record counts replicas instead.
+      loads: {segment with experts, first layers first: int64 [L, D, E]}, of the metrics.
+      homes: {segment: int [L, E]}: the device that computes each expert, of those of its expert-parallel group. Where a
+        planner runs, its record counts replicas instead.
     """
-    balance, dead, first = [], [], 0
-    for home in homes:
-        devices = int(home.max()) + 1
-        own = metrics["loads"][first : first + len(home), :devices, : home.shape[1]]  # the rest is of larger segments
-        balance.append(device_load_max_over_mean(own, home, devices))
-        dead.append(np.count_nonzero(own.sum(axis=1, dtype=np.int64) == 0, axis=1))  # got no token
-        first += len(home)
+    balance, dead = [], []
+    for name, own in loads.items():
+        balance.append(device_load_max_over_mean(own, homes[name], own.shape[1]))
+        dead.append(np.count_nonzero(own.sum(axis=1) == 0, axis=1))  # got no token
     record = {
         "loss": float(metrics["loss"]),
         "aux_loss": float(metrics["aux_loss"]),

@@ -95,7 +95,7 @@ class RejitEngine:
         A predictor that has seen one step doubles the predicted buckets, and buckets never shrink.
         """
         for loads in past:
-            for name, own in own_loads(loads, self.stored).items():
+            for name, own in self.session.model.loads_by_segment(loads).items():
                 self.plans[name].predictor.observe(own)
         placement = {name: plans.propose(0) for name, plans in self.plans.items()}
         self.shape = self._grown(placement)
@@ -217,13 +217,13 @@ class RejitEngine:
                 "loads"
             )
         if not metrics.get("skipped", False):  # where a step is not finite, its loads have no meaning
-            self.waiting[step] = own_loads(metrics["loads"], self.stored)
+            self.waiting[step] = self.session.model.loads_by_segment(metrics["loads"])
         self.agreed = max(self.agreed, int(metrics["ready"]))
 
     def record(self, step: int, loads: np.ndarray) -> dict:
         """Return the plan's part of a finished step's record in metrics.jsonl (from 0)."""
         planned, record, shapes = self.records.pop(step)
-        loads = own_loads(loads, planned)
+        loads = self.session.model.loads_by_segment(loads)
         placement = {
             name: replanner.refined(shapes[name], planned[name], loads[name])
             for name, replanner in self.replanner.items()
@@ -386,15 +386,6 @@ class RejitEngine:
         if key not in self.executables:
             self.executables[key] = self.thread.submit(self.session.compile_programs, shape)
         return self.executables[key]
-
-
-def own_loads(loads: np.ndarray, placement: Placements) -> dict[str, np.ndarray]:
-    """Return int64 [L, D, E] of each segment, from the counts of all layers, without the zeros of what it lacks."""
-    found, first = {}, 0
-    for name, own in placement.items():
-        found[name] = np.asarray(loads[first : first + own.layers, : own.devices, : own.experts], np.int64)
-        first += own.layers
-    return found
 
 
 def homes_differ(placement: Placements, other: Placements) -> bool:

@@ -30,7 +30,7 @@ from moe_jax.training import rejit
 from moe_jax.training.bank_order import reshard
 from moe_jax.training.rejit import build_engine
 from moe_jax.training.replanner import build_replanners
-from moe_jax.training.segments import segment_runs
+from moe_jax.training.segments import build_model
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
 FLAT = "configs/cluster/flat_3gbs_30tflops.gin"
@@ -57,7 +57,7 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
     mesh = MeshConfig(expert=DEVICES, expert_shard=expert_shard, model=model, devices_per_node=devices_per_node)
     counts = (2, EXPERTS) if segments else (EXPERTS,)
     roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard], experts=counts)
-    sizes = {"layers": 3 if segments else LAYERS, "model_dim": 32, "heads": 2, "hidden_dim": 32, "max_length": 32}
+    sizes = {"layers": 3 if segments else LAYERS, "model_dim": 32, "heads": 4, "hidden_dim": 32, "max_length": 32}
     planner = {"replica_slots": 2, "overlap_degree": 4, "interval": 1, "calibrate": False, **planner}
     config = RunConfig(
         train=TrainConfig(batch_size=8),
@@ -66,11 +66,13 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
         moe=MoEConfig(num_experts=EXPERTS, schedule=schedule),
         planner=PlannerConfig(**planner),
     )
-    tables = {name: NamedSharding(roles.mesh, P(own.expert)) for name, (_, own) in segment_runs(config, roles).items()}
+    model = build_model(config, roles, vocab_size=64)
+    tables = {name: NamedSharding(roles.mesh, spec) for name, spec in model.tables_specs.items()}
     shardings = types.SimpleNamespace(tables=tables, host_signals=NamedSharding(roles.mesh, P(roles.all)))
     gate = threading.Event()
     gate.set()
-    return Pretended(config=config, roles=roles, state_shardings=shardings, lag=1, gate=gate, compiled=[], moves=[])
+    placed = {"roles": roles, "model": model, "state_shardings": shardings}
+    return Pretended(config=config, **placed, lag=1, gate=gate, compiled=[], moves=[])
 
 
 @pytest.fixture(autouse=True)

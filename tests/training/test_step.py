@@ -230,9 +230,10 @@ def test_step_record():
     numbers = {"loss": 2.0, "aux_loss": 1.25, "z_loss": 0.5, "learning_rate": 0.25, "grad_norm": 4.0}
     metrics = {name: np.float32(value) for name, value in numbers.items()}
     metrics |= {"dropped": np.int32([3, 1]), "passes": np.int32([1, 2]), "gate_entropy": np.float32([1.0, 0.5])}
-    metrics["loads"] = loads
-    homes = [np.array([[0, 0, 1, 1]]), np.array([[0, 1, 0, 1]])]  # two segments of a layer each
-    record = step_record(metrics, 32, homes)  # 8 tokens, 2 each, 2 layers
+    # two segments of a layer each
+    homes = {"segment_0": np.array([[0, 0, 1, 1]]), "segment_1": np.array([[0, 1, 0, 1]])}
+    own = dict(zip(homes, loads[:, None], strict=True))
+    record = step_record(metrics, 32, own, homes)  # 8 tokens, 2 each, 2 layers
     assert record.pop("passes") is metrics["passes"] and record.pop("gate_entropy") is metrics["gate_entropy"]
     # layer 0: devices compute 6 and 10 of 16; layer 1: 16 and 0
     np.testing.assert_array_equal(record.pop("device_load_max_over_mean"), [10 / 8, 2])
