@@ -150,6 +150,13 @@ class Cluster:
             devices_per_node=self.devices_per_node if devices_per_node is None else devices_per_node,
         )
 
+    def on_mesh(self, devices: int, devices_per_node: int) -> Cluster:
+        """Return the cluster of a mesh, checked; one of links without a number of nodes fits any mesh."""
+        free = self.nodes is None and not self.fits
+        cluster = self.sized(devices // devices_per_node, devices_per_node) if free else self
+        cluster.check_devices(devices, "MeshConfig")
+        return cluster
+
     def check_devices(self, devices: int, what: str) -> None:
         """Check that the cluster has as many devices as `what` (a trace, a mesh) has."""
         if self.devices != devices:

@@ -4,6 +4,7 @@
     received_seconds      what every device receives is known        one start-up         a planner's search
     uniform_seconds       all devices send the same                  one start-up         transfers of replicas, `parm`
     all_to_all_seconds    likewise, in one to three collectives      and one a message    tokens at inference
+    exchange_fits         by fits, or without any by links           one for each round   `parm`
     traffic               groups of a compiled program               by the `Target`      `inspect`, XLA's scheduler
 
 All but `traffic` take a `Cluster`: the slowest link, max_e V_e / W_e (FasterMoE section 3.2), of a tree in which a
@@ -21,6 +22,7 @@ from collections import Counter
 import numpy as np
 
 from moe_jax.cluster.cluster import Cluster
+from moe_jax.cluster.fits import Fit, fit_name
 from moe_jax.cluster.targets import Target
 from moe_jax.errors import UserError
 
@@ -230,3 +232,56 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], target:
     step = target.inter_latency if leaving else target.intra_latency
     seconds = target.base_latency + steps * step + max(inside / target.intra_bandwidth, across)
     return inside, leaving, seconds
+
+
+class LinkSeconds:
+    """Stands for a `Fit` of a collective where a cluster has links and no fits; sizes are bytes.
+
+    Args:
+      share: what a device sends of a byte of x, to its own node and to others; gathered: likewise of y.
+      rounds, gathers: of SAA, x in `rounds` rounds of messages with y in `gathers` all-gathers beside them, each after
+        the round that it needs: all share the links but the last one, beside which nothing is left.
+    """
+
+    def __init__(self, cluster: Cluster, share, gathered=(0.0, 0.0), rounds: int = 1, gathers: int = 1):
+        self.cluster, self.share, self.gathered, self.rounds, self.gathers = cluster, share, gathered, rounds, gathers
+
+    def seconds(self, x: float, y: float = 0.0) -> float:
+        """Return the time of sizes x and y, with a start-up for each round where the cluster has one."""
+        start = (self.cluster.inter_latency if self.share[1] else self.cluster.intra_latency) or 0.0
+        last, total = y / self.gathers, (self.rounds - 1) * start
+        for of_x, of_y in ((x, y - last), (0.0, last)):
+            inside, across = (a * of_x + b * of_y for a, b in zip(self.share, self.gathered, strict=True))
+            total += float(uniform_seconds(self.cluster, inside, across, "MoEConfig.schedule 'parm'"))
+        return total
+
+
+def exchange_fits(
+    cluster: Cluster, ep_size: int, esp_size: int, mp_size: int, gather: str, transport: str, requested_by: str
+) -> tuple[Fit | LinkSeconds, Fit | LinkSeconds, Fit | LinkSeconds | None]:
+    """Return the times of the EP&ESP all-to-all, the MP all-gather, and of SAA if s2 uses it.
+
+    By the cluster's fits; where it has none at all, by its links, whatever the transport.
+
+    Args:
+      ep_size: D; esp_size: N_ESP; mp_size: N_MP; gather: 'saa' or 'aas'; transport: as in `MoEConfig`.
+
+    Raises:
+      UserError: the file has fits, but lacks one of them.
+    """
+    size = ep_size * esp_size
+    if size == 1 or mp_size == 1:
+        none = Fit(0.0, 0.0)
+        return none, none, None
+    if not cluster.fits:
+        per_node = cluster.need("devices_per_node", requested_by)
+        near, near_mp = min(per_node, size), min(per_node, mp_size)
+        share, across = ((near - 1) / size, (size - near) / size), (mp_size - near_mp) / (mp_size * near_mp)
+        gathered = ((mp_size - 1) / mp_size - across, across)  # a ring over the nodes, each device with its part
+        saa = LinkSeconds(cluster, share, gathered, size - 1, ep_size) if gather == "saa" else None
+        return LinkSeconds(cluster, share), LinkSeconds(cluster, gathered), saa
+    a2a = cluster.fit(fit_name(transport, size), requested_by)
+    gathers = cluster.fit(fit_name("all_gather", mp_size), requested_by)
+    if gather != "saa":
+        return a2a, gathers, None
+    return a2a, gathers, cluster.fit(fit_name("saa", size, mp_size, esp_size), requested_by)

@@ -8,7 +8,7 @@ import pytest
 from support.layer_cases import draw, make_loss, moe_config
 
 from moe_jax.cluster import Cluster, write_cluster
-from moe_jax.moe.schedules.gather_choice import choose_gather
+from moe_jax.moe.schedules.s2 import choose_gather
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 # D = 4, Ns = 2, N_MP = 2: C = 8 rows of 4 bytes give y = 4 * 8 * 4 = 128 bytes gathered and x = 128 exchanged

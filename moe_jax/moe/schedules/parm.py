@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice
+from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
+from moe_jax.cluster.collectives import exchange_fits
 from moe_jax.cluster.layer_seconds import LayerShape, layer_seconds
 from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, layout_of, register, schedule_record
-from moe_jax.moe.schedules.gather_choice import choose_gather, fits_of, read_cluster_of
-from moe_jax.moe.schedules.s2 import PauseAfterGate
+from moe_jax.moe.schedules.s2 import PauseAfterGate, choose_gather
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
 
@@ -60,8 +60,8 @@ def _decide(roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
     """
     cluster, config = None, sizes.config
     if config.cluster:
-        cluster = read_cluster_of(config.cluster, roles)
-        fits_of(cluster, roles, config.gather, config.transport, _REQUESTED_BY)
+        cluster = read_cluster(config.cluster).on_mesh(roles.num_devices, roles.config.devices_per_node)
+        _fits(cluster, roles, config.gather, config.transport)
     # without MP s1 and s2 are one, and without ESP deepspeed is the same too
     if roles.size(roles.model) == 1 and (roles.size(roles.expert_shard) == 1 or not _knows_layers(cluster)):
         return "s1", ""
@@ -136,7 +136,7 @@ def by_equations(roles: Roles, sizes: LayerSizes, cluster: Cluster | None) -> Pa
         per_byte = Fit(0.0, 1.0)
         fits = a2a, gather_fit, saa = per_byte, per_byte, None
     else:
-        fits = a2a, gather_fit, saa = fits_of(cluster, roles, gather, config.transport, _REQUESTED_BY)
+        fits = a2a, gather_fit, saa = _fits(cluster, roles, gather, config.transport)
     # buckets are rounded up differently, so each schedule has its own x
     both = [
         parm_choice(
@@ -153,6 +153,12 @@ def by_equations(roles: Roles, sizes: LayerSizes, cluster: Cluster | None) -> Pa
         s1, s2 = s1 - gather_fit.seconds(gathered), s2 + gather_fit.seconds(gathered)
     rule = "bytes" if cluster is None else "equations" if cluster.fits else "links"
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2, rule=rule)
+
+
+def _fits(cluster: Cluster, roles: Roles, gather: str, transport: str):
+    """Return `exchange_fits` on a mesh."""
+    sizes = (roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model))
+    return exchange_fits(cluster, *sizes, gather, transport, _REQUESTED_BY)
 
 
 def _waits(cluster: Cluster | None, sizes: LayerSizes) -> Callable[[Sequence[float]], float]:

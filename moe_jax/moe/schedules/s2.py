@@ -1,9 +1,9 @@
 """`s2`: MP pauses after the gate. Every device gates all tokens of its MP group and carries its part of each bucket.
 
 A bucket of C rows is cut into N_MP parts of c rows; device r of the MP group sends part r to the experts. On the way
-back each part that arrives is passed on to the whole MP group, at once (SAA) or in one all-gather at the end (AAS); see
-`gather_choice.py`. Sending and collecting are transposes, so the gradient of one is the other. Source: Parm, sections
-III-B and III-D. Letters: docs/notation.md; C = N_MP c.
+back each part that arrives is passed on to the whole MP group, at once (SAA) or in one all-gather at the end (AAS);
+both add the same numbers. Sending and collecting are transposes, so the gradient of one is the other. Source: Parm,
+sections III-B and III-D. Letters: docs/notation.md; C = N_MP c.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.cluster.fits import fit_name
 from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_tokens
 from moe_jax.moe.routing import Parcel, pack, regroup, stack_rows, stacked_row
 from moe_jax.moe.schedule import LayerSizes, Sent, layout_of, register
-from moe_jax.moe.schedules.gather_choice import choose_gather, read_cluster_of
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
 from moe_jax.parallel.exchange import ExpertGroup, cut, join, member, shift_pairs
 from moe_jax.parallel.mesh import Roles
@@ -121,10 +122,42 @@ class PauseAfterGate(ExpertParallel):
         return declare_equal(me // spanned * spanned, axes)
 
 
+def choose_gather(
+    gather: str, roles: Roles, far_rows: int, row_bytes: int, cluster: Cluster | None, transport: str = "all_to_all"
+) -> tuple[str, str]:
+    """Return how s2 brings its rows home, 'saa' or 'aas', and why, as the rest of a sentence.
+
+    It is what was asked for, or under 'auto' the shorter one by the fits. Compared is what differs: the rows that a
+    whole EP&ESP group exchanges; those that stay in a node go by an exchange and a gather in both forms. AAS is taken
+    when equal, and where there are no fits to compare: in GPT-MoE-S cut to 4 layers, modelled on 4 x 8 H200, a step
+    takes 61.9 ms with AAS and 73.7 ms with SAA (docs/results.md, `pairwise` and `s2`).
+
+    far_rows: C, rows of a whole bucket that the whole group exchanges.
+    """
+    if gather != "auto":
+        return gather, "as MoEConfig.gather says"
+    if cluster is None:
+        return "aas", "MoEConfig.gather 'auto' without MoEConfig.cluster"
+    ep_size, esp_size = roles.size(roles.expert), roles.size(roles.expert_shard)
+    mp_size, size = roles.size(roles.model), ep_size * esp_size
+    names = fit_name(transport, size), fit_name("all_gather", mp_size), fit_name("saa", size, mp_size, esp_size)
+    known = dict(cluster.fits)
+    missing = [name for name in names if name not in known]
+    if missing:
+        return "aas", f"MoEConfig.gather 'auto', and {cluster.name!r} has no fit {missing[0]!r}"
+    y = ep_size * far_rows * row_bytes
+    x = y * esp_size // mp_size
+    a2a, gathers, saa = (known[name] for name in names)
+    together, in_turn = saa.seconds(x, y), a2a.seconds(x) + gathers.seconds(y)
+    why = f"MoEConfig.gather 'auto' on the fits of {cluster.name!r}: saa {together:.4g} s, aas {in_turn:.4g} s"
+    return "saa" if together < in_turn else "aas", why
+
+
 def choose_return(roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
     """Return ('saa' or 'aas', a sentence that says so and why); a calibration is read only where it is asked."""
-    config = sizes.config
-    cluster = read_cluster_of(config.cluster, roles) if config.gather == "auto" and config.cluster else None
+    config, cluster = sizes.config, None
+    if config.gather == "auto" and config.cluster:
+        cluster = read_cluster(config.cluster).on_mesh(roles.num_devices, roles.config.devices_per_node)
     far_rows = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles)).rows.far
     gather, why = choose_gather(config.gather, roles, far_rows, sizes.row_bytes, cluster, config.transport)
     return gather, f"schedule 's2' returns by {gather!r}: {why}"
