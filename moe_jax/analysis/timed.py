@@ -370,16 +370,14 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> L
     """Return the predicted time of a layer whose experts are loaded evenly."""
     roles, sizes = case.sizes(devices)
     shape = layer_shape(schedule, roles, sizes)
-    record = schedule_record(schedule).on_mesh(case.mp_size, case.esp_size)
-    own = sizes if record.gates_group else sizes.split(case.mp_size)
+    own = sizes if shape.gates_group else sizes.split(case.mp_size)
     sources = shape.ep_size * shape.esp_size
     kept = min(own.capacity, case.top_k * own.tokens / devices)  # rows of an expert from one source
-    sharing = case.mp_size if record.cuts_buckets else 1  # devices that have a part of each bucket
-    kept /= sharing
+    kept /= shape.sharers
     group = np.full(sizes.groups, round(kept * sources))
-    buffer = shape.esp_size * shape.sent_rows // sharing
+    buffer = shape.esp_size * shape.sent_rows // shape.sharers
     flops, _, step_bytes = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
-    return layer_seconds(schedule, shape, (3 * flops, step_bytes), cluster, gather=GATHER)
+    return layer_seconds(shape, (3 * flops, step_bytes), cluster, gather=GATHER)
 
 
 def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:

@@ -59,8 +59,14 @@ class Transfer(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The sizes that decide what is communicated; see the letters above."""
+    """The schedule and the sizes that decide what is communicated; see the letters above.
 
+    `moe/schedules/parm.py` fills it from the class of the schedule.
+    """
+
+    schedule: str = "s1"  # a name in `FORMULAS`, as it runs on this mesh: s1 where another one is s1 there
+    gates_group: bool = False  # each device gates all tokens of its MP group, not its own part
+    cuts_buckets: bool = False  # the devices of an MP group share every bucket
     tokens: int  # N of an MP group
     model_dim: int  # M, or the bytes of a row where seconds are wanted
     rows: int  # C, of a bucket; `far` where buckets differ
@@ -103,40 +109,38 @@ class LayerShape:
         """Leave out what spans a group of one device."""
         return [move for move in transfers if self.span(move.group)[0] > 1 and move.calls]
 
-    def alike(self, schedule: str) -> str:
-        """Return the schedule whose formulas count: without MP s2 is s1, and without ESP too deepspeed is."""
-        one = self.mp_size == 1 and (schedule == "s2" or schedule == "deepspeed" and self.esp_size == 1)
-        return "s1" if one else schedule
+    @property
+    def sharers(self) -> int:
+        """Devices that have a part of each bucket."""
+        return self.mp_size if self.cuts_buckets else 1
 
-    def whole_gather(self, schedule: str) -> list[Transfer]:
+    def whole_gather(self) -> list[Transfer]:
         """Return the MP group's all-gather of its tokens, once each way, where tokens come or leave as others expect.
 
-        Three schedules work on parts of the tokens and gather replicated ones at their end; the others need all tokens,
-        and gather those that come in parts.
+        Schedules that work on parts of the tokens gather replicated ones at their end; those that gate the whole group
+        gather tokens that come in parts.
         """
-        works_on_parts = schedule in ("s1", "pairwise", "ring")
-        gathers = works_on_parts != self.split_tokens
+        gathers = self.gates_group == self.split_tokens
         return [Transfer("all_gather", "model", self.tokens * self.model_dim)] if gathers else []
 
 
 _BOTH = "expert+expert_shard"
 
 
-def _plain_transfers(schedule: str, shape: LayerShape, gather: str) -> tuple[list[Transfer], list[Transfer]]:
+def _plain_transfers(shape: LayerShape, gather: str) -> tuple[list[Transfer], list[Transfer]]:
     """Return (forward, backward) of one pass as plain all-to-alls.
 
     Buckets of three lengths (`parallel/bucket_rows.py`, own >= node >= far) go in pieces: the first C = far rows of
     each to all devices, what those for the own node have more inside it, what the own one has more among its shards.
     """
-    schedule = shape.alike(schedule)
+    schedule = shape.schedule
     if schedule == "dp":
         return [], []
-    unit, whole = shape.model_dim * shape.esp_size, shape.whole_gather(schedule)
+    unit, whole = shape.model_dim * shape.esp_size, shape.whole_gather()
     in_node, own = shape.members_in_node * shape.more_in_node, shape.more_own
     x = shape.ep_size * shape.rows * shape.model_dim * shape.esp_size
-    sharers = shape.mp_size if schedule == "s2" else 1  # of a bucket
     near = [
-        Transfer("all_to_all", group, rows * (unit // sharers), 2)
+        Transfer("all_to_all", group, rows * (unit // shape.sharers), 2)
         for group, rows in (("node", in_node), ("expert_shard", own))
         if rows
     ]
@@ -176,19 +180,18 @@ def _plain_transfers(schedule: str, shape: LayerShape, gather: str) -> tuple[lis
 
 
 def layer_transfers(
-    schedule: str, shape: LayerShape, gather: str = "saa", transport: str = "all_to_all", local: int = 1
+    shape: LayerShape, gather: str = "saa", transport: str = "all_to_all", local: int = 1
 ) -> tuple[list[Transfer], list[Transfer]]:
     """Return (forward, backward) transfers of one device in one layer and pass.
 
     Args:
-      schedule: a name in `FORMULAS`; 'parm' is what it chooses.
       gather: how s2 returns, 'saa' or 'aas'.
       transport: how an all-to-all is carried out, unless the schedule has transfers of its own.
       local: for 'two_level', members of its group that share a node. The levels of a group are called GROUP:near,
         `local` neighbours in it, and GROUP:far, those of equal place.
     """
-    ways = []
-    for way in _plain_transfers(schedule, shape, gather):
+    schedule, ways = shape.schedule, []
+    for way in _plain_transfers(shape, gather):
         carried = []
         for move in shape.present(way):
             if transport == "coordinated" and schedule != "pairwise":
@@ -214,12 +217,10 @@ def layer_transfers(
     return out, backward
 
 
-def index_transfers(
-    schedule: str, shape: LayerShape, most_passes: int = 1, transport: str = "all_to_all"
-) -> list[Transfer]:
+def index_transfers(shape: LayerShape, most_passes: int = 1, transport: str = "all_to_all") -> list[Transfer]:
     """Return the transfers of int32 in one layer and pass, which have no backward: counts and routes ahead of the rows
     and, where there may be several passes, the flag by which all devices agree on their number ('all')."""
-    schedule = shape.alike(schedule)
+    schedule = shape.schedule
     held = shape.experts // shape.ep_size
     counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held, item=4)  # of rows per expert
     if schedule == "dp":
@@ -267,7 +268,6 @@ class LayerSeconds(typing.NamedTuple):
 
 
 def layer_seconds(
-    schedule: str,
     shape: LayerShape,
     load: tuple[float, float] | None,
     cluster: Cluster,
@@ -278,7 +278,7 @@ def layer_seconds(
     """Predict one layer; where whole layers were timed (fit `layer:SCHEDULE`), its parts cost what they cost in those.
 
     Args:
-      schedule: a name in `FORMULAS`; shape: its sizes, with bytes of a row.
+      shape: its schedule and sizes, with bytes of a row.
       load: (FLOPs, bytes touched) of one device's experts, forward and backward, None leaves them out.
       gather, transport: as in `MoEConfig`; a transport is looked up under its name.
       waits: seconds of the exchanges of one direction, there and back -> those that the layer waits for: all, unless
@@ -290,20 +290,19 @@ def layer_seconds(
     asked_by, moving = "MoEConfig.schedule 'parm'", 0.0
     # 'coordinated' is made of other collectives; any other transport is looked up in place of its all-to-alls
     made_of = transport if transport == "coordinated" else "all_to_all"
-    for way in layer_transfers(schedule, shape, gather, made_of):
-        outside = [move for move in shape.whole_gather(schedule) if move in way]
+    for way in layer_transfers(shape, gather, made_of):
+        outside = [move for move in shape.whole_gather() if move in way]
         for move in outside:
             way.remove(move)
         if transport != made_of:
             way = [move._replace(collective=transport) if move.collective == "all_to_all" else move for move in way]
         seconds = _transfer_seconds(way, shape, cluster, asked_by)
         moving += _transfer_seconds(outside, shape, cluster, asked_by) + waits((seconds / 2, seconds / 2))
-    moving += _transfer_seconds(index_transfers(schedule, shape, transport=transport), shape, cluster, asked_by)
+    moving += _transfer_seconds(index_transfers(shape, transport=transport), shape, cluster, asked_by)
     # tokens gated and combined, rows packed to be sent, and rows received, on one device
-    alike = shape.alike(schedule)
-    gated = shape.tokens if alike in ("deepspeed", "s2") else shape.tokens // shape.mp_size
-    packed = shape.sent_rows * (1 if alike == "s2" else shape.esp_size)
-    received = shape.sent_rows * shape.esp_size // (shape.mp_size if alike == "s2" else 1)
+    gated = shape.tokens if shape.gates_group else shape.tokens // shape.mp_size
+    packed = shape.sent_rows * (1 if shape.cuts_buckets else shape.esp_size)
+    received = shape.sent_rows * shape.esp_size // shape.sharers
     row, fit = shape.model_dim, cluster.fit
     alone = LayerSeconds(
         communication=moving,
@@ -312,7 +311,7 @@ def layer_seconds(
         rows=fit("regroup", asked_by).seconds(received, 4 * row * received) if received else 0.0,
         call=fit("call", asked_by).alpha,
     )
-    whole = dict(cluster.fits).get(f"layer:{'s1' if shape.mp_size == 1 and schedule == 's2' else schedule}")
+    whole = dict(cluster.fits).get(f"layer:{shape.schedule}")
     if whole is None:
         return alone
     computation = (whole.gamma * seconds for seconds in (alone.experts, alone.gate, alone.rows))
@@ -350,7 +349,7 @@ def pairwise_seconds(shape: LayerShape, load: tuple[float, float], cluster: Clus
       UserError: the cluster lacks a figure; it names the figure.
     """
     asked_by = "the bound of MoEConfig.schedule 'pairwise'"
-    ways = layer_transfers("pairwise", shape)
+    ways = layer_transfers(shape)
     named = [(t.collective, *shape.span(t.group)) for way in ways for t in way if t.group != "model"]
     steps = {fit_name(collective, size, stride=stride) for collective, size, stride in named}
     if steps | {"expert_step"} <= {name for name, _ in cluster.fits}:

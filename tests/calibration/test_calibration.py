@@ -1,5 +1,6 @@
 """Fits from synthetic times are exact; a small real calibration writes a file that parm and the cost model read."""
 
+import dataclasses
 import json
 import re
 
@@ -99,15 +100,16 @@ def test_layer_seconds_by_hand():
     shape = LayerShape(tokens=16, model_dim=4, rows=8, ep_size=2, esp_size=2, mp_size=2, top_k=1, experts=6)
     fits = {"all_to_all:4": (1.0, 1.0), "all_gather:2": (0.0, 10.0), "expert_step": (0.0, 2.0, 1.0)}
     fits |= {"gate": (0.0, 1.0), "regroup": (0.0, 1.0), "call": (7.0, 0.0)}
-    predicted = layer_seconds("s1", shape, (3.0, 5.0), Cluster(fits=fits))
+    predicted = layer_seconds(shape, (3.0, 5.0), Cluster(fits=fits))
     exchanges = 4 * (1 + 128) + (1 + 12 * 4)  # and one of counts: of 3 experts on 4 devices, of 4 bytes each
     # 11 s of experts, a gate of N / N_MP tokens, D C Ns rows that arrive, a call
     assert predicted == (exchanges + 2 * 10 * 64, 11, 8, 32, 7)
     # a layer that was timed whole starts in 70 s, and takes half of its communication and twice its computation
     whole = Cluster(fits={**fits, "layer:s1": (70.0, 0.5, 2.0)})
-    assert layer_seconds("s1", shape, (3.0, 5.0), whole) == (0.5 * predicted[0], 22, 16, 64, 70)
+    assert layer_seconds(shape, (3.0, 5.0), whole) == (0.5 * predicted[0], 22, 16, 64, 70)
     with pytest.raises(UserError, match=r"needs Cluster.fits\['saa:4,2,2'\]"):
-        layer_seconds("s2", shape, (3.0, 5.0), Cluster(fits=fits))
+        s2 = dataclasses.replace(shape, schedule="s2", gates_group=True, cuts_buckets=True)
+        layer_seconds(s2, (3.0, 5.0), Cluster(fits=fits))
 
 
 def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):

@@ -137,7 +137,8 @@ def test_fit_starts_at_zero_or_above():
 def test_bound_of_pairwise_by_hand():
     """D = Ng = 2, Ns = 2: per way 2 all-to-alls of 2*8*4*2 = 128 elements over the shards, as many steps of half of it
     between the groups, and a gather of 16*4 = 64 over N_MP = 2."""
-    shape = LayerShape(tokens=16, model_dim=4, rows=8, ep_size=2, esp_size=2, mp_size=2, groups=2)
+    sizes = {"tokens": 16, "model_dim": 4, "rows": 8, "ep_size": 2, "esp_size": 2, "mp_size": 2, "groups": 2}
+    shape = LayerShape(schedule="pairwise", **sizes)
     load = 300.0, 5.0
     fits = {"permute:2x2": Fit(1.0, 1.0), "all_to_all:2": Fit(0.0, 3.0), "all_gather:2": Fit(0.0, 2.0)}
     fits |= {"expert_step": Fit(0.0, 2.0, 1.0)}

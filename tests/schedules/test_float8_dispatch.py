@@ -101,7 +101,7 @@ def test_smaller_rows_are_charged_as_such():
     fits = {name: (0, 1e-9) for name in ("all_to_all:8", "all_gather:2", "gate", "regroup", "call")}
     cluster = Cluster(fits=fits)
     shapes = [layer_shape("s1", roles, sizes) for sizes in both]
-    seconds = [layer_seconds("s1", shape, None, cluster).communication for shape in shapes]
+    seconds = [layer_seconds(shape, None, cluster).communication for shape in shapes]
     assert seconds[0] - seconds[1] == pytest.approx(rows * (1536 - 784) * 1e-9)
     costs = [Cost(cluster=Cluster(inter_bandwidth=1e9), model_dim=768, hidden_dim=1536, dtype_bytes=2, sent_bytes=sent)
              for sent in (None, 784)]  # fmt: skip

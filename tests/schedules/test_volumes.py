@@ -171,10 +171,10 @@ def test_program_moves_what_the_formula_says(case, monkeypatch):
     assert bool(shape.more_own) == bool(three)
     within = (4 // pair[1] if schedule == "deepspeed" else 4) if two_level else 1
     how = {"gather": config.gather, "transport": config.transport, "local": within}
-    forward, backward = layer_transfers(schedule, shape, **how)
+    forward, backward = layer_transfers(shape, **how)
     lowered = lower(config, roles, split, plan)
     seen_forward, seen_both = (collectives(program, roles, {ROUNDS}) for program in lowered)
-    integers = formula(index_transfers(schedule, shape, transport=config.transport), False, roles)
+    integers = formula(index_transfers(shape, transport=config.transport), False, roles)
     inside = shape.ep_size * shape.esp_size // shape.groups
     assert seen_forward == formula(forward, True, roles, inside, within) + integers
     # gradients of replicated parameters are summed over the devices that hold them: no term of the layer's
@@ -189,13 +189,11 @@ def test_a_second_pass_moves_the_same_again():
     roles = roles_of(2, 2)
     config = moe_config("s1", bucket_slack=0.5)
     shape = shape_of(config, roles)
-    passes = formula(layer_transfers("s1", shape)[0] * 2, True, roles) + formula(
-        index_transfers("s1", shape) * 2, False, roles
-    )
+    passes = formula(layer_transfers(shape)[0] * 2, True, roles) + formula(index_transfers(shape) * 2, False, roles)
     whole = formula([Transfer("all_gather", "model", shape.tokens * DIM)], True, roles)
     flag = formula([Transfer("all_reduce", "all", 1)], False, roles)
-    assert flag + formula(index_transfers("s1", shape), False, roles) == formula(
-        index_transfers("s1", shape, most_passes=2), False, roles
+    assert flag + formula(index_transfers(shape), False, roles) == formula(
+        index_transfers(shape, most_passes=2), False, roles
     )
     # the branch waits for the statistics of the gates of an MP group, which are summed over it
     statistics = formula([Transfer("all_reduce", "model", EXPERTS), Transfer("all_reduce", "model", 1, 2)], True, roles)
@@ -208,8 +206,8 @@ def test_dp_moves_nothing_forward():
     config = moe_config("dp", **WIDE)
     forward, _ = lower(config, roles)
     shape = shape_of(config, roles)
-    assert layer_transfers("dp", shape) == ([], [])
-    assert collectives(forward, roles, {}) == formula(index_transfers("dp", shape), False, roles)
+    assert layer_transfers(shape) == ([], [])
+    assert collectives(forward, roles, {}) == formula(index_transfers(shape), False, roles)
 
 
 TRANSFERS = {

@@ -109,7 +109,7 @@ def by_layers(roles: Roles, sizes: LayerSizes, cluster: Cluster) -> ParmChoice:
     seconds = {}
     for name in candidates:
         shape = layer_shape(name, roles, sizes)
-        seconds[name] = sum(layer_seconds(name, shape, None, cluster, gather, config.transport, waits))
+        seconds[name] = sum(layer_seconds(shape, None, cluster, gather, config.transport, waits))
     fastest = min(candidates, key=lambda name: seconds[name])
     return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"), "layers" if whole else "parts")
 
@@ -187,8 +187,12 @@ def _knows_layers(cluster: Cluster | None) -> bool:
 def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, groups: int = 1) -> LayerShape:
     """Return the cost formulas' inputs, in bytes, for a layer under a schedule ('pairwise' in `groups`)."""
     mp_size, ep_size, esp_size = (roles.size(axes) for axes in (roles.model, roles.expert, roles.expert_shard))
-    layout = layout_of(roles, schedule_record(schedule).on_mesh(mp_size, esp_size).bucket_rows(sizes, roles))
+    record = schedule_record(schedule).on_mesh(mp_size, esp_size)
+    layout = layout_of(roles, record.bucket_rows(sizes, roles))
     return LayerShape(
+        schedule=record.name,
+        gates_group=record.gates_group,
+        cuts_buckets=record.cuts_buckets,
         tokens=sizes.tokens,
         model_dim=sizes.row_bytes,
         rows=layout.rows.far,
