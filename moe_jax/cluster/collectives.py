@@ -2,7 +2,7 @@
 
     exchange_seconds      bytes of every pair of devices are known   no start-up          a replayed sample
     received_seconds      what every device receives is known        one start-up         a planner's search
-    uniform_seconds       all devices send the same                  one start-up         transfers of replicas, `parm`
+    uniform_seconds       all devices send the same                  one start-up         transfers, padded exchanges
     all_to_all_seconds    likewise, in one to three collectives      and one a message    tokens at inference
     exchange_fits         by fits, or without any by links           one for each round   `parm`
     traffic               groups of a compiled program               by the `Target`      `inspect`, XLA's scheduler

@@ -43,7 +43,8 @@ Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 # a stage
 #
 # Leaves the forward ("emitted") under the same keys, and is the backward's `saved`: the `Residuals` of each stage under
-# its name, ahead, late; a alone where a layer's stages run again. The results do, too: counted, (GateStats, passes).
+# its name, ahead, late; where a layer's stages run again, of these attention's and ahead alone, and a. The results do,
+# too: counted, (GateStats, passes).
 
 # Every window with moves is fenced: they start no earlier than its stage, and the next stage waits for both. An
 # exchange of one half and what the other computes in parallel start together, when what both read is there.

@@ -119,9 +119,10 @@ class Stages:
     def route(self, inputs: LayerInputs):
         """Gate and pack: (what has gradients, what has none).
 
-        Those are (rows, context, stats, late_sinks): the floats of `context`, which is what `unpack` needs of the gate,
-        and of stats, and the grad_sinks through which gradients of late replicas enter. The others are (sent, (context,
-        stats), passes, late): the rest of both, and replicas that come after the gate, a tuple of {name: [m, ...]}.
+        Those are (rows, context, stats, late_grad_sinks): the floats of `context`, which is what `unpack` needs of the
+        gate, and of stats, and the grad_sinks through which gradients of late replicas enter. The others are (sent,
+        (context, stats), passes, late): the rest of both, and replicas that come after the gate, a tuple of {name:
+        [m, ...]}.
         """
 
         def run(a, gate, home_sink):

@@ -2,7 +2,7 @@
 
 A rule (`after_gate_rules.py`) is a frozen dataclass of rates and knobs, because a step is compiled for it, with
 
-    decide(tables, counts int32 [D, E], holders int32 [D, G], me int32 [], plan) -> (tables, transfer, used)
+    decide(tables, counts int32 [D, E], holders int32 [D, G], me int32 [], shape) -> (tables, transfer, used)
 
 from this device's tables of one layer, the tokens of each source for each expert, the expert in each slot (-1 for
 none), and this device's place: the tables with new destinations, the transfer of the replicas that come late, and its

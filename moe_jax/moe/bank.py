@@ -141,7 +141,7 @@ def fetch_replicas(bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[
     gradients leave through that grad_sink, in the dtype of the one given, and are summed into its cotangent.
 
     Args:
-      bank, grad_sink, tables: of this layer, as `make_moe`'s function takes them.
+      bank, grad_sink, tables: of this layer, as `MoE` takes them.
       axes: mesh axes of the expert-parallel group.
       like: array that varies over all mesh axes over which the tokens do.
     """

@@ -27,7 +27,7 @@ def make_moe(
     config: MoEConfig, roles: Roles, x, activation: str, plan: PlanShape | None = None,
     split_tokens: bool = False, beside: HalfWork | None = None,
 ) -> MoE:  # fmt: skip
-    """Return the layer as a function of this device's tokens; see `MoE`.
+    """Return the layer, which is called with this device's tokens; see `MoE`.
 
     Args:
       x: array or `jax.ShapeDtypeStruct` [t, M], or [b, Sq, M] where sequences are known, like the tokens of this
@@ -118,7 +118,8 @@ def check_router(config: MoEConfig, roles: Roles, tokens: int, length: int, deci
     """Refuse a mesh, schedule, planner or number of tokens that the router cannot serve, before there is a plan.
 
     Args:
-      tokens, length: as in `make_moe`; decides_late: whether the planner sends tokens elsewhere after the gate.
+      tokens: of an MP group; length: of a sequence.
+      decides_late: whether the planner sends tokens elsewhere after the gate.
 
     Raises:
       UserError: one of them.

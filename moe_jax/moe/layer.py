@@ -4,7 +4,8 @@
 
 Inside `shard_map`. `MoE` is the layer, `ExpertParallel` how plain expert parallelism moves its rows; the other
 schedules (`schedules/`) move them in other orders. `make_moe` (build.py) makes a `MoE` of a config. `models/stages.py`
-calls the methods of both one by one, to place something else next to a stage. Letters: docs/notation.md.
+and `models/prefetch.py` call the methods of both one by one, to place something else next to a stage.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ class Schedule(abc.ABC):
     def run_pass(self, routed: Routed, index, experts: Callable):
         """Return what the experts computed in pass `index`, weighted and summed where `route` took the tokens.
 
-        A schedule whose experts stand amid its exchanges has one of its own, and neither `dispatch` nor `combine`.
+        A schedule whose experts stand amid its exchanges has its own, which calls neither `dispatch` nor `combine`.
 
         Args:
           index: int or int32 [].

@@ -514,7 +514,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #     stop = StopSignal(processes=hosts.process_count)
 #     for step in range(first, last):
 #         if step - stop.lag >= first:
-#             stop.observe(int(metrics[step - stop.lag].stop_wanted), step - stop.lag)
+#             stop.observe(int(metrics[step - stop.lag]["stop"]), step - stop.lag)
 #         if stop.should_stop(step):
 #             break                                     # save; `step` is the first step that was not made
 #         state, metrics[step] = train_step(state, batch, int(stop.requested))

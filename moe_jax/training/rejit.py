@@ -57,7 +57,7 @@ class Pending:
 
 
 class RejitEngine:
-    """Plan, compile and swap for one run; called by the loop around every step."""
+    """Plan, compile and swap for one run; called by the `Stepper` around every step."""
 
     def __init__(self, session: Session, replanners: dict[str, Replanner]):
         self.session, self.config, self.lag = session, session.config.planner, session.lag

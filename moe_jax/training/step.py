@@ -1,4 +1,4 @@
-"""The training step and the evaluation step: what is compiled, with every leaf's place on the mesh fixed.
+"""The training step: what is compiled, with every leaf's place on the mesh fixed.
 
 Inputs: state {'step', 'params', 'opt_state'} and, where it is kept, 'ema' (donated), one step's batch [Nm, B / Nm, Sq],
 the plan's tables, and the hosts' signals. Outputs: the new state and a dictionary of metrics. The gradient is taken
@@ -164,7 +164,7 @@ def make_update(
     """Return train_step(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), one optimizer step.
 
     A pure function of global arrays, to be jitted. Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float [];
-    square_norms float [leaves], squared norm of each gradient leaf in the order of `leaf_names(params)`; loads int32
+    square_norms float [leaves], squared norm of each gradient leaf in the order of `flatten(params)`; loads int32
     [L, sources, E], as in `StepStats`; gate_entropy float [L]; dropped, passes int32 [L]; most_passes int32 [], of all
     layers, a teacher's among them; stop int32 [], 1 if any host asked to stop; under the router `base` also completed
     int32 [L], tokens that it placed after its auction.
