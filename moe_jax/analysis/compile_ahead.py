@@ -24,7 +24,7 @@ from moe_jax.errors import UserError
 from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import layout_of, schedule_record
+from moe_jax.moe.schedule import find_schedule, layout_of
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import PlanShape
@@ -190,7 +190,7 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
     tokens = train.microbatch_size // roles.size(roles.dense) * config.data.sequence_length
     for name, (own, own_roles) in segment_runs(config, roles).items():
         members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
-        record = schedule_record(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))
+        record = find_schedule(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))
         if members == 1 or not record.moves_tokens:
             continue
         plan = None if plans is None else plans[name]

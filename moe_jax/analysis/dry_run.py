@@ -27,7 +27,7 @@ from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import device_bytes, flops_per_token, half_work, parameter_counts, shapes_and_layout
 from moe_jax.models.loss import check_step
 from moe_jax.moe.build import check_router, layer_sizes, make_schedule
-from moe_jax.moe.schedule import schedule_record
+from moe_jax.moe.schedule import find_schedule
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles, build_mesh
@@ -104,7 +104,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
 
 def check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> dict[str, Replanner]:
     """Raise the UserError that building the run would raise; return the planner of each segment, {} without any."""
-    schedule_record(run.moe.schedule)
+    find_schedule(run.moe.schedule)
     shards, length = roles.size(roles.dense), run.data.sequence_length
     rows = run.train.microbatch_size
     resolved = dataclasses.replace(run, model=resolve_attention(run.model, target))
@@ -226,7 +226,7 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
                 beside = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
             sizes = layer_sizes(moe, own_roles, tokens, None, model.model_dim, item)
             sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, beside=beside)
-            said += schedule_record(moe.schedule).sentences(own_roles, sizes)
+            said += find_schedule(moe.schedule).sentences(own_roles, sizes)
         lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines
 
@@ -301,7 +301,7 @@ def _byte_lines(
     shapes, layout = shapes_and_layout(sizes.model)
     state = state_bytes(train, shapes, layout.state, dict(roles.mesh.shape))
     plan, stages = None, f"ZeRO {train.zero_stage} of the dense parameters"
-    if not schedule_record(run.moe.schedule).moves_tokens:
+    if not find_schedule(run.moe.schedule).moves_tokens:
         stages += f", {train.expert_zero_stage} of the experts"
     elif run.planner.name != "none":  # with as many replicas as the planner may have
         _, costs = settle_memory(run, roles)

@@ -33,7 +33,7 @@ from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routers import RouterInputs, choose_experts
 from moe_jax.moe.routing import even_tables, local, pack, regroup, route
-from moe_jax.moe.schedule import LayerSizes, schedule_record
+from moe_jax.moe.schedule import LayerSizes, find_schedule
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.moe.schedules.s2 import collect_parts, receive_part, rows_ahead
 from moe_jax.parallel.bucket_rows import bucket_layout
@@ -316,7 +316,7 @@ def _on_every_device(devices, function, shapes) -> Callable:
     return lambda: compiled(*arrays)
 
 
-SCHEDULES = schedule_record("parm").chooses_from  # whole layers are timed so that `parm` can compare them
+SCHEDULES = find_schedule("parm").chooses_from  # whole layers are timed so that `parm` can compare them
 GATHER = "saa"  # how s2 returns in timed layers: Parm's form
 _SIZES = (  # (N, M, F, capacity factor, K): small and large, with few and with many rows
     (384, 192, 96, 1.0, 2),
@@ -363,7 +363,7 @@ class LayerCase(typing.NamedTuple):
 
 def schedules_of(case: LayerCase) -> tuple[str, ...]:
     """Return the schedules that are different programs: without MP s2 is s1, and without ESP too deepspeed is s1."""
-    return tuple(name for name in SCHEDULES if schedule_record(name).on_mesh(case.mp_size, case.esp_size).name == name)
+    return tuple(name for name in SCHEDULES if find_schedule(name).on_mesh(case.mp_size, case.esp_size).name == name)
 
 
 def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> LayerSeconds:
@@ -403,7 +403,7 @@ def build_layer(schedule: str, case: LayerCase, devices) -> Callable:
     roles, config = build_mesh(case.mesh(len(devices)), devices), case.config(schedule, len(devices))
     model_dim, hidden_dim = case.model_dim, case.hidden_dim
     tables = jax.tree.map(np.asarray, even_tables(1, config.num_experts, roles.size(roles.expert)))
-    whole = schedule_record(config.schedule).gates_group
+    whole = find_schedule(config.schedule).gates_group
 
     def body(x, w_gate, bank, grad_sink, tables):
         tables = local(tables)

@@ -18,9 +18,9 @@ from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.schedule import layout_of, schedule_record
+from moe_jax.moe.schedule import find_schedule, layout_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.plan_shape import Shapes
 
 GROUPS = ("embedding", "attention", "feed_forward", "shared_experts", "gate", "norm", "bias", "experts")
 PAPER_GROUPS = ("attention", "feed_forward", "shared_experts", "experts")
@@ -185,7 +185,7 @@ def _held(shapes, specs, model: LanguageModel) -> int:
 
 
 def device_bytes(
-    sizes: Sizes, plan: dict[str, PlanShape] | None = None, optimizer: int | None = None, teacher: Sizes | None = None
+    sizes: Sizes, plan: Shapes | None = None, optimizer: int | None = None, teacher: Sizes | None = None
 ) -> DeviceBytes:
     """Return what one device needs for a training step.
 
@@ -261,7 +261,7 @@ def _gathered(model: LanguageModel) -> int:
     return count
 
 
-def _around_experts(sizes: Sizes, plan: dict[str, PlanShape] | None) -> tuple[int, int, int]:
+def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
     """Return the bytes of replicas, of what later passes hold, and of copies of experts' weights in float8."""
     model, roles = sizes.model, sizes.model.roles
     (shapes, layout), (param_itemsize, compute_itemsize) = shapes_and_layout(model), _itemsizes(model.config)
@@ -294,7 +294,7 @@ def _around_experts(sizes: Sizes, plan: dict[str, PlanShape] | None) -> tuple[in
             one = groups * matrix * (compute_itemsize + 1 + brought_back)
             copies = max(copies, one) if config.stack == "scan" else copies + config.moe_layers * matrices * one
             largest = max(largest, groups * matrix)
-        if schedule_record(moe.schedule).moves_tokens:
+        if find_schedule(moe.schedule).moves_tokens:
             layer = layer_sizes(moe, own, group_tokens * roles.size(roles.model), shape)
             buckets = layout_of(own, layer.bucket_rows(own.size(own.expert)))
             if layer.capacity is None and layer.most_passes(buckets.rows.far) > 1:
@@ -307,7 +307,7 @@ def _around_experts(sizes: Sizes, plan: dict[str, PlanShape] | None) -> tuple[in
     return replicas, overflow, copies + 3 * brought_back * largest
 
 
-def _activations(sizes: Sizes, plan: dict[str, PlanShape] | None) -> int:
+def _activations(sizes: Sizes, plan: Shapes | None) -> int:
     """Return the estimated bytes of activations of one microbatch on one device.
 
     They are what each unit saves, once more all of the unit whose backward runs, and the logits of one chunk.
@@ -322,7 +322,7 @@ def _activations(sizes: Sizes, plan: dict[str, PlanShape] | None) -> int:
         matrices = matrices_of(config.activation) - 1
         masks = (4 if config.attention == "cudnn" else 1) * sizes.length if config.document_mask else 0
         own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
-        gathered = dim if schedule_record(moe.schedule).gates_group else own
+        gathered = dim if find_schedule(moe.schedule).gates_group else own
         scores = config.heads * sizes.length / model if config.attention != "cudnn" else 0
         mixed = config.heads * config.head_size / model
         qkv = mixed + 2 * config.key_value_heads * config.head_size / model

@@ -27,11 +27,11 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.passes import FirstPassOnly
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.routing import Tables, even_tables, record
-from moe_jax.moe.schedule import schedule_record
+from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import check_zero_stages, dense_specs, expert_specs
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.plan_shape import Shapes
 
 BANK = "bank"
 
@@ -279,7 +279,7 @@ class LanguageModel:
             outer = path[0] != "units" and _split_dim(spec, self.roles) is not None
             of_device[path] = specs[2][path] < 0 and (apart == "all" or (apart == "outer" and outer))
         params, state, gather, wires, own = map(unflatten_dict, (*specs, wires, of_device))
-        dp_stage = None if schedule_record(self.moe.schedule).moves_tokens else self.expert_zero_stage
+        dp_stage = None if find_schedule(self.moe.schedule).moves_tokens else self.expert_zero_stage
         bank_params, grad_sink, bank_state = {}, {}, {}
         for segment in self.expert_segments:
             name, roles = segment.name, self.roles_of(segment)
@@ -302,7 +302,7 @@ def first_pass_model(model: LanguageModel) -> LanguageModel:
     return dataclasses.replace(model, moe=FirstPassOnly(**vars(model.moe)))
 
 
-def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShape] | None = None) -> bool:
+def has_later_passes(model: LanguageModel, tokens: int, plan: Shapes | None = None) -> bool:
     """Say whether some bucket of some layer can overflow, so that the program has conditionals.
 
     Args:

@@ -31,18 +31,16 @@ from moe_jax.moe.bank import fetch_in_turn, fetch_replicas, open_grad_sink
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.routers import RouterInputs, build_router, find
 from moe_jax.moe.routing import local
-from moe_jax.moe.schedule import schedule_record, schedules
+from moe_jax.moe.schedule import find_schedule, schedules
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sparse_all_gather import Transfer
 from moe_jax.parallel.varying import cast_varying, own_part
-from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.plan_shape import PlanShape, Shapes
 
 
-def make_trunk(
-    model: LanguageModel, layout: Layout, batch_size: int, length: int, plan: dict[str, PlanShape] | None
-) -> Callable:
+def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: int, plan: Shapes | None) -> Callable:
     """Return trunk((dense, bank, grad_sink), batch, tables, key, first_row) -> (x, table, found).
 
     It is all of the model but the loss: x, the parts of [t, M], are the last norm's results for the tokens of the MP
@@ -226,8 +224,8 @@ def _make_block_wise_loop(
             f"ModelConfig.{name} ({value!r}) has nothing to move under MoEConfig.schedule = "
             f"{segment.moe.schedule!r}; set ModelConfig.{name} = 'none'"
         )
-    if not schedule_record(segment.moe.schedule).one_piece:
-        records = map(schedule_record, schedules())
+    if not find_schedule(segment.moe.schedule).one_piece:
+        records = map(find_schedule, schedules())
         possible = [record.name for record in records if record.one_piece and record.moves_tokens]
         raise UserError(
             f"ModelConfig.{name} needs a MoEConfig.schedule whose experts run in one piece, not "

@@ -37,7 +37,7 @@ from moe_jax.moe.routers import GateStats, build_router, z_loss
 from moe_jax.moe.schedule import MOST_ROWS
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for_tree
-from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.plan_shape import Shapes
 
 
 def check_step(model: LanguageModel, batch_size: int, length: int, microbatches: int = 1) -> None:
@@ -60,7 +60,7 @@ def check_step(model: LanguageModel, batch_size: int, length: int, microbatches:
 
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, microbatches: int = 1,
-    plan: dict[str, PlanShape] | None = None, teacher: Teacher | None = None,
+    plan: Shapes | None = None, teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 

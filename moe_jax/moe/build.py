@@ -15,7 +15,7 @@ from moe_jax.kernels.grouped import implementations
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterPlace, build_router
-from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, schedule_record, schedules
+from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, find_schedule, schedules
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.plan_shape import PlanShape
@@ -103,8 +103,8 @@ def layer_sizes(
 
 def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None, length: int = 0) -> RouterPlace:
     """Return where the router of a layer runs; length: of a sequence, 0 where that is not known."""
-    schedule = schedule_record(config.schedule).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
-    gate_groups = [schedule_record(name).gates_group for name in (schedule.name, *schedule.chooses_from)]
+    schedule = find_schedule(config.schedule).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
+    gate_groups = [find_schedule(name).gates_group for name in (schedule.name, *schedule.chooses_from)]
     return RouterPlace(
         roles=roles,
         slots=config.num_experts // roles.size(roles.expert) if plan is None else plan.slots,
@@ -141,7 +141,7 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
 def check_float8(config: MoEConfig, model_dim: int, hidden_dim: int, roles: Roles) -> None:
     """Raise a UserError where `expert_dtype` or `dispatch_dtype` ask for float8 and sizes or schedule forbid it."""
     if config.dispatch_dtype == E4M3:
-        records = map(schedule_record, schedules())
+        records = map(find_schedule, schedules())
         possible = [record.name for record in records if record.one_piece and record.moves_tokens]
         if config.schedule not in possible:
             raise UserError(

@@ -209,7 +209,7 @@ class Schedule(abc.ABC):
     def on_mesh(cls, mp_size: int, esp_size: int) -> type[Schedule]:
         """Return the schedule that this one is where MP and ESP groups have so many devices."""
         sizes = {"model": mp_size, "expert_shard": esp_size}
-        return schedule_record("s1") if cls.s1_without and all(sizes[role] == 1 for role in cls.s1_without) else cls
+        return find_schedule("s1") if cls.s1_without and all(sizes[role] == 1 for role in cls.s1_without) else cls
 
     @property
     def run_passes(self) -> int:
@@ -317,7 +317,7 @@ def schedules() -> tuple[str, ...]:
     return tuple(sorted(SCHEDULES))
 
 
-def schedule_record(name: str) -> type[Schedule]:
+def find_schedule(name: str) -> type[Schedule]:
     """Return the class of a schedule, or raise a UserError for an unknown name."""
     if name not in SCHEDULES:
         raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
@@ -329,7 +329,7 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes) -> Schedule:
     parts, top_k, transport = roles.size(roles.model), sizes.config.top_k, sizes.config.transport
     if transport not in TRANSPORTS:  # generation alone resolves 'auto'
         raise UserError(f"MoEConfig.transport ({transport!r}) must be one of {', '.join(TRANSPORTS)}")
-    chosen = schedule_record(name).on_mesh(parts, roles.size(roles.expert_shard))
+    chosen = find_schedule(name).on_mesh(parts, roles.size(roles.expert_shard))
     if sizes.tokens % parts:
         raise UserError(
             f"the {sizes.tokens} tokens of a model-parallel group must be divisible by MeshConfig.model ({parts}); "

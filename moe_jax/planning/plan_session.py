@@ -86,6 +86,11 @@ class PlanSession:
         self.last_sharded = 0
         self.split = ""  # in use, where it is chosen by price
 
+    def drop_replicas(self):
+        """Go on with the homes alone, and plan again as soon as asked."""
+        self.placement = self.placement.replace(replicas=None, shares=None, rule="home")
+        self.last_planned = None
+
     def propose(self, iteration: int) -> Placement:
         """Return the placement for `iteration`, planned from what the predictor has observed so far."""
         every, shard = self.config.interval, self.planner.reshard_every

@@ -63,6 +63,9 @@ class PlanShape:
         return self.home_slots + self.replica_slots
 
 
+Shapes = dict[str, PlanShape]  # {segment: shape} of the segments with experts; an executable is for all of them
+
+
 def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
     """Return the smallest shape that this placement fits; without replicas it has no transfer."""
     lists, layers, devices = placement.candidates, placement.layers, placement.devices

@@ -15,7 +15,7 @@ from moe_jax.cluster.targets import Target
 from moe_jax.cluster.timeline import Constants
 from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.routers import build_router
-from moe_jax.moe.schedule import schedule_record
+from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
 from moe_jax.training.plan_cost import base_cost
@@ -48,7 +48,7 @@ def why_not_halves(config: RunConfig, roles: Roles) -> str:
     if config.distillation.teacher:
         return "the run has a teacher"
     for own, _ in segment_runs(config, roles).values():
-        record, router = schedule_record(own.moe.schedule), build_router(own.moe)
+        record, router = find_schedule(own.moe.schedule), build_router(own.moe)
         if not (record.one_piece and record.moves_tokens):
             return f"MoEConfig.schedule is {own.moe.schedule!r}"
         if not own.moe.dropless or not router.replays:

@@ -30,7 +30,7 @@ from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.moe.build import check_router
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
-from moe_jax.planning.plan_shape import PlanShape, table_shapes
+from moe_jax.planning.plan_shape import Shapes, table_shapes
 from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, shared_function
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
@@ -38,8 +38,6 @@ from moe_jax.training.overlap import settle_overlap
 from moe_jax.training.segments import build_model
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
-
-Shapes = dict[str, PlanShape] | None  # by segment with experts; None without a planner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,7 @@ class Program:
         """Return the training state as ShapeDtypeStructs with shardings."""
         return abstract_state(self.model, self.optimizer, self.state_shardings)
 
-    def is_optimistic(self, shape: Shapes = None) -> bool:
+    def is_optimistic(self, shape: Shapes | None = None) -> bool:
         """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
         wanted = self.config.train.optimistic
         if wanted is None:
@@ -112,7 +110,7 @@ class Program:
         taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
         return taught or has_later_passes(self.model, tokens, shape)
 
-    def trace_step(self, shape: Shapes = None, common: bool = False) -> jax.stages.Traced:
+    def trace_step(self, shape: Shapes | None = None, common: bool = False) -> jax.stages.Traced:
         """Return the equations of the training step, on any machine, for exactly these shapes and shardings.
 
         Args:
@@ -136,14 +134,14 @@ class Program:
         """Return the options that the training step is compiled with on these devices."""
         return compiler_options(self.devices[0].platform, jax.process_count(), self.config.train.deterministic)
 
-    def compile_step(self, shape: Shapes = None, common: bool = False):
+    def compile_step(self, shape: Shapes | None = None, common: bool = False):
         """Return (executable, seconds) of what `trace_step` traces."""
         started = time.monotonic()
         lowered = self.trace_step(shape, common).lower()
         executable = compile_for_all(lowered, self.compiler_options(), self.guiding_target(), self.devices)
         return executable, time.monotonic() - started
 
-    def compile_programs(self, shape: Shapes = None) -> Programs:
+    def compile_programs(self, shape: Shapes | None = None) -> Programs:
         """Compile what a step with plans of this shape starts with.
 
         Of an optimistic step the complete program is compiled behind it, in a thread.
@@ -218,7 +216,7 @@ class Session(Program):
 
         return jax.jit(init, out_shardings=self.state_shardings.state)(start)
 
-    def evaluation_step(self, shape: Shapes = None):
+    def evaluation_step(self, shape: Shapes | None = None):
         """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / Nm, Sq], jitted.
 
         The first is the sum of the losses of the targets that count, the second how many count: a process that holds

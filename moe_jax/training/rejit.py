@@ -35,15 +35,13 @@ from moe_jax.planning import routing
 from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.cost import predicted_layer_seconds
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables, fits
+from moe_jax.planning.plan_shape import PlanShape, Shapes, build_shape, fill_tables, fits
 from moe_jax.training.bank_order import reshard
 from moe_jax.training.program import Programs, Session
 from moe_jax.training.replanner import TOO_OFTEN, Replanner, build_replanners
 
-# {segment: part} of the segments with experts, first layers first: each has a planner of its own; an executable is for
-# the shapes of all
+# {segment: part} of the segments with experts, first layers first: each has a planner of its own
 Placements = dict[str, Placement]
-Shapes = dict[str, PlanShape]
 
 
 @dataclasses.dataclass
@@ -319,8 +317,7 @@ class RejitEngine:
         self.placement, self.pending = self._homes_alone(), None
         for name, replanner in self.replanner.items():
             self.shape[name] = replanner.with_rule(dataclasses.replace(self.shape[name], ahead=None))
-            plans = replanner.plans  # goes on with the homes alone, and plans again as soon as asked
-            plans.placement, plans.last_planned = plans.placement.replace(replicas=None, shares=None, rule="home"), None
+            replanner.plans.drop_replicas()
         words = ", ".join(f"PlannerConfig.{name} was {before[name]} and is {now[name]}" for name in changed)
         return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
 

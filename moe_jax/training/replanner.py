@@ -17,7 +17,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.moe.after_gate_rules import RULES
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import LayerSizes, schedule_record
+from moe_jax.moe.schedule import LayerSizes, find_schedule
 from moe_jax.parallel.bucket_rows import BucketRows, round_up
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sparse_all_gather import PARTS
@@ -150,8 +150,8 @@ class Replanner:
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         roles = self.roles
         several = roles.size(roles.model) > roles.size(roles.expert_shard)  # members of an MP group
-        schedule = schedule_record(self.config.moe.schedule)
-        cuts = [schedule_record(name).cuts_buckets for name in (schedule.name, *schedule.chooses_from)]
+        schedule = find_schedule(self.config.moe.schedule)
+        cuts = [find_schedule(name).cuts_buckets for name in (schedule.name, *schedule.chooses_from)]
         cut_over_members = several and any(cuts)
         return BucketRows(own=most if cut_over_members else worst, node=most, far=most)
 
@@ -209,7 +209,7 @@ def build_replanners(config: RunConfig, roles: Roles) -> dict[str, Replanner]:
     """
     runs = segment_runs(config, roles)
     planner, devices = config.planner, max(own.size(own.expert) for _, own in runs.values())
-    if not schedule_record(config.moe.schedule).moves_tokens or devices == 1:
+    if not find_schedule(config.moe.schedule).moves_tokens or devices == 1:
         raise UserError(
             f"PlannerConfig.name ({planner.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
             f"{config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves, with_router_state
-from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.plan_shape import Shapes
 from moe_jax.training.optimizer import build_learning_rate, build_optimizer, state_specs
 
 
@@ -33,7 +33,7 @@ from moe_jax.training.optimizer import build_learning_rate, build_optimizer, sta
 # is for the parameters that every device holds; ZeRO-3's parts and experts that several devices hold are summed in
 # every microbatch.
 def make_gradients(
-    model: LanguageModel, config: TrainConfig, length: int, plan: PlanShape | None = None,
+    model: LanguageModel, config: TrainConfig, length: int, plan: Shapes | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return gradients(params, batch, tables, key, *teacher_params) -> (gradients, StepStats [Nm, ...])."""
@@ -127,7 +127,7 @@ def first_state(params, optimizer: optax.GradientTransformation, state_shardings
 
 def make_train_step(
     model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
-    plan: PlanShape | None = None, teacher: Teacher | None = None, common: bool = False,
+    plan: Shapes | None = None, teacher: Teacher | None = None, common: bool = False,
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), jitted; the state is
     donated. See `make_update` for metrics and arguments.
@@ -158,7 +158,7 @@ def make_train_step(
 
 
 def make_update(
-    model: LanguageModel, config: TrainConfig, length: int, plan: PlanShape | None = None,
+    model: LanguageModel, config: TrainConfig, length: int, plan: Shapes | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), one optimizer step.

@@ -20,11 +20,11 @@ from support.program_order import overtaking
 from moe_jax.cluster import Cluster, write_cluster
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.reference import reference_expert, reference_moe
-from moe_jax.moe.schedule import schedule_record, schedules
+from moe_jax.moe.schedule import find_schedule, schedules
 from moe_jax.moe.schedules.parm import choose
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
-SCHEDULES = tuple(name for name in schedules() if schedule_record(name).moves_tokens)
+SCHEDULES = tuple(name for name in schedules() if find_schedule(name).moves_tokens)
 FACTORS = {
     "schedule": SCHEDULES,
     "pair": tuple(PAIRS),

@@ -9,7 +9,7 @@ from moe_jax.cluster.layer_seconds import FORMULAS
 from moe_jax.errors import UserError
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.schedule import LayerSizes, build_schedule, register, schedule_record, schedules
+from moe_jax.moe.schedule import LayerSizes, build_schedule, find_schedule, register, schedules
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -76,6 +76,6 @@ def test_registry():
 
 def test_every_record_names_what_exists():
     for name in schedules():
-        record = schedule_record(name)
+        record = find_schedule(name)
         assert set(record.chooses_from or (name,)) <= set(FORMULAS)
         assert record.on_mesh(1, 1).name in ("s1", name) and record.on_mesh(2, 2) is record

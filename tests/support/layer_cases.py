@@ -19,7 +19,7 @@ from moe_jax.moe.build import make_moe
 from moe_jax.moe.reference import reference_moe
 from moe_jax.moe.routers import RouterInputs, balance_loss, z_loss
 from moe_jax.moe.routing import even_tables, local
-from moe_jax.moe.schedule import schedule_record
+from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.sharding import expert_specs
 from moe_jax.planning.placement import Placement
@@ -98,7 +98,7 @@ def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
 
 def drop_groups(schedule, roles):
     """Return how many groups of tokens are gated each on their own."""
-    return roles.size(roles.dense) if schedule_record(schedule).gates_group else roles.num_devices
+    return roles.size(roles.dense) if find_schedule(schedule).gates_group else roles.num_devices
 
 
 @functools.cache

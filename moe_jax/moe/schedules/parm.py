@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.collectives import exchange_fits
 from moe_jax.cluster.layer_seconds import LayerShape, layer_seconds
-from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, layout_of, register, schedule_record
+from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, find_schedule, layout_of, register
 from moe_jax.moe.schedules.s2 import PauseAfterGate, choose_gather
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
@@ -128,7 +128,7 @@ def by_equations(roles: Roles, sizes: LayerSizes, cluster: Cluster | None) -> Pa
     config, row_bytes = sizes.config, sizes.row_bytes
     layout = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles))
     gather = choose_gather(config.gather, roles, layout.rows.far, row_bytes, cluster, config.transport)[0]
-    x1 = layout_of(roles, schedule_record("s1").bucket_rows(sizes, roles)).total * esp_size
+    x1 = layout_of(roles, find_schedule("s1").bucket_rows(sizes, roles)).total * esp_size
     whole = layout.total
     x2 = whole * esp_size // mp_size
     gathered = sizes.tokens * row_bytes
@@ -187,7 +187,7 @@ def _knows_layers(cluster: Cluster | None) -> bool:
 def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, groups: int = 1) -> LayerShape:
     """Return the cost formulas' inputs, in bytes, for a layer under a schedule ('pairwise' in `groups`)."""
     mp_size, ep_size, esp_size = (roles.size(axes) for axes in (roles.model, roles.expert, roles.expert_shard))
-    record = schedule_record(schedule).on_mesh(mp_size, esp_size)
+    record = find_schedule(schedule).on_mesh(mp_size, esp_size)
     layout = layout_of(roles, record.bucket_rows(sizes, roles))
     return LayerShape(
         schedule=record.name,
