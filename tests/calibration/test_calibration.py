@@ -1,6 +1,7 @@
 """Fits from synthetic times are exact; a small real calibration writes a file that parm and the cost model read."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -11,7 +12,18 @@ from support.commands import run_command_here
 
 from moe_jax.analysis import calibrate as measure
 from moe_jax.analysis.calibrate import CalibrationOptions, _cluster, calibrate
-from moe_jax.analysis.timed import Case, LayerCase, build_layer, layer_cases, mesh_groups, predict, schedules_of
+from moe_jax.analysis.timed import (
+    Case,
+    LayerCase,
+    Timed,
+    build_layer,
+    interleaved_seconds,
+    layer_cases,
+    machine_groups,
+    mesh_groups,
+    predict,
+    schedules_of,
+)
 from moe_jax.cluster import Cluster, Fit, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import HalfWork, LayerShape, layer_seconds
 from moe_jax.errors import UserError
@@ -33,6 +45,23 @@ def test_groups_of_a_mesh_by_hand():
     assert {"all_to_all:4", "permute:2x4"} <= {timed.name for timed in mesh_groups(8, 1, 1, per_node=4)}
     # N_MP 8 over N_ESP 2 spans four EP members, which agree on the first
     assert "all_gather:4" in {timed.name for timed in mesh_groups(ep_size=4, esp_size=2, mp_size=8)}
+    whole = set(machine_groups(8, 4))
+    for mp_size, esp_size in itertools.product((1, 2, 4), repeat=2):
+        assert set(mesh_groups(8 // esp_size, esp_size, mp_size, per_node=4)) <= whole
+    assert Timed("permute", 2, 4) in whole  # the two nodes
+
+
+def test_layers_of_a_machine_visit_every_pair():
+    cases = layer_cases(8, 1.0, None)
+    assert {(case.mp_size, case.esp_size) for case in cases} == set(itertools.product((1, 2, 4), repeat=2))
+    assert schedules_of(cases[0]) == ("deepspeed", "s1", "s2")
+    assert layer_cases(8, 1.0, MeshConfig(expert=2, expert_shard=2)) == []  # gradients would be summed
+
+
+def test_calls_take_turns_after_one_each():
+    order = []
+    seconds = interleaved_seconds({name: lambda name=name: order.append(name) for name in "ab"}, 2)
+    assert "".join(order) == "ab" + "abab" and [len(own) for own in seconds.values()] == [2, 2]
 
 
 LINES = {"all_to_all": (1e-4, 2e-9), "all_gather": (3e-4, 1e-9)}
@@ -228,6 +257,7 @@ def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so(deepspeed,
     [
         (["--smallest=10", "--largest=5"], "--smallest (10) must be above 0 and below --largest (5)"),
         (["--devices_per_node=3"], "--devices_per_node (3) must divide the 8 devices"),
+        (["--out="], "--out is missing"),
     ],
 )
 def test_mistakes_are_one_line(flags, message):

@@ -18,11 +18,19 @@ from moe_jax.cluster import (
     uniform_seconds,
 )
 from moe_jax.cluster.collectives import all_to_all_seconds, messages
+from moe_jax.cluster.fits import fit_layers
 from moe_jax.cluster.layer_seconds import LayerShape, pairwise_seconds
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
 NAMES = "parm_a parm_b johnny trevor hpwnv hpnv lpwnv hecate_a hecate_b h200 flat_3gbs_30tflops host_devices".split()
+PAPERS = {  # nodes, devices a node, bytes/s between nodes, as the papers say
+    "parm_b": (8, 4, 12.5e9),
+    "johnny": (2, 8, 6.25e9),
+    "trevor": (16, 4, 12.5e9),
+    "hecate_a": (4, 8, 12.5e9),
+    "hecate_b": (4, 8, 50e9),
+}
 
 
 def test_every_preset_ships_and_says_where_its_figures_come_from():
@@ -32,6 +40,8 @@ def test_every_preset_ships_and_says_where_its_figures_come_from():
         assert cluster.name == name
         assert cluster.source or name in ("flat_3gbs_30tflops", "host_devices")  # of no machine
         assert "absent" in (PRESETS / f"{name}.gin").read_text()
+        if name in PAPERS:
+            assert (cluster.nodes, cluster.devices_per_node, cluster.inter_bandwidth) == PAPERS[name]
     # data sheets, and Hecate, give both directions of NVLink together: the description of the same GPU has one
     for name, device in (("hecate_a", "v100"), ("hecate_b", "a100"), ("h200", "h200")):
         text = (PRESETS.parents[1] / "moe_jax" / "cluster" / "devices" / f"{device}.txt").read_text()
@@ -112,6 +122,8 @@ def test_fit_recovers_its_constants_and_r2():
 def test_fit_needs_different_sizes():
     with pytest.raises(UserError, match="a fit over size needs at least 2 measurements at different sizes, got 3"):
         fit_alpha_beta([5, 5, 5], [1, 2, 3])
+    with pytest.raises(UserError, match="a fit of layers needs at least 3 measurements, got 2"):
+        fit_layers(["s1", "s1"], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
 
 
 def test_parm_choice_by_hand():

@@ -67,6 +67,7 @@ def test_every_device_gets_every_leaf(dtypes, wires, collectives):
             np.testing.assert_allclose(grads[name], weights[name].sum(axis=0), rtol=0, atol=1e-5)  # sums of eight
     text = step.lower(placed, weights).as_text()
     assert tuple(text.count(f"stablehlo.{kind}") for kind in ("all_gather", "reduce_scatter")) == collectives
+    assert text.count("stablehlo.all_reduce") == 2  # the loss, and all leaves that are whole
     if wires:
         values = {name: math.prod(shape) // 8 for name, (shape, _) in TREE.items()}
         assert f"tensor<8x{values['columns'] + values['rows'] + 2 * values['cube']}xui16>" in text

@@ -32,3 +32,5 @@ def test_an_unknown_flag_names_the_way_to_the_list():
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: Unknown command line flag 'traces'. Did you mean: trace ?")
     assert line.endswith("python -m moe_jax.replay --help lists all flags")
+    stray = run("moe_jax.replay", "trace.npz")
+    assert stray.returncode == 2 and "trace.npz" in stray.stderr and len(stray.stderr.splitlines()) == 1

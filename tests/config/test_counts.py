@@ -117,6 +117,10 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
         assert got.optimizer == 2 * bytes_of(shapes, layout.state, roles)
         gradients = {"dense": layout.params["dense"], "bank": layout.grad_sink}
         assert got.gradients == bytes_of(shapes, gradients, roles)
+        same_dtype = dataclasses.replace(abstract, config=dataclasses.replace(config, dtype="float32"))
+        whole_leaves = device_bytes(Sizes(model=same_dtype, length=8, batch_size=8, grad_accum_steps=1)).compute_weights
+        stages = [zero] * (roles.size(roles.dense) > 1) + [expert_zero] * (schedule == "dp" and devices > 1)
+        assert (whole_leaves > 0) == (3 in stages)
         twice = device_bytes(Sizes(model=abstract, length=8, batch_size=16, grad_accum_steps=2))
         assert twice.gradients == 2 * got.gradients and twice.activations == got.activations
 

@@ -91,6 +91,7 @@ def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monke
         ("train.steps = '40'", ["train.steps ('40', text) must be a whole number (--gin_bindings)"]),
         ("train.learning_rate = 1e999", ["must be a finite number"]),
         ("train.profile_steps = (1, 2, 3)", ["must be a tuple of 2 entries, each a whole number or None"]),
+        ("ModelConfig.experts_per_layer = (2, '4')", ["must be a tuple, each a whole number"]),
         ("MoEConfig.renormalize = 1", ["MoEConfig.renormalize (1) must be True or False"]),
         ("PlannerConfig.skipped_devices = 1.5", ["must be a whole number or text in quotes"]),
         ("DataConfig.path = corpus.txt", ["'DataConfig.path = corpus.txt'", "'corpus' is no value", "text stands in"]),
@@ -197,6 +198,8 @@ def test_config_differences_across_versions():
     changed = BASE.replace("train.seed = 0", "train.seed = 5")
     assert config_differences(without, changed) == [("train.seed", "0", "5")]
     assert config_differences(BASE + "MoEConfig.gone = 3\n", BASE) == [("MoEConfig.gone", "3", ABSENT)]
+    with pytest.raises(UserError, match="line 1: 'half a li' is not"):
+        config_differences("half a li", BASE)
 
 
 def test_check_resumable_lets_layout_and_cadence_change():
@@ -207,6 +210,7 @@ def test_check_resumable_lets_layout_and_cadence_change():
         ("MoEConfig.schedule = 'deepspeed'", "MoEConfig.schedule = 's1'"),
         ("train.steps = 100", "train.steps = 200"),
         ("ModelConfig.remat = 'none'", "ModelConfig.remat = 'block'"),
+        ("train.decay_steps = 0", "train.decay_steps = 40"),  # the decay may begin whenever the user likes
     ):
         assert old in text
         text = text.replace(old, new)

@@ -139,6 +139,7 @@ Q, GATE = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.gate.wei
 WRONG = {
     "no folder": (lambda f: shutil.rmtree(f), "config.json does not exist"),
     "no json": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.json"),
+    "dense": (lambda f: change_config(f, model_type="llama"), "model_type .'llama'. must be one of"),
     "mla": (lambda f: change_config(f, model_type="deepseek_v3"), "multi-head latent attention"),
     "unknown key": (lambda f: change_config(f, twist=3), "config.json: twist .3. is unknown"),
     "not neutral": (lambda f: change_config(f, clip_qkv=8.0), "config.json: clip_qkv .8.0. must be None"),
@@ -190,7 +191,11 @@ def test_what_no_checkpoint_can_hold_is_refused(tmp_path):
         config.write_text(text.replace(old, new) if old in text else text + f"MoEConfig.{new}\n")
         with pytest.raises(UserError, match=message):
             export_folder(tmp_path / "run", tmp_path / "back")
-        assert not (tmp_path / "back").exists()
+    config.write_text(text)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(UserError, match="no finished checkpoint"):
+        export_folder(tmp_path / "run", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_older_keys_mean_the_same():

@@ -15,10 +15,11 @@ from support.generation_cases import PROMPTS, build, configs, recorded_logits, r
 from moe_jax.cluster import Cluster, write_cluster
 from moe_jax.errors import UserError
 from moe_jax.inference import Generator, Sampling, few_tokens
-from moe_jax.inference.few_tokens import SCALE, own_experts, quantize
+from moe_jax.inference.few_tokens import LEAST_RESULTS, SCALE, FewTokensGroup, own_experts, quantize
 from moe_jax.inference.generator import DECODE, inference_configs
 from moe_jax.inference.programs import choose_tokens, prompt_keys, settle_transport
 from moe_jax.models import ModelConfig
+from moe_jax.models.model_group import ModelGroup
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -188,6 +189,21 @@ def test_loss_on_int8_equals_that_on_rounded_weights():
     got = int8.loss(PROMPTS[2:])
     np.testing.assert_allclose(got, exact, rtol=1e-6)
     np.testing.assert_allclose(got, before, rtol=5e-3)
+
+
+def test_one_row_is_multiplied_as_a_matmul_does():
+    """In float64: sums over one dim and over two, cut into parts and whole."""
+    rng, plain, few = np.random.default_rng(0), ModelGroup((), 1, False), FewTokensGroup((), 1, False)
+    cases = (
+        ("bsm,mhd->bshd", (1, 1, 6), (6, 2, 3)),
+        ("bsm,mchd->cbshd", (1, 1, 8), (8, 2, 2, 3)),
+        ("bshd,hdm->bsm", (1, 1, 4, 3), (4, 3, 5)),
+        ("bsf,fm->bsm", (1, 1, 5), (5, 2 * LEAST_RESULTS)),
+    )
+    with jax.enable_x64(True):
+        for spec, x, w in cases:
+            x, weight = jnp.asarray(rng.normal(size=x)), (jnp.asarray(rng.normal(size=w)), None)
+            np.testing.assert_allclose(few.times(spec, x, weight), plain.times(spec, x, weight), rtol=0, atol=1e-12)
 
 
 def test_every_way_of_few_tokens_equals_a_loop_over_choices():

@@ -43,6 +43,15 @@ def test_parse_module_refuses(text, message):
         parse_module(text)
 
 
+def test_what_the_parser_does_not_know_is_refused():
+    module = parse_module(LOOP.replace("bf16[8,8]{1,0} constant", "q7[8,8]{1,0} constant"))
+    with pytest.raises(UserError, match="'q7'"):
+        print(module.computations["body"].by_name["a"].bytes)
+    for text in ("mesh['a'=4] {'a':(1)2}", "mesh['a'=8] {'a'}", "?"):
+        with pytest.raises(UserError):
+            replica_groups(f"replica_groups={text}", 4)
+
+
 @pytest.mark.parametrize(
     "text, groups",
     [

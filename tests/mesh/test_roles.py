@@ -78,6 +78,10 @@ def test_resolve_takes_what_is_left():
     "fields, message",
     [
         ({"expert": 0}, r"MeshConfig.expert \(0\) must be at least 1, or -1"),
+        ({"data": 0}, r"MeshConfig.data \(0\) must be at least 1"),
+        ({"expert_shard": -2}, r"MeshConfig.expert_shard \(-2\) must be at least 1"),
+        ({"model": 0}, r"MeshConfig.model \(0\) must be at least 1"),
+        ({"devices_per_node": -1}, r"MeshConfig.devices_per_node \(-1\) must be 0 "),
         ({"data": 3}, r"8 devices cannot be split into MeshConfig.data \(3\)"),
         ({"data": 2, "expert": 2, "expert_shard": 4}, r"\(4\) = 16, but there are 8 devices; .* run on 16 devices"),
         ({"model": 3}, r"MeshConfig.model \(3\) must divide the 8 devices"),

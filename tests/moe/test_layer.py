@@ -125,6 +125,13 @@ def test_layer_parameters_do_not_depend_on_the_mesh():
     np.testing.assert_array_equal(alone.w_gate[...], spread.w_gate[...])
 
 
+def test_bfloat16_tokens_come_back_so_from_float32_parameters():
+    graph, state = nnx.split(layer_of(roles_of(8), MoEConfig(num_experts=EXPERTS)))
+    x = jax.ShapeDtypeStruct((4, 16, MODEL_DIM), jnp.bfloat16)
+    y, loss, _ = jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, x)
+    assert (y.shape, y.dtype, loss.dtype) == (x.shape, jnp.bfloat16, jnp.float32)
+
+
 def test_layer_errors():
     with pytest.raises(UserError, match=r"num_experts \(6\) must be divisible by the expert axis \(8\); set .* of 6"):
         layer_of(roles_of(8), MoEConfig(num_experts=6))

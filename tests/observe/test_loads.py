@@ -35,6 +35,8 @@ def test_record_takes_every_nth_step_and_merge_joins_parts(tmp_path, monkeypatch
     assert trace.loads.dtype == np.int32 and trace.loads.shape == (5, 2, 2, 3)
     np.testing.assert_array_equal(trace.iterations, [10, 20, 30, 40, 50])
     np.testing.assert_array_equal(trace.loads, [sample(step) for step in (10, 20, 30, 40, 50)])
+    with pytest.raises(ValueError, match=r"step \(50\) must be later"):
+        recorder.record(50, sample(50))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,9 @@ def test_read_loads_names_what_is_wrong(tmp_path, arrays, message):
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(UserError, match="not a readable npz"):
         read_loads(path)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(UserError, match="is a single array"):
+        read_loads(tmp_path / "one.npy")
 
 
 def test_device_load_max_over_mean_by_hand():

@@ -48,6 +48,10 @@ def test_resume_cuts_later_steps_so_that_each_stands_once(tmp_path):
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert read_metrics(tmp_path, file_name=EVALUATIONS) == [{"step": 0, "loss": 0.0}]
     write_steps(tmp_path, [1], resume_step=None)  # a new run
+    with closing(MetricsWriter(tmp_path, resume_step=1)) as writer:
+        for error, step, metrics in ((ValueError, 1, {}), (TypeError, 2, {"model": {"layer": object()}})):
+            with pytest.raises(error):
+                writer.write(step, metrics)
     assert steps_in(tmp_path) == [1]
 
 

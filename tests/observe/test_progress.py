@@ -93,6 +93,15 @@ def test_live_line_never_reaches_the_last_column(terminal, monkeypatch, columns)
     assert line.startswith("step  9/10"[: columns - 1].rstrip())
 
 
+def test_a_terminal_without_a_size_has_80_columns(terminal, monkeypatch):
+    def no_size(fileno):
+        raise OSError(f"{fileno} has no size")
+
+    monkeypatch.setattr("os.get_terminal_size", no_size)
+    run(range(1, 10), 10, terminal)
+    assert len(terminal.screen()[0]) <= 79
+
+
 def test_live_line_is_not_drawn_more_often_than_eyes_see(terminal):
     run(range(1, 500), 1000, terminal, seconds=0.01)
     assert 45 <= terminal.getvalue().count("\r") <= 55

@@ -12,6 +12,7 @@ from support.placements import random_placement
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
+from moe_jax.moe.routing import share_of
 from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
@@ -70,7 +71,8 @@ def read_tables(placement, loads):
     """Count tokens as a step reads the tables: [L, S, E, D]; every slot that gets some must hold their expert."""
     shape = build_shape(placement)
     tables, n = fill_tables(shape, placement), loads.transpose(1, 0, 2)[..., None].astype(np.uint32)
-    tokens = np.diff(np.minimum(tables.dest_num * n // tables.dest_den[..., None], n).astype(int), axis=3, prepend=0)
+    edges = np.minimum(share_of(tables.dest_num, tables.dest_den[..., None], n), n)
+    tokens = np.diff(edges.astype(int), axis=3, prepend=0)
     source, layer, expert, q = np.nonzero(tokens)
     device, slot = np.divmod(tables.dest_slot[source, layer, expert, q], shape.slots)
     np.testing.assert_array_equal(tables.slot_expert[device, layer, slot], expert)
@@ -86,6 +88,8 @@ def test_destinations_match_walked_tokens(seed):
     counts = routing.destinations(placement, loads)
     np.testing.assert_array_equal(counts, walk_tokens(placement, loads))
     np.testing.assert_array_equal(counts, read_tables(placement, loads))
+    many = loads.astype(np.int64) * 35_000  # products with shares of 65,536 pass 32 bits
+    np.testing.assert_array_equal(routing.destinations(placement, many), read_tables(placement, many))
     pairs = routing.pair_loads(placement, loads)
     np.testing.assert_array_equal(pairs, counts.sum(2))
     computed, received = routing.expected(placement, loads)  # within one token of a source and expert

@@ -14,7 +14,7 @@ from moe_jax.planning import AFTER_GATE, NAMES, routing
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, with_late_prices
-from moe_jax.planning.eplb import rebalance
+from moe_jax.planning.eplb import choose_homes, rebalance
 from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes, slots_by_load
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
@@ -300,6 +300,16 @@ def test_eplb_splits_a_replicated_expert_evenly():
     loads = np.array([[[6, 2], [6, 2]]])
     placement = plan("eplb", loads, make_cost(1, 1, replica_slots=1))
     assert sorted(routing.pair_loads(placement, loads).sum(axis=1)[0].tolist()) == [8, 8]
+
+
+def test_homes_of_eplb_are_even_where_single_replicas_crowd_one_device():
+    """One layer, 4 experts, 2 devices: device 0 holds 1, 2, 3 as single replicas, device 1 three replicas of 0."""
+    count = np.zeros((1, 4, 2), int)
+    count[0, 1:, 0], count[0, 0, 1] = 1, 3
+    home, after = choose_homes(count, np.array([[30.0, 9, 8, 7]]), np.array([[0, 0, 1, 1]]))
+    assert np.bincount(home.ravel()).tolist() == [2, 2]
+    assert (np.take_along_axis(after, home[:, :, None], axis=2) > 0).all()
+    assert after.sum(axis=(0, 1)).tolist() == [3, 3]
 
 
 def test_balanced_refines_shares_over_the_same_replicas():

@@ -1,6 +1,7 @@
 """A checkpoint gives back every bit, on any mesh; is whole or absent; and says in one line why it will not do."""
 
 import os
+import re
 import resource
 import shutil
 import sys
@@ -180,6 +181,9 @@ def test_restore_refuses_another_model(saved, here):
     )
     wanted = "mu/bank/segment_0/w_gate is absent in the checkpoint and float32 [2, 8, 16, 32] in this run"
     assert wanted in refusal(states.abstract(1, 8, activation="swiglu"))
+    dense = {name: leaf for name, leaf in here["params"]["dense"].items() if name != "embedding"}
+    wanted = r"params/dense/embedding/\w+ is float32 .* in the checkpoint and absent in this run"
+    assert re.search(wanted, refusal({**here, "params": {**here["params"], "dense": dense}}))
     half = jax.tree.map(  # orbax alone would cast without a word
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), here["params"]["bank"]
     )

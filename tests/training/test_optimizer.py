@@ -112,6 +112,12 @@ def test_muon_takes_each_matrix_by_itself():
     np.testing.assert_allclose(updates["dense"]["embedding"]["tokens"], np.full((4, 8), -0.1), rtol=1e-5)
 
 
+def test_lion_takes_the_sign():
+    grads = tree(jnp.array([[[3.0, -0.01]]]), jnp.ones((1, 1, 3, 1, 1)), -jnp.ones((1, 1)))
+    updates, _ = one_update(config_of("lion", **NO_DECAY), jax.tree.map(jnp.ones_like, grads), grads)
+    np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"], [[[-0.1, 0.1]]], rtol=1e-6)
+
+
 def test_adafactor_takes_each_matrix_by_itself():
     """Expert i has gradients i + 1 and parameters of size 2^i: its update is learning rate x 2^i, whatever the rest."""
     scale = jnp.arange(1.0, 5.0)[:, None, None]
