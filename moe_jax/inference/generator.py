@@ -380,7 +380,7 @@ class Generator:
 
     def _run(self, prompts: list[list[int]], left: list[int], sampling: Sampling, ends: tuple, on_token, experts: bool):
         """Return (new ids of each prompt, at most `left`, experts of each or None, seconds [steps])."""
-        roles, compiled = self.model.roles, sampling.compiled
+        roles = self.model.roles
         parts = roles.size(roles.dense)
         rows, sizes = bucket(-(-len(prompts) // parts)), []
         most = max(len(prompt) + more - 1 for prompt, more in zip(prompts, left, strict=True))
@@ -388,8 +388,9 @@ class Generator:
             size = bucket(tokens, LEAST_LENGTH)
             sizes.append(size if self.longest is None else max(min(size, self.longest), tokens))
         length, cache_rows = sizes[0], max(sizes)
-        prefill = self.program("step", rows, length, cache_rows, compiled)
-        decode = self.program("step", rows, 1, 0, compiled)
+        greedy, top_k, cuts = sampling.compiled
+        prefill = self.program("step", rows, length, cache_rows, greedy, top_k, cuts)
+        decode = self.program("step", rows, 1, 0, greedy, top_k, cuts)
 
         total = parts * rows  # rows that fill the batch are empty, and not live
         ids, keys = np.zeros((total, length), np.int32), np.zeros((total, 3), np.uint32)
@@ -399,19 +400,20 @@ class Generator:
             last[row], more[row] = len(prompt) - 1, left[row]
         keys[: len(prompts)] = prompt_keys(prompts, sampling.seed)
         state = State(None, *to_devices((ids, last, more > 0, more, keys), roles.sharding(roles.dense)))
-        end_ids = np.full(bucket(len(ends), END_SLOTS), -1, np.int32)
-        end_ids[: len(ends)] = ends
-        knobs = to_devices((np.float32(sampling.temperature), np.float32(sampling.top_p), end_ids), roles.sharding())
+        padded = np.full(bucket(len(ends), END_SLOTS), -1, np.int32)
+        padded[: len(ends)] = ends
+        inputs = np.float32(sampling.temperature), np.float32(sampling.top_p), padded
+        temperature, top_p, end_ids = to_devices(inputs, roles.sharding())
 
         started, seconds = time.perf_counter(), []
         said: list[list[int]] = [[] for _ in prompts]
         taken: list[list[np.ndarray]] = [[] for _ in prompts]  # of each prompt [tokens, L, K]
         # The host only counts and hands out tokens: an id goes into the next call without leaving the devices, and is
         # read while that call runs.
-        state, chosen = prefill(self.params, self.tables, state, knobs)
+        state, chosen = prefill(self.params, self.tables, state, temperature, top_p, end_ids)
         for step in range(max(left)):
             if step + 1 < max(left):
-                state, following = decode(self.params, self.tables, state, knobs)
+                state, following = decode(self.params, self.tables, state, temperature, top_p, end_ids)
             new_ids = np.asarray(chosen[0])[: len(prompts)]
             seconds.append(time.perf_counter() - started)
             for row in np.flatnonzero(new_ids >= 0):

@@ -310,7 +310,7 @@ class Sampling:
 
     @property
     def compiled(self) -> tuple[bool, int, bool]:
-        """What a program is compiled for: greedy, top_k, whether top_p cuts."""
+        """What a program is compiled for: (greedy, top_k, whether top_p cuts)."""
         return (True, 0, False) if self.temperature == 0 else (False, self.top_k, self.top_p < 1)
 
 
@@ -325,15 +325,15 @@ def prompt_keys(prompts: Sequence[Sequence[int]], seed: int) -> np.ndarray:
     return np.asarray(keys, np.uint32).reshape(-1, 3)
 
 
-def choose_tokens(logits, keys, positions, compiled: tuple[bool, int, bool], temperature, top_p):
+def choose_tokens(logits, keys, positions, top_k: int, temperature, top_p):
     """Return int32 [b], the tokens that follow at `positions` int32 [b].
 
     Args:
       logits: float [b, V], -inf where a token may not come; keys: uint32 [b, 3] of `prompt_keys`.
-      compiled: of a `Sampling`; temperature, top_p: float32 [], its own.
+      top_k, temperature, top_p: as `Sampling` has them, the last two float32 []; temperature None where the most
+        probable token is taken, top_p None where it cuts nothing.
     """
-    greedy, top_k, cuts = compiled
-    if greedy:
+    if temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     size = logits.shape[1]
 
@@ -348,11 +348,11 @@ def choose_tokens(logits, keys, positions, compiled: tuple[bool, int, bool], tem
     # what else is generated.
     scaled = logits / temperature.astype(logits.dtype)
     noisy = scaled + jax.vmap(noise)(keys, positions).astype(logits.dtype)
-    if not top_k and not cuts:
+    if not top_k and top_p is None:
         return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
     best, token_ids = jax.lax.top_k(scaled, min(top_k or size, size))
     noisy = jnp.take_along_axis(noisy, token_ids, axis=-1)
-    if cuts:
+    if top_p is not None:
         probs = jax.nn.softmax(best, axis=-1)
         before = jnp.cumsum(probs, axis=-1) - probs
         noisy = jnp.where(before < top_p.astype(probs.dtype), noisy, -jnp.inf)
@@ -388,23 +388,24 @@ def state_specs(model: LanguageModel) -> State:
     return State(cache, rows, rows, rows, rows, rows)
 
 
-def make_step(serving: Serving, rows: int, length: int, cache_rows: int, compiled: tuple) -> Callable:
-    """Return step(params, tables, State, knobs) -> (State, chosen), compiled lazily; a cache is donated.
+def make_step(
+    serving: Serving, rows: int, length: int, cache_rows: int, greedy: bool, top_k: int, cuts: bool
+) -> Callable:
+    """Return step(params, tables, State, temperature, top_p, end_ids) -> (State, chosen); a cache is donated.
 
-    knobs are inputs that no program is compiled for: (temperature, top_p float32 [], end_ids int32 [n], -1 where
-    unused). chosen is (int32 [B], the token chosen for each sequence, -1 where it had ended, equal on all devices;
+    It is compiled lazily, for any temperature and top_p, float32 [], and end_ids, int32 [n], -1 where unused. chosen is
+    (int32 [B], the token chosen for each sequence, -1 where it had ended, equal on all devices;
     logits float [B, V], in at least float32, -inf where the vocabulary has no such token; {segment: int32 [L, B', K]},
     experts of the tokens that went in, -1 for padding, those of a device's rows after one another).
 
     Args:
       rows: b; length: Sq; cache_rows: of whole prompts, T of the new cache; else Sq is 1 and it is 0.
-      compiled: of the `Sampling`.
+      greedy, top_k, cuts: `Sampling.compiled`.
     """
     model, roles = serving.model, serving.model.roles
     forward = make_forward(serving, rows, length, cache_rows)
 
-    def body(params, tables, state, knobs):
-        temperature, top_p, end_ids = knobs
+    def body(params, tables, state, temperature, top_p, end_ids):
         ids, last, real = state.ids, state.positions, state.live[:, None]
         positions = last[:, None]
         if cache_rows:
@@ -425,7 +426,8 @@ def make_step(serving: Serving, rows: int, length: int, cache_rows: int, compile
         with jax.named_scope("sampling"):
             known = jnp.arange(logits.shape[1], dtype=jnp.int32) < serving.vocabulary
             logits = jnp.where(known[None], logits, -jnp.inf)
-            ids = choose_tokens(logits, state.keys, last + 1, compiled, temperature, top_p)
+            scale, share = None if greedy else temperature, top_p if cuts else None
+            ids = choose_tokens(logits, state.keys, last + 1, top_k, scale, share)
             ended = jnp.any(ids[:, None] == end_ids[None], axis=1)
             left = state.left - state.live
             live = state.live & ~ended & (left > 0)
@@ -436,7 +438,7 @@ def make_step(serving: Serving, rows: int, length: int, cache_rows: int, compile
     after = state_specs(model)
     before = dataclasses.replace(after, cache=None) if cache_rows else after
     choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
-    in_specs = serving.specs, model.tables_specs, before, (P(), P(), P())
+    in_specs = serving.specs, model.tables_specs, before, P(), P(), P()
     out_specs = after, (P(), P(roles.dense), choices)
     sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(sharded, donate_argnums=() if cache_rows else (2,))

@@ -17,7 +17,8 @@ from moe_jax.moe.after_gate import JAX, slots_of
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.planning.balancer import falling
-from moe_jax.planning.fastermoe import shadow_search
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.fastermoe import ShadowRates, shadow_search
 from moe_jax.planning.hecate import spread_replicas
 from moe_jax.planning.placement import SHARE_ONE
 from moe_jax.planning.plan_shape import PlanShape
@@ -57,8 +58,8 @@ class ShadowRule:
             each = jnp.sum(offers, axis=1) * self.shadow
             return late_price(sizes, late, self.late_seconds, each, jnp), late_room(sizes, late)
 
-        rates = (self.compute, self.exchange, self.residual)
-        chosen = shadow_search(JAX, counts[None], home[None], rates, price, skips=True)[0][0]
+        rates = ShadowRates(self.compute, self.exchange, self.shadow)
+        chosen = shadow_search(JAX, counts[None], home[None], rates, price, True, self.residual)[0][0]
         wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
         added, slot, transfer, used = fit_late(wanted, falling(jnp.sum(counts, axis=0), jnp), slot, me, shape)
         dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)
@@ -157,12 +158,13 @@ class QuotaRule:
     """Apply a plan of quotas, tokens of an expert by device; experts whose replicas do not fit stay at home.
 
     Attributes:
-      plan: what decides: tokens by expert and device [L, E, D], from (xp, totals [L, E], homes int [L, E], (slots of a
-        device, devices), knobs).
+      plan: what decides: tokens by expert and device [L, E, D], from (xp, totals [L, E], homes int [L, E], slots of a
+        device, devices, config).
+      config: whose knobs `plan` reads.
     """
 
     plan: Callable
-    knobs: tuple[float, ...]
+    config: PlannerConfig
 
     def decide(self, tables, counts, holders, me, shape):
         devices, experts = counts.shape
@@ -171,7 +173,7 @@ class QuotaRule:
         home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
-        quota = self.plan(JAX, totals[None], home[None], (shape.late_slots, devices), self.knobs)[0]
+        quota = self.plan(JAX, totals[None], home[None], shape.late_slots, devices, self.config)[0]
         wanted = (quota > 0) & ~at_home
         added, slot, transfer, used = fit_late(wanted, falling(totals, jnp), slot, me, shape)
         cut = jnp.any(wanted & ~added, axis=1, keepdims=True)

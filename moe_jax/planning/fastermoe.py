@@ -6,6 +6,7 @@ Letters: docs/notation.md; B [L, D] tokens of each device's experts, r shadowed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,51 +43,62 @@ class FasterMoePlanner(Planner):
         """
         name, after_gate = self.config.name, self.config.when == "after_gate"
         late = cost.late if after_gate else None  # what shadows must fit
-        compute, exchange, shadow = shadow_rates(cost, name)
+        rates = shadow_rates(cost, name)
         limit = cost.replica_slots if self.config.bounded else placement.experts
 
         def price(offers):
             sizes = sizes_everywhere(offers, placement.devices_per_node if late is None else late.inside)
             count = offers.sum(axis=1)
             if after_gate:
-                seconds = late_price(sizes, late, cost.late_seconds, count * shadow)
+                seconds = late_price(sizes, late, cost.late_seconds, count * rates.shadow)
             else:
                 seconds = 2 * cost.trans(sizes, placement.devices, name)
             return seconds, count <= limit if late is None else late_room(sizes, late)
 
-        loads, rates = np.asarray(loads, np.float64), (compute, exchange, self.config.residual)
-        chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips=late is not None)
+        loads, skips = np.asarray(loads, np.float64), late is not None
+        chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips, self.config.residual)
         self.counters["shadow_cut" if late is None else "late_cut"] += int(cut.sum())
         return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
-        compute, exchange, shadow = shadow_rates(cost, self.config.name)
-        fields = {"compute": compute / groups, "exchange": exchange / groups, "shadow": shadow}
+        rates = shadow_rates(cost, self.config.name)
+        fields = {"compute": rates.compute / groups, "exchange": rates.exchange / groups, "shadow": rates.shadow}
         return "shadow", {**fields, "residual": self.config.residual, "late_seconds": cost.late_seconds}
 
 
-def shadow_search(xp, loads, home, rates: tuple[float, float, bool], price: Callable, skips: bool):
+class ShadowRates(NamedTuple):
+    """Seconds that one more of each costs a step, back included."""
+
+    compute: float  # token computed, 12 M F / P
+    exchange: float  # token exchanged
+    # expert shadowed: what one to every other device costs after the gate, where nothing hides it; in the papers' price
+    # S / W each way
+    shadow: float
+
+
+def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: bool, residual: bool):
     """Shadow experts by falling load until one does not pay.
 
     Args:
       xp: `NUMPY`, or the same of jax.numpy.
       loads: float [L, S, E], S = D; home: int [L, E].
-      rates: seconds of one token computed, and of one exchanged; whether both sides count the exchange that is left.
+      rates: those of a token; what a shadow costs is in `price`.
       price: from offers int [L, D], shadowed experts by home, (seconds of their transfers [L], room for them bool [L]).
       skips: an expert without room is skipped; else it ends the search.
+      residual: both sides count the exchange that is left.
 
     Returns:
       (bool [L, E], the shadowed experts; int [L], how many would have paid, had there been room).
     """
-    (compute, exchange, residual), (layers, devices, experts) = rates, loads.shape
+    layers, devices, experts = loads.shape
     rows, totals = xp.arange(layers), loads.sum(axis=1)
     away = totals - xp.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]  # tokens whose source is not their home
     order, homes = falling(totals, xp), home[:, :, None] == xp.arange(devices)[None, None]
 
     def seconds(tokens, received):
-        return compute * tokens.max(axis=1) + (exchange * received.max(axis=1) if residual else 0.0)
+        return rates.compute * tokens.max(axis=1) + (rates.exchange * received.max(axis=1) if residual else 0.0)
 
     def shadow(turn, carry):
         (tokens, received, offers, best), chosen, active, cut = carry
@@ -105,23 +117,19 @@ def shadow_search(xp, loads, home, rates: tuple[float, float, bool], price: Call
         return (*kept, xp.where(take, time, best)), xp.put(chosen, (rows, expert), take), active, cut + (pays & ~room)
 
     tokens, received = ((homes * of[:, :, None]).sum(axis=1) for of in (totals, away))
-    before = seconds(tokens, received) if residual else (compute + exchange) * tokens.max(axis=1)
+    before = seconds(tokens, received) if residual else (rates.compute + rates.exchange) * tokens.max(axis=1)
     state = tokens, received, xp.zeros((layers, devices), int), before
     start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
     found = xp.repeat(shadow, start, experts, lambda carry: carry[2].any())
     return found[1], found[3]
 
 
-def shadow_rates(cost: Cost, requested_by: str) -> tuple[float, float, float]:
-    """Return seconds of a token computed (12 M F / P), of one exchanged, and of an expert shadowed; back included.
-
-    The last is what one expert to every other device costs after the gate, where nothing hides it; in the papers' price
-    S / W each way.
-    """
+def shadow_rates(cost: Cost, requested_by: str) -> ShadowRates:
+    """Return the rates by these prices, read for the planner `requested_by`."""
     compute, bandwidth = 3.0 / cost.tokens_per_second(requested_by), cost.bandwidth(requested_by)
     if cost.price == "paper":
         shadow = cost.expert_bytes / bandwidth
     else:
         devices = cost.cluster.devices or cost.cluster.need("devices_per_node", f"planner {requested_by!r}")
         shadow = float(cost.trans(TransferSizes(1, 1, 1, devices), devices, requested_by))
-    return compute, 4.0 * cost.exchanged_bytes / bandwidth, 2.0 * shadow
+    return ShadowRates(compute, 4.0 * cost.exchanged_bytes / bandwidth, 2.0 * shadow)

@@ -5,6 +5,8 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from moe_jax.cluster import AbsentFigureError
@@ -45,15 +47,15 @@ class HecatePlanner(Planner):
             return bare
         layers, devices = bare.layers, bare.devices
         tau = min(cost.overlap(self.config.name), bare.experts)
-        mu = min(cost.replica_slots, tau)
+        most = self.ahead_most(bare, cost)
         totals = np.asarray(loads, np.float64).sum(axis=1)
         order = falling(totals)[:, :tau]
-        if tau <= mu:
+        if most is None:
             chosen = np.zeros(bare.home.shape, bool)
             np.put_along_axis(chosen, order, True, axis=1)
             return bare.replace(replicas=np.argwhere(chosen[:, :, None] & ~bare.homes))
-        # what a device sends, and what a node sends one other, stays even, or one more a device (`ahead_most`)
-        free, limits = np.full((layers, devices), mu), (bare.home, 1 + -(-tau // devices), -(-tau // bare.nodes))
+        # what a device sends, and what a node sends one other, stays even, or one more a device
+        free, limits = np.full((layers, devices), most.slots), SendLimits(bare.home, most.offers, most.crossing)
         added = spread_replicas(NUMPY, totals, bare.holds, order, free, bare.devices_per_node, limits)
         free = free - added.sum(axis=1)
         if free.any():
@@ -82,15 +84,15 @@ class HecatePlanner(Planner):
             wanted = added
             added, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
             self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
-        compute, exchange, shadow = shadow_rates(cost, name)  # those of the rule on the device
+        rates = shadow_rates(cost, name)  # those of the rule on the device
         seconds = []
         more = placement.replace(replicas=np.concatenate([placement.replicas, np.argwhere(added)]))
         for trial in (placement, more):
             computed, received = routing.expected(trial, loads)
-            seconds.append(compute * computed.max(axis=1) + exchange * received.max(axis=1))
+            seconds.append(rates.compute * computed.max(axis=1) + rates.exchange * received.max(axis=1))
         per_node = placement.devices_per_node if cost.late is None else cost.late.inside
         sizes = transfer_sizes(placement.home, added, per_node)
-        each = shadow / placement.devices * sizes.holders
+        each = rates.shadow / placement.devices * sizes.holders
         late = late_price(sizes, cost.late, cost.late_seconds, each)  # a gather now, a reduce later
         pays = seconds[0] - seconds[1] > late
         paying = np.argwhere(added & pays[:, None, None])
@@ -115,15 +117,15 @@ class HecatePlanner(Planner):
         if shape.late is None:
             return None
         try:
-            compute, exchange, shadow = shadow_rates(cost, self.config.name)
+            rates = shadow_rates(cost, self.config.name)
         except AbsentFigureError as error:
             raise AbsentFigureError(
                 f"{error}; it prices the second decision, after the gate: PlannerConfig.calibrate = False does without"
             ) from None
         return "calibrate", {
-            "compute": compute / groups,
-            "exchange": exchange / groups,
-            "late_transfer": shadow / shape.devices,
+            "compute": rates.compute / groups,
+            "exchange": rates.exchange / groups,
+            "late_transfer": rates.shadow / shape.devices,
             "late_seconds": cost.late_seconds,
             "overlap_degree": min(cost.overlap(self.config.name), shape.experts),
         }
@@ -167,7 +169,15 @@ def slots_by_load(xp, loads, slots, most):
     return count - xp.diff(over, axis=1, prepend=0)
 
 
-def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
+class SendLimits(NamedTuple):
+    """The most that a transfer may send of one layer."""
+
+    home: np.ndarray  # int [L, E], who sends
+    offers: int  # X, experts of one device that travel
+    crossing: int  # Cp, experts that one node sends one other
+
+
+def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLimits | None = None):
     """Place replicas one by one: nodes that lack the expert first, then nodes and devices with most free slots.
 
     The slots are shared by load per holder: replicas that stand already serve a part of it.
@@ -177,8 +187,7 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
       totals: [L, E], loads; held: bool [L, E, D], holders so far.
       order: int [L, Et], experts by falling load; free: int [L, D], free replica slots, of NumPy for either.
       per_node: devices of a node.
-      limits: (homes int [L, E], the most experts that one device sends (X), that one node sends one other (Cp)), the
-        replicas that stand counted; None for no such limit.
+      limits: of the replicas that stand and the new ones together; None for no limit.
 
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
@@ -200,10 +209,10 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
         mine = held[rows, expert]
         on_node, room = by_node(mine).any(axis=2), (free > 0) & ~mine
         if limits is not None:
-            at = home[rows, expert]
+            at = limits.home[rows, expert]
             node, travels, (offers, crossing) = at // per_node, mine.sum(axis=1) > 1, sent
-            room = room & (travels | (offers[rows, at] < limits[1]))[:, None]
-            room = room & (on_node | (crossing[rows, node] < limits[2]))[:, node_of]
+            room = room & (travels | (offers[rows, at] < limits.offers))[:, None]
+            room = room & (on_node | (crossing[rows, node] < limits.crossing))[:, node_of]
         score = by_node(free).sum(axis=2) * most + ~on_node * in_node
         score = xp.where(room, score[:, node_of] + free, -1)
         ok = (score.max(axis=1) >= 0) & (turn < ends[:, -1])
@@ -216,8 +225,7 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
 
     sent = None
     if limits is not None:  # an expert counts once for its home's device, and once for each other node with a replica
-        home = limits[0]
-        at_home, on_node = home[:, :, None] == device[None], by_node(held).any(axis=3)
+        at_home, on_node = limits.home[:, :, None] == device[None], by_node(held).any(axis=3)
         of_node = by_node(at_home).any(axis=3)
         crossing = of_node.swapaxes(1, 2).astype(int) @ (on_node & ~of_node).astype(int)
         sent = (at_home & (holders > 1)[:, :, None]).sum(axis=1), crossing

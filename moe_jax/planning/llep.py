@@ -16,7 +16,7 @@ from moe_jax.planning.shares import with_quotas
 from moe_jax.planning.sizes import fit_replicas
 
 
-def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, float, float]):
+def spill_quotas(xp, totals, home, slots: int, devices: int, config):
     """Return tokens by expert and device, [L, E, D], from totals [L, E] and homes int [L, E].
 
     Experts are taken by falling load. Of one whose home is above capacity the surplus goes, chunk by chunk, to the
@@ -24,26 +24,25 @@ def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, f
 
     Args:
       xp: `NUMPY`, or the same of jax.numpy.
-      slots: (replica slots of a device, devices). A device sends as many experts at most, so that the transfer of one
-        that fits all slots has room for every spill.
-      knobs: capacity, least_chunk, uneven_from of `LlepPlanner`.
+      slots: replica slots of a device. It sends as many experts at most, so that the transfer of one that fits all
+        slots has room for every spill.
+      devices: D; config: the `PlannerConfig`, read for the knobs of `LlepPlanner`.
     """
     layers, experts = totals.shape
-    (most, devices), (capacity, least_chunk, uneven_from) = slots, knobs
     rows, device = xp.arange(layers), xp.arange(devices)[None]
     quota = xp.where(home[:, :, None] == device[None], totals[:, :, None], 0.0)
     load = quota.sum(axis=1)
     mean = load.sum(axis=1) / devices
-    full = capacity * mean
-    least = xp.maximum(least_chunk, 1e-9) * mean
-    uneven = load.max(axis=1) > uneven_from * mean
+    full = config.capacity * mean
+    least = xp.maximum(config.least_chunk, 1e-9) * mean
+    uneven = load.max(axis=1) > config.uneven_from * mean
 
     def next_expert(carry):
         """Return the heaviest expert above capacity that can still give: its total [L], -1 for none, and id [L]."""
         quota, load, used, sent, open_ = carry
         over = open_ & (xp.take_along_axis(load, home, axis=1) > full[:, None])
         gives = xp.take_along_axis(quota, home[:, :, None], axis=2)[:, :, 0] < totals
-        over = over & (gives | (xp.take_along_axis(sent, home, axis=1) < most))
+        over = over & (gives | (xp.take_along_axis(sent, home, axis=1) < slots))
         weight = xp.where(over & uneven[:, None], totals, -1.0)
         return weight.max(axis=1), weight.argmax(axis=1)
 
@@ -52,7 +51,7 @@ def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, f
         weight, expert = next_expert(carry)
         source, mine = home[rows, expert], quota[rows, expert]
         surplus = xp.minimum(mine[rows, source], load[rows, source] - full)
-        free = (used < most) & (mine == 0) & (device != source[:, None])
+        free = (used < slots) & (mine == 0) & (device != source[:, None])
         target = xp.where(free, load, xp.inf).argmin(axis=1)
         chunk = xp.minimum(surplus, full - load[rows, target])
         ok = (weight > 0) & free.any(axis=1) & (chunk >= least)
@@ -94,10 +93,9 @@ class LlepPlanner(Planner):
         """Spill for these loads, whatever was planned ahead; what does not fit a late transfer stays at home."""
         loads = np.asarray(loads, np.float64)
         totals, late = loads.sum(axis=1), cost.late if self.config.when == "after_gate" else None
-        most = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
+        slots = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
         bare = placement.replace(replicas=None, shares=None, rule="shares")
-        knobs = (self.config.capacity, self.config.least_chunk, self.config.uneven_from)
-        quota = spill_quotas(NUMPY, totals, bare.home, (most, bare.devices), knobs)
+        quota = spill_quotas(NUMPY, totals, bare.home, slots, bare.devices, self.config)
         if late is not None:
             wanted = (quota > 0) & ~bare.holds
             added, *_ = fit_replicas(NUMPY, wanted, falling(totals), bare.home, late)
@@ -107,5 +105,4 @@ class LlepPlanner(Planner):
         return with_quotas(bare, quota, loads)
 
     def late_rule(self, shape, cost, groups):
-        knobs = (self.config.capacity, self.config.least_chunk, self.config.uneven_from)
-        return None if shape.late is None else ("quotas", {"plan": spill_quotas, "knobs": knobs})
+        return None if shape.late is None else ("quotas", {"plan": spill_quotas, "config": self.config})

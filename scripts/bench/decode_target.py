@@ -47,7 +47,7 @@ def lower(config, devices):
     residence = {segment.name: reside(model.even_placements[segment.name]) for segment in segments}
     shapes = {name: shape for name, (shape, _, _) in residence.items()}
     serving = Serving(model, model.vocab_size, specs, shapes, decode=_DECODE.value)
-    decode = make_step(serving, _BATCH.value, 1, 0, (True, 0, False))
+    decode = make_step(serving, _BATCH.value, 1, 0, greedy=True, top_k=0, cuts=False)
     rows = _BATCH.value * model.roles.size(model.roles.dense)
 
     def entry(segment):
@@ -63,7 +63,7 @@ def lower(config, devices):
     )  # fmt: skip
     none = jax.sharding.PartitionSpec()
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    knobs = scalar, scalar, jax.ShapeDtypeStruct((8,), np.int32)
+    chosen_by = scalar, scalar, jax.ShapeDtypeStruct((8,), np.int32)
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, config.model.dtype if is_matrix(path) else leaf.dtype),
         model.shapes(),
@@ -73,7 +73,7 @@ def lower(config, devices):
         for name, (_, tables, _) in residence.items()
     }
     arguments = abstract(params, specs, mesh), placed, abstract(state, state_specs(model), mesh)
-    return model, params, decode.lower(*arguments, abstract(knobs, (none, none, none), mesh))
+    return model, params, decode.lower(*arguments, *abstract(chosen_by, (none, none, none), mesh))
 
 
 def floor_bytes(model, params) -> float:

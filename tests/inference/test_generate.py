@@ -99,12 +99,12 @@ def test_text_does_not_depend_on_its_company_and_ends(float64):
         assert (new, stopped) == (cut, "end" if end in whole else "max_new_tokens")
     assert one.generate(PROMPTS, 7, drawn, ignore_eos=True).token_ids == alone
     # rounded sizes are shared: programs of 1 and of 4 rows
-    assert sorted(one._programs) == [("step", rows, *sizes, (False, 20, True)) for rows in (1, 4)
+    assert sorted(one._programs) == [("step", rows, *sizes, False, 20, True) for rows in (1, 4)
                                      for sizes in ((1, 0), (16, 16))]  # fmt: skip
     # the model has 32 positions, and the last token needs none
     full = one.generate([list(range(1, 31)), [1]], 7, drawn, ignore_eos=True)
     assert [len(new) for new in full.token_ids] == [3, 7] and full.stopped == ["max_length", "max_new_tokens"]
-    assert ("step", 2, 32, 32, (False, 20, True)) in one._programs
+    assert ("step", 2, 32, 32, False, 20, True) in one._programs
     with pytest.raises(UserError, match="no tokenizer"):
         one.generate("text", 1)
 
@@ -115,8 +115,9 @@ def test_choose_tokens_keeps_what_top_k_and_top_p_leave():
     places = jnp.zeros(4000, jnp.int32)
 
     def shares(temperature=1.0, top_k=0, top_p=1.0):
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        ids = choose_tokens(logits, keys, places, sampling.compiled, jnp.float32(temperature), jnp.float32(top_p))
+        greedy, kept, cuts = Sampling(temperature=temperature, top_k=top_k, top_p=top_p).compiled
+        scale, share = None if greedy else jnp.float32(temperature), jnp.float32(top_p) if cuts else None
+        ids = choose_tokens(logits, keys, places, kept, scale, share)
         return np.bincount(np.asarray(ids), minlength=4) / 4000
 
     close = {"rtol": 0, "atol": 0.03}  # three standard deviations of 4000 draws are 0.024
