@@ -76,8 +76,8 @@ def build_report(timeline: Timeline, target: Target, constants: Constants, **fac
         "totals": {f"by_{name}": _totals(flights, name) for name in ("role", "kind", "scope")},
         "in_loops": {"by_role": _totals((flight for flight in flights if flight.loops), "role")},
         "compute_by_scope": [
-            {"part": part, "scope": scope, "seconds": seconds}
-            for (part, scope), seconds in timeline.by_scope.most_common()
+            {"part": key[0], "scope": key[1], "seconds": seconds, "overlapped_seconds": timeline.overlapped[key]}
+            for key, seconds in timeline.by_scope.most_common()
         ],
         "collectives": collectives,
         "branches": [{"name": name, **record} for name, record in timeline.skipped.items()],
@@ -371,6 +371,10 @@ def _step_lines(report: dict) -> list[str]:
     named = [(f"{own['part']} {own['scope']}".strip() or "(unnamed)", own) for own in report["compute_by_scope"]]
     lines.append("compute: " + ", ".join(f"{name} {_ms(own['seconds'])}" for name, own in named))
     if pipeline["exchange_seconds"] > 0:
+        shares = (
+            f"{name} {own['overlapped_seconds'] / own['seconds']:.0%}" for name, own in named if own["seconds"] > 0
+        )
+        lines.append("compute overlapped with an exchange of tokens: " + ", ".join(shares))
         lines.append(
             f"exchange of tokens {_ms(pipeline['exchange_seconds'])}, experts {_ms(pipeline['experts_seconds'])}: one "
             f"beside the other is at most {pipeline['bound']:.2f} times faster (FasterMoE's bound), in this program "

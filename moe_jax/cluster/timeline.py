@@ -97,6 +97,7 @@ class Timeline:
     shortest: int = 0  # those of them that last no longer than a launch
     flops: Counter[str] = dataclasses.field(default_factory=Counter)  # by arithmetic
     by_scope: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # (part, scope) -> compute seconds
+    overlapped: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # of it, with token exchanges
     # conditional -> scope, part, executions, seconds of the branch taken and of the others, and collectives in those
     skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
     # (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known: executions, rows
@@ -310,6 +311,7 @@ class _Player:
         line.kernels += 1
         key = (pass_of(instruction.op_name), scope)
         line.by_scope[key] += seconds
+        line.overlapped[key] += self.exchanging(begin)
         line.flops.update(dict(cost.flops))
         line.matmul_seconds += seconds if cost.flops else 0.0
         self.count_rows(instruction.name, key, seconds, flops=sum(count for _, count in cost.flops))
@@ -320,6 +322,16 @@ class _Player:
             flight.beside[label] += seconds
             transfer["kernel"] = True
             transfer["matmul"] |= bool(cost.flops)
+
+    def exchanging(self, begin: float) -> float:
+        """Return seconds from `begin` until now in which at least one token exchange moved."""
+        spans = [(own["begin"], own["end"]) for own in self.open if own["flight"].role == EXCHANGE]
+        total = 0.0
+        for start, end in sorted(spans):
+            start, end = max(start, begin), min(end, self.now)
+            if end > start:
+                total, begin = total + end - start, end
+        return total
 
     def count_rows(self, name: str, key: tuple[str, str], seconds: float, flops: float = 0.0, moved: float = 0.0):
         if rows := self.rows.get(name, 0):

@@ -45,12 +45,15 @@ def test_report_sums_and_prints(tmp_path):
     # one after the other 60 + 48 s of experts; at most the longer of the two is left, and here 48 + 12 are
     alone = {"exchange_seconds": 60.0, "experts_seconds": 48.0, "exposed_seconds": 12.0}
     assert report["pipeline"] == pytest.approx({**alone, "bound": 1.8, "reached": 1.8})
+    # each turn's matmul of 16 s runs in the 20 s of its exchange
+    assert [own["overlapped_seconds"] for own in report["compute_by_scope"]] == pytest.approx([48.0])
     json.dumps(report)
     text = report_text({**report, "model": dataclasses.asdict(Constants(matmul_efficiency=0.6))})
     for said in (
         "3 kernels, 0 of them at the floor",
         "constants of the cost model: matmul_efficiency 0.6 (default 0.7)\n",
         "all-to-all-start",
+        "compute overlapped with an exchange of tokens: forward moe/experts 100%\n",
         "20%",  # 12 of 60 s exposed
         "at most 1.80 times faster (FasterMoE's bound), in this program 1.80",
     ):

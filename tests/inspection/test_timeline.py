@@ -130,6 +130,16 @@ def test_transfers_share_links_one_after_the_other():
     assert reduce.exposed_seconds == pytest.approx(33.6 - 19.2) and reduce.executions_beside_matmuls == 1
 
 
+def test_time_in_which_two_exchanges_move_is_overlapped_once():
+    """The matmul runs from 1.6 to 17.6, as one exchange across nodes does, and meanwhile one inside until 3.2."""
+    dot, done = (re.search(rf"  %{name} = .*\n", TWO).group() for name in ("dot.9", "cpd"))
+    text = TWO.replace(dot, "").replace(done, dot + done).replace("all-reduce", "all-to-all")
+    text = text.replace("{{0,1},{1,0}}", '{{0,1},{1,0}}, metadata={op_name="jit(f)/dispatch/ppermute"}')
+    timeline = play(parse_module(text), TARGET, MODEL)
+    assert {flight.role for flight in timeline.flights.values()} == {"all-gather", "all-to-all"}
+    assert timeline.overlapped == {("", ""): pytest.approx(16.0)}
+
+
 WRAPPED = (
     HEAD
     + """
@@ -167,7 +177,7 @@ def test_wrapped_collectives_calls_and_branches():
     flight = only(timeline)
     assert (flight.kind, flight.role, flight.bytes) == ("all-to-all", "all-to-all", 160)
     assert (flight.seconds, flight.exposed_seconds, flight.executions_beside_matmuls) == (pytest.approx(0.8), 0, 1)
-    assert timeline.seconds == pytest.approx(16.0)
+    assert timeline.seconds == pytest.approx(16.0) and timeline.overlapped == {("", ""): pytest.approx(0.8)}
     slower = play(parse_module(WRAPPED), TARGET, dataclasses.replace(MODEL, conditional=3.0))
     assert slower.seconds == pytest.approx(19.0)
     branch = timeline.skipped["conditional.1"]
