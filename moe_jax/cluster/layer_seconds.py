@@ -20,7 +20,7 @@ from moe_jax.cluster.collectives import uniform_seconds
 from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
 
-FORMULAS = ("deepspeed", "s1", "s2", "pairwise", "ring", "dp")  # the schedules that have some
+FORMULAS = ("deepspeed", "s1", "s2", "pairwise", "ring", "dp")  # the schedules that have some; others have no price
 
 
 class HalfWork(typing.NamedTuple):
@@ -61,7 +61,7 @@ class Transfer(typing.NamedTuple):
 class LayerShape:
     """The schedule and the sizes that decide what is communicated; see the letters above.
 
-    `moe/schedules/parm.py` fills it from the class of the schedule.
+    `moe/schedules/parm.py` fills it from the class of the schedule. One that has no formula is a UserError.
     """
 
     schedule: str = "s1"  # a name in `FORMULAS`, as it runs on this mesh: s1 where another one is s1 there
@@ -81,6 +81,13 @@ class LayerShape:
     more_own: int = 0  # and of the own bucket beyond those
     members_in_node: int = 1  # EP members of a node
     sent_bytes: int = 0  # of a row on its way to experts where it travels as bytes (`MoEConfig.dispatch_dtype`), else 0
+
+    def __post_init__(self):
+        if self.schedule not in FORMULAS:
+            raise UserError(
+                f"schedule {self.schedule!r} has no price, for no formula says what it moves; choose one of "
+                f"{', '.join(FORMULAS)}"
+            )
 
     @property
     def sent_rows(self) -> int:
@@ -165,7 +172,7 @@ def _plain_transfers(shape: LayerShape, gather: str) -> tuple[list[Transfer], li
         rows = [Transfer(kind, _BOTH, sizes[0]) for kind in ("all_gather", "reduce_scatter")]
         gathered, summed = (Transfer(kind, _BOTH, sizes[1]) for kind in ("all_gather", "reduce_scatter"))
         return [*rows, *whole, gathered], [*rows, *whole, summed]
-    elif schedule == "deepspeed":
+    else:  # deepspeed
         # sums over the shards of an expert travel in float32: of bfloat16 they are half of what travels
         tokens, pieces = shape.tokens * unit, (shape.ep_size * shape.rows, in_node, own)
         exchange = [Transfer("all_to_all", "expert", x, 2)]
@@ -174,8 +181,6 @@ def _plain_transfers(shape: LayerShape, gather: str) -> tuple[list[Transfer], li
         forward = [Transfer("all_gather", "expert_shard", tokens), *exchange, summed]
         gathers = [Transfer("all_gather", "expert_shard", rows * unit) for rows in pieces if rows]
         return [*forward, *whole], [*gathers, *exchange, Transfer("reduce_scatter", "expert_shard", tokens), *whole]
-    else:
-        raise UserError(f"schedule {schedule!r} has no volume formula; choose one of {', '.join(FORMULAS)}")
     return both + whole, both + whole
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support.layer_cases import moe_config
 
-from moe_jax.cluster.layer_seconds import FORMULAS
+from moe_jax.cluster.layer_seconds import FORMULAS, LayerShape
 from moe_jax.errors import UserError
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.config import MoEConfig
@@ -75,7 +75,10 @@ def test_registry():
 
 
 def test_every_record_names_what_exists():
+    assert set(FORMULAS) <= set(schedules())
+    with pytest.raises(UserError, match="'magic' has no price, .* choose one of deepspeed, s1"):
+        LayerShape(schedule="magic", tokens=8, model_dim=4, rows=8, ep_size=2)
     for name in schedules():
         record = find_schedule(name)
-        assert set(record.chooses_from or (name,)) <= set(FORMULAS)
+        assert set(record.chooses_from) <= set(FORMULAS)
         assert record.on_mesh(1, 1).name in ("s1", name) and record.on_mesh(2, 2) is record

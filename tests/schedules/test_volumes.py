@@ -16,12 +16,12 @@ from support.layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, plan_of,
 from support.prefetch_cases import gradient_step, model_config, placements_of
 from support.program_volumes import collectives, groups_of
 
-from moe_jax.cluster.layer_seconds import Transfer, index_transfers, layer_transfers
+from moe_jax.cluster.layer_seconds import FORMULAS, Transfer, index_transfers, layer_transfers
 from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.build import layer_sizes, make_moe
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import even_tables, local
-from moe_jax.moe.schedule import LayerSizes, find_schedule, schedules
+from moe_jax.moe.schedule import LayerSizes, find_schedule
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.bucket_rows import BucketRows
@@ -30,7 +30,7 @@ from moe_jax.parallel.sharding import expert_specs
 
 WIDE = {"bucket_slack": 100.0}
 ROUNDS = "rounds"  # messages between pairs name no group
-SCHEDULES = [name for name in schedules() if find_schedule(name).moves_tokens and not find_schedule(name).chooses_from]
+SCHEDULES = [name for name in FORMULAS if find_schedule(name).moves_tokens]
 CASES = [(schedule, pair, {}) for schedule in SCHEDULES for pair in ((1, 2), (2, 4), (4, 2))]
 CASES += [
     ("s2", (4, 2), {"gather": "aas"}),

@@ -1,3 +1,8 @@
 """How one MoE layer moves bytes: one contract (`moe/schedule.py`), many orders. See README.md."""
 
-from moe_jax.moe.schedules import deepspeed, dp, pairwise, parm, ring, s2  # noqa: F401
+import importlib
+import pkgutil
+
+# Every file is imported, so that one which declares a schedule is known by being there.
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
