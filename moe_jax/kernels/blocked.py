@@ -187,6 +187,7 @@ def fill_lines(rows: Array) -> Array:
     return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
 
 
+@register("reference")
 class ReferenceMatmul:
     """Every group multiplies every row, and a mask selects its own: G times the FLOPs, and simple."""
 
@@ -212,6 +213,7 @@ class ReferenceMatmul:
         return gather_weights(operands, lhs.dtype), owner, einsum
 
 
+@register("ragged")
 class RaggedMatmul:
     """`lax.ragged_dot`, lowered by XLA on each platform: on a CPU with G times the FLOPs."""
 
@@ -259,6 +261,7 @@ def _open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
     return None if sink is None else _zeros(sink.shape, jnp.promote_types(sink.dtype, jnp.float32), like)
 
 
+@register("blocked")
 class BlockedMatmul:
     """One XLA matmul per row block; forward and backward are loops of a dynamic trip count."""
 
@@ -289,6 +292,7 @@ class BlockedMatmul:
         return dlhs, tuple(dweights)
 
 
+@register("fused")
 class FusedBlocks(BlockedMatmul):
     """`blocked`, and the whole FFN in one loop: about a tenth faster on a CPU, in a third of the memory."""
 
@@ -346,12 +350,6 @@ class FusedBlocks(BlockedMatmul):
             dins.append(of_ins)
             douts.append(of_out)
         return drows, tuple(zip(*dins, strict=True)), tuple(douts)
-
-
-register("reference", ReferenceMatmul())
-register("ragged", RaggedMatmul())
-register("blocked", BlockedMatmul())
-register("fused", FusedBlocks())
 
 
 def expert_work(group_sizes, rows: int, model_dim: int, hidden_dim: int, item: int = 4) -> tuple[float, float, float]:

@@ -52,8 +52,8 @@ FLOAT8 = "float8:"  # and the name of the implementation below (`float8.py`)
 HOPPER = "9.0"  # compute capability: the kernels of `hopper.py` use instructions of this generation alone
 
 
-def register(name: str, implementation: Any) -> None:
-    """Make an implementation available under `name`.
+def register(name: str) -> Callable:
+    """Declare the decorated class, or what makes an instance of one, as the grouped matmul `name`.
 
     One whose name holds a colon stands over another one: a config does not name it, another field asks for it. It has
 
@@ -69,9 +69,13 @@ def register(name: str, implementation: Any) -> None:
 
     and, if it multiplies e4m3 itself, `run`, which `float8.py` calls.
     """
-    if name in _REGISTRY:
-        raise ValueError(f"a grouped matmul named {name!r} is registered already; choose another name")
-    _REGISTRY[name] = implementation
+
+    def declare(make):
+        assert name not in _REGISTRY, f"grouped matmul {name!r} is registered twice"
+        _REGISTRY[name] = make()
+        return make
+
+    return declare
 
 
 def implementations() -> tuple[str, ...]:

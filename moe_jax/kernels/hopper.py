@@ -21,9 +21,9 @@ Array = jax.Array
 
 TILE = 64  # the least tile: rows of a warpgroup's matmul, and one swizzled line of 16-bit floats
 HOPPER_CORES = 132
-SPARED = 16  # cores for transfers: NCCL's channels take one each
 
 
+@register("hopper")
 class HopperMatmul:
     """The shipped `ragged_dot` and `transposed_ragged_dot` kernels; gradients of weights are rounded to 16 bits."""
 
@@ -89,23 +89,22 @@ def _check(name: str, rows: Array, operands: Operands) -> None:
         )
 
 
+@register("mosaic")
 class MosaicKernels:
-    """This project's kernels, on all cores but `spared`, for transfers, which a kernel on all cores keeps waiting.
+    """This project's kernels, on all cores but `spared`.
 
     They read weights by slot where they lie, so no copy of the local bank is made; a tile of rows that nobody owns
     costs its zeros alone; gradients of weights leave in the dtype of their grad_sink, unrounded.
     """
 
     interpret = None  # tests set the parameters of Pallas' interpreter
-
-    def __init__(self, spared: int = 0):
-        self._spared = spared
+    spared = 0  # cores left to transfers
 
     def cores(self) -> int:
         """Return how many blocks work, each on a core of its own."""
         if self.interpret is not None:
             return 2
-        return getattr(jax.devices()[0], "core_count", HOPPER_CORES) - self._spared
+        return getattr(jax.devices()[0], "core_count", HOPPER_CORES) - self.spared
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands, transposed: bool = False) -> Array:
         """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
@@ -160,6 +159,8 @@ class MosaicKernels:
         return dlhs, tuple(dweights)
 
 
-register("hopper", HopperMatmul())
-register("mosaic", MosaicKernels())
-register("mosaic_sparing", MosaicKernels(SPARED))
+@register("mosaic_sparing")
+class SparingMosaic(MosaicKernels):
+    """`mosaic` on all cores but some for transfers, which a kernel on all cores keeps waiting."""
+
+    spared = 16  # NCCL's channels take one each

@@ -75,7 +75,7 @@ class Saboteur(RaggedMatmul):
 )
 def test_a_wrong_kernel_is_found(monkeypatch, fault):
     monkeypatch.setattr(contract, "_REGISTRY", dict(contract._REGISTRY))
-    register(fault, Saboteur(fault))
+    register(fault)(lambda: Saboteur(fault))
     monkeypatch.setattr(expert_check, "CASES", CASES[1:])  # one case tells, in half the time
     size, limit, where = compare_expert(fault, SMALL, jax.devices()[0])
     assert size > 5 * limit and where.endswith(f"more than {limit:.2g}")
