@@ -5,7 +5,7 @@
 
 Without gin the file serves every mesh whose N_MP and N_ESP are 1, 2 or 4; with it, the mesh that it describes. The file
 is for `MoEConfig.cluster` (schedule 'parm'), `PlannerConfig.cluster` and `moe_jax.replay --cluster`. The fits are drawn
-beside it (.png), with what was measured (.csv). On several hosts start it on each, as `moe_jax.train`. A user's mistake
+next to it (.png), with what was measured (.csv). On several hosts start it on each, as `train`. A user's mistake
 is one line, exit code 2.
 """
 

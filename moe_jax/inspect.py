@@ -3,10 +3,10 @@
     python -m moe_jax.inspect --gin_file=configs/model/hecate_gpt_moe_s.gin --gin_bindings='train.batch_size = 256' \\
         --target=h200:4x8 --out=runs/inspect
 
-prints, and writes to --out: report.json (memory, every collective, what computes beside it, modelled and exposed
-time; the same with the expected rows of buckets alone, and with fewer cores beside transfers; what stands in command
+prints, and writes to --out: report.json (memory, every collective, what computes next to it, modelled and exposed
+time; the same with the expected rows of buckets alone, and with fewer cores next to transfers; what stands in command
 buffers), timeline.png, trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program as the compiler scheduled it).
-Without --target the devices of this machine are taken, and --profile puts measured times beside the modelled ones,
+Without --target the devices of this machine are taken, and --profile puts measured times next to the modelled ones,
 instruction by instruction, with the constants that would have fitted; --constants=FILE models with them.
 Exit codes: 0, or 2 for a user's mistake.
 """
@@ -41,7 +41,7 @@ _HLO = flags.DEFINE_string(
 )
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
 _BARE = flags.DEFINE_bool("bare", False, "Leave out what training tells the compiler: options, seconds.")
-_PROFILE = flags.DEFINE_bool("profile", False, "On real devices: record some steps, and put measured times beside.")
+_PROFILE = flags.DEFINE_bool("profile", False, "On real devices: record some steps, and put measured times next to.")
 _CONSTANTS = flags.DEFINE_string(
     "constants",
     "",
@@ -155,7 +155,7 @@ def write_report(text: str, target, constants, buckets=(), compiled=None, comple
     Args:
       buckets: of the program, () where they are not known.
       compiled: what the text is of, None for a saved one, of which it is not known what overflows cost.
-      complete: the complete program beside a common one, None where it was not compiled.
+      complete: the complete program next to a common one, None where it was not compiled.
       dump: the folder of the compiler's dump, None without one.
     """
     from moe_jax.analysis import program_report

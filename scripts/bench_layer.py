@@ -2,7 +2,7 @@
 
 What it says: how much a dropless layer (gate, sort, dispatch, grouped matmuls, combine, all gradients) costs over the
 matmuls alone. The dense layer multiplies K x tokens rows by two matrices with a GELU between, in the same run,
-interleaved; the ratio is that of the medians. Its ceiling is the machine's matmul rate, printed beside it; with few
+interleaved; the ratio is that of the medians. Its ceiling is the machine's matmul rate, printed next to it; with few
 rows per expert the weights' own traffic is what is left. Routing is uniform at random, as a fresh gate makes it.
 
     python scripts/bench_layer.py --experts=64 --top_k=2 --tokens=2048 --model_dim=512 --hidden_dim=1024
@@ -107,7 +107,7 @@ def measure() -> dict:
     medians = {name: statistics.median(values) for name, values in times.items()}
     device, rows, sizes = jax.devices()[0], _TOP_K.value * _TOKENS.value, (_MODEL_DIM.value, _HIDDEN_DIM.value)
     name, executed = choose_implementation(_IMPLEMENTATION.value, device, dtype, sizes), None
-    if name in ("fused", "blocked"):  # these tell what they compute beside the rows that there are
+    if name in ("fused", "blocked"):  # these tell what they compute next to the rows that there are
         heights = choose_heights(rows, _EXPERTS.value, sizes[0] * sizes[1])
         executed = float(rows_computed(np.asarray(counts), heights) / rows)
     return {

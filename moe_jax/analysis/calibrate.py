@@ -191,7 +191,7 @@ def _cluster(fits: dict[str, Fit], devices, per_node: int) -> Cluster:
 
 
 def write_points(points: Mapping[str, Points], cluster: Cluster, path: pathlib.Path) -> None:
-    """Write name, x, y, seconds to `path`, sizes as each fit counts them, and draw them beside it, .png.
+    """Write name, x, y, seconds to `path`, sizes as each fit counts them, and draw them next to it, .png.
 
     A panel per fit shows seconds over size as dots and a line, with R^2 in its title; panels of two-term fits show
     predicted against measured seconds.

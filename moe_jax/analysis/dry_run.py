@@ -220,12 +220,12 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
         if moe.schedule == "pairwise":
             said += _pairwise_lines(own, own_roles, tokens)
         else:
-            halves, beside = model.overlap == "halves", None
+            halves, other_half = model.overlap == "halves", None
             tokens //= 2 if halves else 1
             if halves and target is not None:
-                beside = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
+                other_half = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
             sizes = layer_sizes(moe, own_roles, tokens, None, model.model_dim, item)
-            sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, beside=beside)
+            sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, other_half=other_half)
             said += find_schedule(moe.schedule).sentences(own_roles, sizes)
         lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines

@@ -174,7 +174,7 @@ def compare_instructions(
     steps: int,
     step_seconds: float | None = None,
 ) -> dict:
-    """Return a record of measured beside modelled seconds, of one step on the mean device; see `add_measured`."""
+    """Return a record of measured next to modelled seconds, of one step on the mean device; see `add_measured`."""
     modelled = modelled_instructions(module, target, constants)
     launched = [instruction for instruction, _ in launched_instructions(module, module.entry)]
     conditionals = {own.name for own in launched if own.opcode == "conditional"}

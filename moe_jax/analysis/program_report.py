@@ -1,6 +1,6 @@
 """The report of a scheduled program: a record for JSON, the same as a table for people, and pictures of its timeline.
 
-Besides the modelled timeline: the same program under other assumptions (buckets without empty rows, fewer cores beside
+Besides the modelled timeline: the same program under other assumptions (buckets without empty rows, fewer cores next to
 a transfer, overflows), and what the compiler puts into command buffers; `measured.py` adds the times of a trace.
 Seconds are modelled unless a name says measured.
 """
@@ -20,7 +20,7 @@ from moe_jax.cluster.targets import Target
 from moe_jax.cluster.timeline import Constants, Flight, Timeline, play
 from moe_jax.errors import UserError
 
-MOST_NAMES = 8  # of what computes beside a transfer
+MOST_NAMES = 8  # of what computes next to a transfer
 TAKEN_CORES = (0, 16, 32)
 
 
@@ -42,8 +42,8 @@ def build_report(timeline: Timeline, target: Target, constants: Constants, **fac
     collectives = []
     for flight in flights:
         record = {name: value for name, value in vars(flight).items() if name != "alone"}
-        beside = dict(flight.beside.most_common(MOST_NAMES))
-        collectives.append({**record, "beside_seconds": flight.beside.total(), "beside": beside})
+        overlapped = dict(flight.overlapped.most_common(MOST_NAMES))
+        collectives.append({**record, "overlapped_seconds": flight.overlapped.total(), "overlapped": overlapped})
     return {
         **facts,
         "target": described,
@@ -97,8 +97,8 @@ def _totals(flights: Iterable[Flight], name: str) -> list[dict]:
             collectives=1,
             executions=flight.executions,
             bytes=flight.bytes * flight.executions,
-            bytes_beside_kernels=flight.bytes * flight.executions_beside_kernels,
-            bytes_beside_matmuls=flight.bytes * flight.executions_beside_matmuls,
+            bytes_overlapping_kernels=flight.bytes * flight.executions_overlapping_kernels,
+            bytes_overlapping_matmuls=flight.bytes * flight.executions_overlapping_matmuls,
             seconds=flight.seconds,
             exposed_seconds=flight.exposed_seconds,
         )
@@ -109,7 +109,7 @@ def what_if(module: Module, target: Target, constants: Constants, buckets: Seque
     """Return the program under other assumptions, for JSON; buckets are those of the program, () where not known.
 
     Returns:
-      cores: the step with `TAKEN_CORES` less for compute beside transfers ([] for a target of unknown cores), and with
+      cores: the step with `TAKEN_CORES` less for compute next to transfers ([] for a target of unknown cores), and with
       buckets expected_rows_step_seconds, both assumptions together.
       rows, with buckets: buckets, each with its share of rows used; step_seconds, exposed_seconds and flops as if the
       experts' matmuls and the exchanges had the expected rows alone (padding skipped, not sent); instructions: of each
@@ -297,22 +297,22 @@ def report_text(report: dict) -> str:
         ("scope", "scope", report["totals"]["by_scope"]),
     ):
         lines.append("")
-        lines.append(f"{title:44} {'runs':>7} {'MB':>12} {'beside mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}")
+        lines.append(f"{title:44} {'runs':>7} {'MB':>12} {'next to mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}")
         for total in totals:
-            hidden = total["bytes_beside_matmuls"] / max(total["bytes"], 1)
+            hidden = total["bytes_overlapping_matmuls"] / max(total["bytes"], 1)
             share = total["exposed_seconds"] / max(total["seconds"], 1e-30)
             lines.append(
                 f"{total[name][:44]:44} {total['executions']:>7} {total['bytes'] / 1e6:>12.2f} {hidden:>10.0%} "
                 f"{_ms(total['seconds']):>12} {_ms(total['exposed_seconds']):>12} {share:>6.0%}"
             )
     head = f"{'collective':26} {'role':18} {'part scope':30} {'MB':>10} {'group':>6} {'runs':>5} {'modelled':>11} "
-    lines += ["", head + f"{'exposed':>11}  beside"]
+    lines += ["", head + f"{'exposed':>11}  next to"]
     for own in report["collectives"]:
         group, scope = f"{own['group_size']}/{own['nodes_of_a_group']}", f"{own['part']} {own['scope']}"
         lines.append(
             f"{own['name'][:26]:26} {own['role'][:18]:18} {scope[:30]:30} {own['bytes'] / 1e6:>10.2f} {group:>6} "
             f"{own['executions']:>5} {_ms(own['seconds']):>11} {_ms(own['exposed_seconds']):>11}  "
-            f"{_ms(own['beside_seconds'])} {', '.join(list(own['beside'])[:3])}"
+            f"{_ms(own['overlapped_seconds'])} {', '.join(list(own['overlapped'])[:3])}"
         )
     for branch in report["branches"]:
         lines.append(
@@ -377,7 +377,7 @@ def _step_lines(report: dict) -> list[str]:
         lines.append("compute overlapped with an exchange of tokens: " + ", ".join(shares))
         lines.append(
             f"exchange of tokens {_ms(pipeline['exchange_seconds'])}, experts {_ms(pipeline['experts_seconds'])}: one "
-            f"beside the other is at most {pipeline['bound']:.2f} times faster (FasterMoE's bound), in this program "
+            f"next to the other is at most {pipeline['bound']:.2f} times faster (FasterMoE's bound), in this program "
             f"{pipeline['reached']:.2f}"
         )
     return lines
@@ -404,7 +404,7 @@ def _what_if_lines(report: dict) -> list[str]:
     for own in report.get("cores", []):
         both = own.get("expected_rows_step_seconds")
         lines.append(
-            f"compute at {own['cores'] - own['taken']} / {own['cores']} beside transfers: step "
+            f"compute at {own['cores'] - own['taken']} / {own['cores']} next to transfers: step "
             f"{_ms(own['step_seconds'])}, exposed {_ms(own['exposed_seconds'])}"
             + ("" if both is None else f"; by expected rows {_ms(both)}")
         )
@@ -450,7 +450,7 @@ def _measured_lines(report: dict) -> list[str]:
         sides.append((own["name"], own["seconds"], found and found["seconds"]))
         if found:
             sides.append(("  of it exposed", own["exposed_seconds"], found["exposed_seconds"]))
-    lines = ["", f"measured over {total['steps']} steps on {total['devices']} devices, beside the model"]
+    lines = ["", f"measured over {total['steps']} steps on {total['devices']} devices, next to the model"]
     lines.append(f"{'':44} {'modelled ms':>14} {'measured ms':>14}")
     for name, modelled, measured in sides:
         if measured is None:

@@ -60,7 +60,7 @@ class Records:
     exchange: np.ndarray  # float [n, L], seconds of one all-to-all over the links, NaN where a link's speed is absent
     search: np.ndarray  # float [n], host seconds to plan all layers
     transfers: Transfers
-    hiding: str  # block-wise schedule that the transfers ahead run under; those after the gate run beside nothing
+    hiding: str  # block-wise schedule that the transfers ahead run under; those after the gate run next to nothing
     counters: dict[str, int]  # the planner's own
 
 

@@ -169,13 +169,13 @@ class Cluster:
 def read_cluster(path: str | pathlib.Path) -> Cluster:
     """Return the cluster of a `.gin` preset or a `.json` calibration file.
 
-    A file that is not here is looked for beside the package.
+    A file that is not here is looked for next to the package.
 
     Raises:
       UserError: no such file, a line that is no binding of Cluster, or a field that Cluster does not have.
     """
-    path, beside = pathlib.Path(path), FOLDER.parents[1] / path
-    path = beside if not path.exists() and beside.exists() else path
+    path, shipped = pathlib.Path(path), FOLDER.parents[1] / path
+    path = shipped if not path.exists() and shipped.exists() else path
     if not path.is_file():
         raise UserError(
             f"cluster file {str(path)!r} does not exist; give a configs/cluster/NAME.gin or calibrate's file"

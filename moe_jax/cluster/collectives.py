@@ -239,8 +239,8 @@ class LinkSeconds:
 
     Args:
       share: what a device sends of a byte of x, to its own node and to others; gathered: likewise of y.
-      rounds, gathers: of SAA, x in `rounds` rounds of messages with y in `gathers` all-gathers beside them, each after
-        the round that it needs: all share the links but the last one, beside which nothing is left.
+      rounds, gathers: of SAA, x in `rounds` rounds of messages with y in `gathers` all-gathers next to them, each after
+        the round that it needs: all share the links but the last one, next to which nothing is left.
     """
 
     def __init__(self, cluster: Cluster, share, gathered=(0.0, 0.0), rounds: int = 1, gathers: int = 1):

@@ -74,7 +74,7 @@ SORT_SWEEPS = 4  # a radix sort of 32-bit keys reads and writes everything about
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class KernelCost:
     """Work of one instruction on one device.
 
     Attributes:
@@ -87,7 +87,7 @@ class Cost:
     unknown: str = ""  # the custom call whose FLOPs are not counted
 
 
-def cost_of(instruction: Instruction, computation: Computation, module: Module) -> Cost:
+def cost_of(instruction: Instruction, computation: Computation, module: Module) -> KernelCost:
     """Return the cost of one instruction; loops, branches and calls cost nothing themselves.
 
     The start of an asynchronous kernel (`fusion-start`: how jax 0.11 and newer write a slice that is copied on a stream
@@ -95,9 +95,9 @@ def cost_of(instruction: Instruction, computation: Computation, module: Module) 
     """
     opcode = instruction.opcode
     if opcode in FREE or opcode in ("while", "conditional", "call"):
-        return Cost()
+        return KernelCost()
     if opcode == "copy-start":  # its result holds both copies
-        return Cost(bytes=2 * sum(operand.bytes for operand in computation.operands(instruction)))
+        return KernelCost(bytes=2 * sum(operand.bytes for operand in computation.operands(instruction)))
     opcode, result = opcode.removesuffix("-start"), instruction
     if opcode != instruction.opcode and instruction.started:
         result = dataclasses.replace(instruction, shape=instruction.started)
@@ -106,19 +106,19 @@ def cost_of(instruction: Instruction, computation: Computation, module: Module) 
     operands = computation.operands(instruction)
     read, written = sum(operand.bytes for operand in operands), result.bytes
     if opcode == "dot":
-        return Cost(_dot_flops(result, computation), read + written)
+        return KernelCost(_dot_flops(result, computation), read + written)
     if opcode == "custom-call":
         return _custom_call(result, operands, read + written)
     if opcode == "sort":
-        return Cost(bytes=SORT_SWEEPS * (read + written))
+        return KernelCost(bytes=SORT_SWEEPS * (read + written))
     if opcode in SLICES:
-        return Cost(bytes=2 * written)
+        return KernelCost(bytes=2 * written)
     if opcode == "dynamic-update-slice":
-        return Cost(bytes=2 * operands[1].bytes if len(operands) > 1 else written)
-    return Cost(bytes=read + written)
+        return KernelCost(bytes=2 * operands[1].bytes if len(operands) > 1 else written)
+    return KernelCost(bytes=read + written)
 
 
-def _fusion(instruction: Instruction, computation: Computation, module: Module) -> Cost:
+def _fusion(instruction: Instruction, computation: Computation, module: Module) -> KernelCost:
     body = module.computations[instruction.called()[0]]
     root, updated, written = body.root, set(), 0.0
     for name in root.operands if root.opcode == "tuple" else [root.name]:
@@ -139,7 +139,7 @@ def _fusion(instruction: Instruction, computation: Computation, module: Module) 
         parameter = parameters.get(number)
         if parameter is not None and parameter.name not in updated:
             read += min(operand.bytes, _bytes_read(body, parameter, module))
-    return Cost(tuple(sorted(_matmul_flops(body, module).items())), read + written)
+    return KernelCost(tuple(sorted(_matmul_flops(body, module).items())), read + written)
 
 
 def _bytes_read(body: Computation, value: Instruction, module: Module) -> float:
@@ -200,7 +200,7 @@ def _arithmetic(dtype: str, attributes: str) -> str:
     return "bf16"
 
 
-def _custom_call(instruction: Instruction, operands: list[Instruction], moved: float) -> Cost:
+def _custom_call(instruction: Instruction, operands: list[Instruction], moved: float) -> KernelCost:
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     name = target.group(1) if target else "custom-call"
     arrays = [operand.arrays[0] for operand in operands if operand.arrays]
@@ -209,18 +209,18 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
         dims = re.search(r'"lhs_contracting_dimensions":\["?(\d+)"?', instruction.attributes)
         if dims and arrays:
             kind = _arithmetic(arrays[0].dtype, instruction.attributes)
-            return Cost(((kind, 2.0 * result.size * arrays[0].dims[int(dims.group(1))]),), moved)
+            return KernelCost(((kind, 2.0 * result.size * arrays[0].dims[int(dims.group(1))]),), moved)
     if "fmha" in name:
         # 4 b H Sq^2 Dh of a fused attention forward, and 10 b H Sq^2 Dh backward; a causal mask deducts nothing. The
         # first operand is q, [b, Sq, H, Dh] or [b, H, Sq, Dh]; Sq is the larger of the two middle dims
         query = arrays[0].dims
         length, heads = max(query[1:3]), min(query[1:3])
         flops = (10.0 if "Backward" in name else 4.0) * query[0] * heads * length**2 * query[3]
-        return Cost((("bf16", flops),), moved)
+        return KernelCost((("bf16", flops),), moved)
     if name.startswith("mosaic_gpu"):
         # 2 R K N of a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]
         floats = [array for array in arrays if not array.dtype.startswith(("s", "u", "pred"))]
-        floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # beside their scales
+        floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # next to their scales
         rows = [array for array in floats if len(array.dims) == 2]
         flops = 0.0
         if len(rows) == 1 and any(len(array.dims) == 3 for array in floats) and len(result.dims) == 2:
@@ -235,7 +235,7 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
             shares = [min(1.0, slot.size / bank.arrays[0].dims[0]) for slot, bank in zip(slots, banks, strict=True)]
             unread = sum(bank.bytes * (1 - share) for bank, share in zip(banks, shares, strict=True))
         if flops:
-            return Cost((("bf16", flops),), moved - unread)
+            return KernelCost((("bf16", flops),), moved - unread)
     if "triton" in name and "/level/" in instruction.attributes:  # moe/level_kernel.py has no matmuls
-        return Cost(bytes=moved)
-    return Cost(bytes=moved, unknown=name)
+        return KernelCost(bytes=moved)
+    return KernelCost(bytes=moved, unknown=name)

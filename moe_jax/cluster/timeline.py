@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from moe_jax.cluster.collectives import KINDS, traffic
-from moe_jax.cluster.costs import FREE, Buckets, Cost, cost_of, exchanged_rows, multiplied_rows, used_share
+from moe_jax.cluster.costs import FREE, Buckets, KernelCost, cost_of, exchanged_rows, multiplied_rows, used_share
 from moe_jax.cluster.hlo import (
     EXCHANGE,
     Computation,
@@ -35,12 +35,12 @@ from moe_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What the cost model assumes beside a target's figures."""
+    """What the cost model assumes besides a target's figures."""
 
     matmul_efficiency: float = 0.7  # of the peak FLOP/s, reached by large matmuls
     memory_efficiency: float = 0.8  # of the memory bandwidth, reached by kernels without matmuls
     launch: float = 2e-6  # the least seconds of any kernel
-    conditional: float = 0.0  # seconds that the device is idle at each conditional, beside the branch that it takes
+    conditional: float = 0.0  # seconds that the device is idle at each conditional, besides the branch that it takes
 
 
 @dataclasses.dataclass
@@ -66,9 +66,9 @@ class Flight:
     seconds: float = 0.0  # modelled time
     exposed_seconds: float = 0.0  # waits at its end
     waited_for_links_seconds: float = 0.0
-    executions_beside_kernels: int = 0  # with at least one kernel between start and done
-    executions_beside_matmuls: int = 0
-    beside: Counter[str] = dataclasses.field(default_factory=Counter)  # what computed there: name -> seconds
+    executions_overlapping_kernels: int = 0  # with at least one kernel between start and done
+    executions_overlapping_matmuls: int = 0
+    overlapped: Counter[str] = dataclasses.field(default_factory=Counter)  # what computed there: name -> seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def play(
     Args:
       buckets: of the program, for counting rows; () where they are not known.
       expected_rows: experts' matmuls and exchanges work on the rows that are expected, not on those of their shapes.
-      taken: share of the device's cores that a transfer under way takes from the kernels beside it.
+      taken: share of the device's cores that a transfer under way takes from the kernels next to it.
     """
     player = _Player(module, target, constants or Constants(), buckets, expected_rows, taken)
     player.run(module.entry, ())
@@ -182,7 +182,7 @@ class _Player:
         self.now = 0.0  # the compute stream's clock
         self.link_free = {"inside nodes": 0.0, "across nodes": 0.0}
         self.open: list[dict] = []  # transfers in flight
-        self.kernels: dict[str, tuple[Cost, float, str]] = {}
+        self.kernels: dict[str, tuple[KernelCost, float, str]] = {}
         self.rows: dict[str, int] = {}  # of instructions that work on buckets, by shape
         self.estimates: dict[str, float] = {}
 
@@ -265,7 +265,7 @@ class _Player:
             return 0.0
         return self.cost(instruction, computation)[1]
 
-    def cost(self, instruction: Instruction, computation: Computation) -> tuple[Cost, float, str]:
+    def cost(self, instruction: Instruction, computation: Computation) -> tuple[KernelCost, float, str]:
         """Return a kernel's cost, its seconds with all cores, and its scope: of its root where it has none itself."""
         if instruction.name in self.kernels:
             return self.kernels[instruction.name]
@@ -302,8 +302,8 @@ class _Player:
                 if left <= alone:
                     break
                 now, left = now + alone, left - alone
-                beside = min(left / rate, max(0.0, transfer["end"] - now))
-                now, left = now + beside, left - beside * rate
+                slowed = min(left / rate, max(0.0, transfer["end"] - now))
+                now, left = now + slowed, left - slowed * rate
             seconds = now + left - begin
         self.now += seconds
         line.events.append(Event("compute", instruction.name, label, begin, self.now))
@@ -319,7 +319,7 @@ class _Player:
             line.unknown_calls[cost.unknown] += 1
         for transfer in self.open:
             flight = transfer["flight"]
-            flight.beside[label] += seconds
+            flight.overlapped[label] += seconds
             transfer["kernel"] = True
             transfer["matmul"] |= bool(cost.flops)
 
@@ -411,8 +411,8 @@ class _Player:
         flight, end = transfer["flight"], transfer["end"]
         if transfer in self.open:
             self.open.remove(transfer)
-        flight.executions_beside_kernels += transfer["kernel"]
-        flight.executions_beside_matmuls += transfer["matmul"]
+        flight.executions_overlapping_kernels += transfer["kernel"]
+        flight.executions_overlapping_matmuls += transfer["matmul"]
         if end > self.now:
             self.timeline.events.append(Event("wait", flight.name, flight.role, self.now, end))
             flight.exposed_seconds += end - self.now

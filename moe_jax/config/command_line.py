@@ -1,4 +1,4 @@
-"""A command: its flags, `--help`, and its end: an error that users can mend is one line and an exit code.
+"""A command: its flags, `--help`, and its end: an error that users can fix is one line and an exit code.
 
 Inputs: the arguments of a command line. Outputs: absl's flags, set, and the exit code. Nothing else is imported, so
 that a command can still choose its devices afterwards.

@@ -52,7 +52,7 @@ def parse_run_config(
     """Read gin files, then bindings, which win.
 
     Args:
-      gin_files: names of files; relative ones are looked for here, in `search_paths`, then beside the package.
+      gin_files: names of files; relative ones are looked for here, in `search_paths`, then next to the package.
       gin_bindings: lines `Name.field = value`.
       search_paths: folders, for `gin_files` and for `include` lines.
 
@@ -127,8 +127,8 @@ def _find(name: str, place: str, folders: list[str]) -> str:
             return path
         if os.path.isdir(path):
             raise UserError(f"gin file {name!r} is a folder ({place}); name a file in it")
-    beside = [os.path.dirname(path) or "." for path in paths]
-    near = [near for folder in beside if os.path.isdir(folder) for near in _near(Path(name).name, os.listdir(folder))]
+    folders = [os.path.dirname(path) or "." for path in paths]
+    near = [near for folder in folders if os.path.isdir(folder) for near in _near(Path(name).name, os.listdir(folder))]
     hint = f"did you mean {os.path.join(os.path.dirname(name), near[0])!r}?" if near else "or add --gin_search_paths"
     raise UserError(f"gin file {name!r} does not exist ({place}); check the name, {hint}")
 

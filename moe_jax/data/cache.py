@@ -218,7 +218,7 @@ def _read_meta(folder: Path) -> CacheMeta | None:
 
 
 def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer) -> CacheMeta:
-    """Write a cache beside its place, then rename it there; keep the one that another builder put there first."""
+    """Write a cache next to its place, then rename it there; keep the one that another builder put there first."""
     import fcntl
 
     started, root = time.monotonic(), folder.parent

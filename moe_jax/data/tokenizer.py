@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
     """Read a tokenizer.json with the `tokenizers` package.
 
     The end is that of the checkpoint that the file lies in: the first `eos_token_id` of generation_config.json, else of
-    config.json, beside it. Without these, ends are found by their usual names (END_NAMES), and so are masks
+    config.json, next to it. Without these, ends are found by their usual names (END_NAMES), and so are masks
     (MASK_NAMES); one that the file lacks gets the next free id, so `vocab_size` can be one or two above the file's.
     Truncation and padding that the file asks for are switched off: they would cut documents silently.
     """

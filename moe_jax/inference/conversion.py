@@ -193,9 +193,9 @@ def export_folder(
         write_tensors(out, named, shard_bytes)
         # files to be carried: the run's own, or those of the tokenizer that it was trained with
         own = (folder.path / TOKENIZER).exists() or run.data.tokenizer == "byte"
-        beside = folder.path if own else Path(run.data.tokenizer).expanduser().parent
-        _carry(beside, out)
-        keys = read_json(beside / "config.json") if (beside / "config.json").exists() else {}
+        source = folder.path if own else Path(run.data.tokenizer).expanduser().parent
+        _carry(source, out)
+        keys = read_json(source / "config.json") if (source / "config.json").exists() else {}
         keys = {key: value for key, value in keys.items() if key in HARMLESS}
         keys |= write_config(family, model, run.moe)
         (out / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")

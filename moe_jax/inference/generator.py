@@ -68,11 +68,11 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
         if not find(name).by_token:
             raise UserError(
                 f"MoEConfig.router ({name!r}) lets a token's experts depend on the other tokens of its batch, so text "
-                f"would depend on what is generated beside it; bind MoEConfig.router = 'topk', by which each "
+                f"would depend on what is generated next to it; bind MoEConfig.router = 'topk', by which each "
                 "token chooses for itself"
             )
     # A capacity bounds what an expert takes of the tokens gated together, so a prompt's text would depend on what is
-    # generated beside it, on its batch's padding, and on whether a token is read with its prompt or by itself.
+    # generated next to it, on its batch's padding, and on whether a token is read with its prompt or by itself.
     # float8 is how a run trains faster, and is not how single tokens are decoded.
     changes = {"capacity_factor": None, "gate_noise": 0.0, "balance_over": "batch", "record_choices": False}
     moe = dataclasses.replace(moe, expert_dtype=COMPUTE, dispatch_dtype=COMPUTE, **changes)

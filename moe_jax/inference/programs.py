@@ -208,9 +208,9 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
             if layer is None:
                 return x, (new, None)
             with jax.named_scope("moe"):
-                normed, beside = unit.enter_moe(x, group)
+                normed, shared = unit.enter_moe(x, group)
                 y, choices = layer(normed, real.reshape(-1), unit.gate.router_params(), bank, here)
-                y = add_shared(y, *beside)
+                y = add_shared(y, *shared)
             return x + y.reshape(x.shape), (new, choices)
 
         # The loop only reads the cache and hands out what is new: written inside, all of it would be copied every turn.

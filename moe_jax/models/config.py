@@ -85,7 +85,7 @@ class ModelConfig:
         'block' saves the inputs of attention and of the MoE layer.
       prefetch: when replicas travel: 'none' (before attention, in the compiler's order), or a block-wise schedule,
         'hecate' or 'pro_prophet', with a backward of its own.
-      prefetch_case: of 'pro_prophet', what transfers run beside: 'attention', 'expert' or 'split' over both.
+      prefetch_case: of 'pro_prophet', what transfers run next to: 'attention', 'expert' or 'split' over both.
       overlap: 'halves' cuts each device's sequences into two halves, of which one computes while the other's tokens
         travel; tokens of a half are gated together. 'none' leaves them in one piece. 'auto' is what is modelled to be
         faster on several nodes of GPUs (`training/overlap.py`), and 'none' elsewhere.
@@ -265,7 +265,7 @@ class ModelConfig:
 
     @property
     def block_wise(self) -> Prefetch:
-        """What runs beside what, as `planning/block_schedule.py` takes it."""
+        """What runs next to what, as `planning/block_schedule.py` takes it."""
         again, halves = self.refetch_replicas, self.overlap == "halves"
         return Prefetch(schedule=self.prefetch, case=self.prefetch_case, refetch_replicas=again, halves=halves)
 

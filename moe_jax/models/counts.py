@@ -98,7 +98,7 @@ def flops_before_moe(config: ModelConfig, length: int) -> int:
 
 
 def half_work(config: ModelConfig, moe: MoEConfig, tokens: int, length: int) -> HalfWork:
-    """Return what a device computes of a layer for one half of its tokens, beside the other half's exchanges.
+    """Return what a device computes of a layer for one half of its tokens, next to the other half's exchanges.
 
     Args:
       tokens: of this device in one half; length: Sq.
@@ -341,10 +341,10 @@ def _activations(sizes: Sizes, plan: Shapes | None) -> int:
         inside = matrices * config.hidden_dim / own_roles.size(own_roles.expert_shard)
         experts = item * (2 * own + gathered + rows * (3 * dim + inside))
         shared = moe.shared_ffn_dim(config.hidden_dim) / model
-        beside = item * (own + matrices * shared) if shared else 0
+        outside = item * (own + matrices * shared) if shared else 0
 
         dense, has_experts = config.moe_every != 1, segment.has_experts
-        unit = (attention + experts + beside if has_experts else 0) + (attention + hidden if dense else 0)
+        unit = (attention + experts + outside if has_experts else 0) + (attention + hidden if dense else 0)
         residual = {
             "none": unit,
             "block": item * own * (2 if config.is_block_wise else 1),

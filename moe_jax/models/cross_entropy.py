@@ -4,7 +4,7 @@ Letters: docs/notation.md.
 """
 
 # Parts are computed in their order and need no other: the first while the second is awaited, and the gradient of the
-# first can leave beside the second. Where the loss is differentiated its gradients are formed in the same pass, while
+# first can leave next to the second. Where the loss is differentiated its gradients are formed in the same pass, while
 # the logits of a chunk are there: no logits are kept, and none are computed twice. Their derivatives are rounded to the
 # compute dtype, like every operand of a matmul; sums over tokens and vocabulary are in at least float32. The backward
 # multiplies by the loss's cotangent.

@@ -25,7 +25,7 @@ from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup, make_model_group
 from moe_jax.models.prefetch import of_moe, run_stack
 from moe_jax.models.residuals import checkpointed
-from moe_jax.models.stages import Constants, Stages
+from moe_jax.models.stages import StackConstants, Stages
 from moe_jax.models.transformer import abstract_transformer, add_shared, unit_graph
 from moe_jax.moe.bank import fetch_in_turn, fetch_replicas, open_grad_sink
 from moe_jax.moe.build import make_moe
@@ -35,7 +35,7 @@ from moe_jax.moe.schedule import find_schedule, schedules
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.sparse_all_gather import Transfer
+from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape, Shapes
 
@@ -95,7 +95,7 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
         for segment, loop in loops.items():
             name, replayed = segment.name, None if choices is None else choices[segment.moe_layers]
             own_key = key if segment.has_experts and build_router(segment.moe).draws else None
-            constants = Constants(bank.get(name), tables.get(name), token_ids, own_key, batch.documents, replayed)
+            constants = StackConstants(bank.get(name), tables.get(name), token_ids, own_key, batch.documents, replayed)
             x, own = loop(x, dense["units"][name], opened.get(name), constants)
             if segment.has_experts:
                 found[segment] = own
@@ -167,12 +167,12 @@ def _make_loop(
             unit = nnx.merge(graph, params)
             x = checkpoint_name(unit.attend(x, group, constants.documents), "attended")
             with jax.named_scope("moe"):
-                normed, beside = unit.enter_moe(x, group)
+                normed, shared = unit.enter_moe(x, group)
                 if dp_stage in (2, 3):
                     bank, grad_sink, tables = _whole(segment.name, layout, roles, bank, grad_sink, tables)
                 inputs = RouterInputs(noise_key, constants.token_ids, tables, choices)
                 y, stats, passes = moe(normed, unit.gate.router_params(), inputs, bank, grad_sink, replicas)
-                y = add_shared(y, *beside)
+                y = add_shared(y, *shared)
             return (x + y.reshape(x.shape),), (stats, passes)
 
         body, inputs = dense_body, units
@@ -238,9 +238,9 @@ def _make_block_wise_loop(
             f"MeshConfig.model = {roles.size(roles.model)}; set ModelConfig.overlap = 'none'"
         )
     group, tokens = group.part(), tokens // group.parts
-    length, beside = tokens // group.rows, None
+    length, other_half = tokens // group.rows, None
     if halves and roles.mesh.devices.flat[0].platform != "cpu":  # there windows run in turn
-        beside = half_work(config, segment.moe, tokens // roles.size(roles.model), length)
+        other_half = half_work(config, segment.moe, tokens // roles.size(roles.model), length)
     own_plan = plan
     if halves and plan is not None and plan.bucket_rows is not None:  # buckets half as long
         own_plan = dataclasses.replace(plan, bucket_rows=plan.bucket_rows.each(lambda rows: round_up(rows / 2, 8)))
@@ -251,9 +251,9 @@ def _make_block_wise_loop(
         roles=roles,
         group=group,
         graph=unit_graph(segment),
-        moe=make_moe(segment.moe, roles, like, config.activation, own_plan, group.split, beside),
+        moe=make_moe(segment.moe, roles, like, config.activation, own_plan, group.split, other_half),
         block_schedule=config.block_wise.build(config.moe_layers, recompute=config.recomputes, **shares),
-        transfer=None if plan is None or plan.ahead is None else Transfer(plan.ahead, roles.expert),
+        transfer=None if plan is None or plan.ahead is None else ReplicaTransfer(plan.ahead, roles.expert),
         late=None if plan is None else plan.late,
         dims=of_moe(layout.gather["units"][segment.name]),
         wires=of_moe(layout.wires["units"][segment.name]),

@@ -69,7 +69,7 @@ def make_loss(
       batch_size: B, global sequences of a microbatch; length: Sq.
       microbatches: number of them in one step; each one's gate losses are divided by it.
       plan: {segment: slots and buckets of the placements whose tables will come}; None is an even one without replicas.
-      teacher: what the model learns from beside the text, None for the text alone.
+      teacher: what the model learns from next to the text, None for the text alone.
 
     Returns:
       loss(params, batch: Batch, tables {segment: Tables}, key, first_row int32 [], normalizer float []) ->
@@ -245,7 +245,7 @@ def _in_turn(x: tuple, *rows, chunk: int) -> Iterator[tuple]:
     """Yield the parts of x, then of each of `rows` [t], in the order in which the loss takes them.
 
     Of two halves that is the beginning of a, all of b, the rest of a: so b's last exchange of the forward and its first
-    of the backward have some of the loss beside them. The beginning of a is whole chunks where a has two of them.
+    of the backward have some of the loss next to them. The beginning of a is whole chunks where a has two of them.
     """
     size = x[0].shape[0]
     begin = size // 2 // chunk * chunk or size // 2

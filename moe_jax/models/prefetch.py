@@ -63,11 +63,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.models.residuals import Residuals, residuals_of
-from moe_jax.models.stages import Constants, LayerInputs, Stages, join_floats
+from moe_jax.models.stages import LayerInputs, StackConstants, Stages, join_floats
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, return_part
 from moe_jax.parallel.varying import cast_varying, declare_equal, varying_axes
-from moe_jax.planning.block_schedule import Loop, Move, Window
+from moe_jax.planning.block_schedule import Move, Window, WindowLoop
 
 Key = tuple[str, int | None, int | None]  # (name, layer, half)
 Live = dict[Key, Any]
@@ -85,7 +85,7 @@ TOP_REPLICAS, GRADIENTS = ("top_replicas", None, None), ("gradients", None, None
 MATRIX = 1 << 16  # values from which a gradient takes time worth hiding
 
 
-def run_stack(how: Stages, x, units, grad_sink, constants: Constants):
+def run_stack(how: Stages, x, units, grad_sink, constants: StackConstants):
     """Run a stack of layers.
 
     Args:
@@ -149,7 +149,7 @@ class Direction(abc.ABC):
 
     last_half: int
 
-    def __init__(self, how: Stages, params, grad_sink, constants: Constants):
+    def __init__(self, how: Stages, params, grad_sink, constants: StackConstants):
         self.how, self.params, self.constants = how, params, constants
         self.scan = how.segment.config.stack == "scan"
         self.layers, self.halves = how.block_schedule.layers, (0, 1) if how.block_schedule.halves else (None,)
@@ -178,14 +178,14 @@ class Direction(abc.ABC):
         """Return whether the layer's other half, if there is one, has run its window of this kind before."""
         return window.half in (None, self.last_half)
 
-    def run_loop(self, loop: Loop, live: Live, saved: Live) -> tuple[Live, Live, Live]:
+    def run_loop(self, loop: WindowLoop, live: Live, saved: Live) -> tuple[Live, Live, Live]:
         """Run all windows; returns (live, emitted by windows outside the loop, emitted by its body, stacked by turn).
 
         Args:
           saved: what the forward's loop emitted, [turns, ...], for the same turns; {} in the forward.
         """
         if not self.scan:
-            loop = Loop(loop.windows(self.layers), (), range(0), ())
+            loop = WindowLoop(loop.windows(self.layers), (), range(0), ())
         outside: Live = {}
         for window in loop.before:
             self.run_window(window, live, outside)
@@ -196,7 +196,7 @@ class Direction(abc.ABC):
             self.run_window(window, live, outside)
         return live, outside, stacked
 
-    def run_turns(self, loop: Loop, live: Live, saved: Live) -> tuple[Live, Live]:
+    def run_turns(self, loop: WindowLoop, live: Live, saved: Live) -> tuple[Live, Live]:
         """Run a loop's body as a scan; returns (live, emitted, [turns, ...])."""
         step, outside = loop.turns.step, self.saved
         carry = shift_layers(live, -loop.turns[0])
@@ -241,7 +241,7 @@ class Direction(abc.ABC):
 
     def moves_of(self, window: Window) -> tuple[Move, ...]:
         """Return the parts of transfers that run next to a window; only windows of one stage have some."""
-        return () if self.how.transfer is None else window.beside
+        return () if self.how.transfer is None else window.moves
 
     def start_moves(self, window: Window, live: Live, value):
         """Return the value that a stage goes on from, and the window's moves, packed.
@@ -330,7 +330,7 @@ class Direction(abc.ABC):
             token_ids = jnp.split(token_ids, 2)[half]
             documents = None if documents is None else jnp.split(documents, 2)[half]
         grad_sinks, tables = self.grad_sinks(), self.of_layer(self.constants.tables, layer)
-        constants = Constants(self.constants.bank, tables, token_ids, key, documents)
+        constants = StackConstants(self.constants.bank, tables, token_ids, key, documents)
         return LayerInputs(mix, gate, replicas, grad_sinks, constants)
 
     def grad_sinks(self):
@@ -376,7 +376,7 @@ class Forward(Direction):
 
     last_half = 1
 
-    def __init__(self, how: Stages, params, grad_sink, constants: Constants, *, save_residuals: bool):
+    def __init__(self, how: Stages, params, grad_sink, constants: StackConstants, *, save_residuals: bool):
         super().__init__(how, params, grad_sink, constants)
         self.save_residuals = save_residuals
 
@@ -455,7 +455,7 @@ class Backward(Direction):
 
     last_half = 0
 
-    def __init__(self, how: Stages, params, grad_sink, constants: Constants, dstats: list):
+    def __init__(self, how: Stages, params, grad_sink, constants: StackConstants, dstats: list):
         super().__init__(how, params, grad_sink, constants)
         home = "agg" if how.transfer is not None else "route" if how.late is not None else "experts"
         self.whole_after = {"mix": "attention", "gate": "route", "home": home}

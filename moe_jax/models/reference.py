@@ -137,7 +137,7 @@ def reference_loss(
         takes from its `route`.
 
     Returns:
-      loss [], with (cross-entropy [], loads int32 [L, E]) beside it; E is the largest of all layers, and experts that a
+      loss [], with (cross-entropy [], loads int32 [L, E]); E is the largest of all layers, and experts that a
       layer does not have count 0.
     """
     logits, gate_loss, loads = reference_logits(

@@ -72,7 +72,7 @@ RECOMPUTED = frozenset(
 
 # What a scan over layers keeps of each where `ModelConfig.remat` is 'none'. Without a policy the scan stacks whatever
 # its backward happens to read: normed activations, in the compute dtype or once more as the gate's float32 copy, the
-# hidden rows of experts beside the products that they are made of, weights cast to the compute dtype. Writing and
+# hidden rows of experts next to the products that they are made of, weights cast to the compute dtype. Writing and
 # reading those costs more than making them again.
 # Kept are the values of NAMES and what is expensive: results of matmuls, attention, exchanges, sorts, gathers and
 # scatters, and counts. Made again is what functions of single values, casts and moves make of them (RECOMPUTED), sums

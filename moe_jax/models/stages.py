@@ -26,13 +26,13 @@ from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import record
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.sparse_all_gather import Transfer
+from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.block_schedule import BlockSchedule
 
 
 @record
-class Constants:
+class StackConstants:
     """What the layers of a stack, or one of them, read and never differentiate.
 
     Attributes:
@@ -58,7 +58,7 @@ class LayerInputs:
     Attributes:
       mix: parameters of what precedes the MoE layer, gathered; gate: of its gate and its shared experts.
       replicas: a tuple with {name: [m, ...]} for each transfer, ahead of the gate and after it.
-      grad_sinks: (home {name: [Hs, ...]}, a tuple of grad_sinks beside `replicas`).
+      grad_sinks: (home {name: [Hs, ...]}, a tuple of grad_sinks next to `replicas`).
       constants: of this layer and, where there are two, this half.
     """
 
@@ -66,7 +66,7 @@ class LayerInputs:
     gate: Any
     replicas: tuple[dict, ...]
     grad_sinks: tuple[dict, tuple[dict, ...]]
-    constants: Constants
+    constants: StackConstants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Stages:
     graph: Any
     moe: MoE
     block_schedule: BlockSchedule
-    transfer: Transfer | None
+    transfer: ReplicaTransfer | None
     late: TransferShape | None
     dims: tuple[dict, dict]
     wires: tuple[dict, dict]
@@ -126,7 +126,7 @@ class Stages:
         """
 
         def run(a, gate, home_sink):
-            tokens, beside = nnx.merge(self.graph, {**inputs.mix, **gate}).enter_moe(a, self.group)
+            tokens, shared = nnx.merge(self.graph, {**inputs.mix, **gate}).enter_moe(a, self.group)
             router_params = {name: leaf for name, leaf in gate["gate"].items() if name != "norm"}
             schedule = self.moe.schedule
             of_layer = inputs.constants
@@ -138,7 +138,7 @@ class Stages:
                 before = lax.stop_gradient(stats)
             else:  # the combine needs the weights alone
                 routed = dataclasses.replace(routed, tokens=None, routing=None)
-            leaves, tree = jax.tree.flatten(((routed, before, beside), stats))
+            leaves, tree = jax.tree.flatten(((routed, before, shared), stats))
             floats = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None for leaf in leaves]
             rest = [leaf if own is None else None for leaf, own in zip(leaves, floats, strict=True)]
             (context, stats), whole = (jax.tree.unflatten(tree, part) for part in (floats, rest))
@@ -161,11 +161,11 @@ class Stages:
         """Bring returned rows to their tokens and run the later passes: [t, M]."""
 
         def run(returned, context, grad_sinks):
-            routed, stats, beside = join_floats(context, whole)
+            routed, stats, shared = join_floats(context, whole)
             y = unpermute_tokens(returned, routed.weights, sent.parcel)
             experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
             y = self.moe.finish(y, routed, stats, experts)
-            return add_shared(y, *beside)
+            return add_shared(y, *shared)
 
         return self._checkpointed(run), (context, inputs.grad_sinks)
 

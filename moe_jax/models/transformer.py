@@ -215,7 +215,7 @@ def _activate(activation, upcast, *pre):
 
 
 class SharedExperts(FeedForward):
-    """A dense FFN on every token of an MoE layer, beside its routed experts, and w_mix where the mix is learned.
+    """A dense FFN on every token of an MoE layer, next to its routed experts, and w_mix where the mix is learned.
 
         residual = 'sum'       y = FFN(x) + routed(x)
         residual = 'learned'   y = c_0 FFN(x) + c_1 routed(x), c = softmax(x w_mix), w_mix [M, 2]
@@ -308,10 +308,10 @@ class Unit(nnx.Module):
         return x
 
     def enter_moe(self, x, group: ModelGroup):
-        """Return (normed tokens [t, M] or [t / N_MP, M], what `add_shared` takes beside the routed experts' result)."""
+        """Return (normed tokens [t, M] or [t / N_MP, M], what `add_shared` adds to the routed experts' result)."""
         normed = self.gate.norm(x)
-        beside = self.shared(normed, group) if self.has_shared else (None, None)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (normed, beside))
+        shared = self.shared(normed, group) if self.has_shared else (None, None)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (normed, shared))
 
 
 class Embedding(nnx.Module):

@@ -22,7 +22,7 @@ from jax import lax
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
-from moe_jax.parallel.sparse_all_gather import Transfer, open_replicas, shrunk
+from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas, shrunk
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import late_size
@@ -99,7 +99,9 @@ def decide(plan: PlanShape | None, roles: Roles, stats, bank, grad_sink, tables:
 
         def fetch(part):
             fitted = shrunk(transfer, late, part)
-            return jax.tree.map(padded, open_replicas(bank, tables.home_row, grad_sink, fitted, Transfer(part, axes)))
+            return jax.tree.map(
+                padded, open_replicas(bank, tables.home_row, grad_sink, fitted, ReplicaTransfer(part, axes))
+            )
 
         # a branch for none and one for each size, of which all devices take the same
         branches = [none, *(functools.partial(fetch, part) for part in late.halves())]

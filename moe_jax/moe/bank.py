@@ -4,7 +4,7 @@ One array per weight, [D Rb, ...], sharded over the expert axis, Rb = L E / D ro
 row belongs to, so an expert may be stored on any device and nothing is copied per layer.
 
 A loop over layers that differentiated the whole bank would add a bank-sized gradient in every turn. So the bank enters
-the loop without a gradient, and beside it goes a *grad_sink*: zeros of the bank's shape whose value is never read, and
+the loop without a gradient, and next to it goes a *grad_sink*: zeros of the bank's shape whose value is never read, and
 whose cotangent is the bank's gradient.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from moe_jax.kernels.grouped import GroupedWeights
 from moe_jax.moe.experts import weight_names
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for, wait_for_tree
-from moe_jax.parallel.sparse_all_gather import Transfer, open_replicas
+from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape
 
@@ -137,7 +137,7 @@ def open_grad_sink(grad_sink, rows):
 def fetch_replicas(bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[str, ...], like) -> tuple:
     """Return ((replicas {name: [m, ...]} of one layer, their grad_sink),), or () where the plan has none ahead.
 
-    They depend on the bank and the tables alone: called before attention, the transfer can run beside it. Their
+    They depend on the bank and the tables alone: called before attention, the transfer can run next to it. Their
     gradients leave through that grad_sink, in the dtype of the one given, and are summed into its cotangent.
 
     Args:
@@ -148,7 +148,7 @@ def fetch_replicas(bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[
     if plan is None or plan.ahead is None:
         return ()
     bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(like))
-    return (open_replicas(bank, tables.home_row, grad_sink, tables.transfer, Transfer(plan.ahead, axes)),)
+    return (open_replicas(bank, tables.home_row, grad_sink, tables.transfer, ReplicaTransfer(plan.ahead, axes)),)
 
 
 def fetch_in_turn(x, params, gather, fetch, grad_sink, tables, plan: PlanShape | None):

@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 def make_moe(
     config: MoEConfig, roles: Roles, x, activation: str, plan: PlanShape | None = None,
-    split_tokens: bool = False, beside: HalfWork | None = None,
+    split_tokens: bool = False, other_half: HalfWork | None = None,
 ) -> MoE:  # fmt: skip
     """Return the layer, which is called with this device's tokens; see `MoE`.
 
@@ -33,7 +33,7 @@ def make_moe(
       x: array or `jax.ShapeDtypeStruct` [t, M], or [b, Sq, M] where sequences are known, like the tokens of this
         device's MP group.
       plan: sizes of the placements to come; None is an even one without replicas.
-      split_tokens, beside: as in `LayerSizes`.
+      split_tokens, other_half: as in `LayerSizes`.
 
     Raises:
       UserError: as `make_schedule` and `check_router` do, or an unknown grouped matmul.
@@ -45,7 +45,7 @@ def make_moe(
         )
     router = build_router(config, router_place(config, roles, plan, x.shape[-2] if x.ndim == 3 else 0))
     router.check_tokens(x.size // x.shape[-1])
-    schedule = make_schedule(config, roles, x, plan, split_tokens, beside)
+    schedule = make_schedule(config, roles, x, plan, split_tokens, other_half)
     for note in schedule.notes:
         _LOG.warning(note)
     return MoE(config, roles, activation, plan, router, schedule)
@@ -53,7 +53,7 @@ def make_moe(
 
 def make_schedule(
     config: MoEConfig, roles: Roles, x, plan: PlanShape | None = None,
-    split_tokens: bool = False, beside: HalfWork | None = None,
+    split_tokens: bool = False, other_half: HalfWork | None = None,
 ) -> Schedule:  # fmt: skip
     """Return the schedule that a config names, or the one that it chooses; arguments as of `make_moe`.
 
@@ -63,7 +63,7 @@ def make_schedule(
       UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
     sizes = layer_sizes(config, roles, x.size // x.shape[-1], plan, x.shape[-1], jnp.dtype(x.dtype).itemsize)
-    sizes = dataclasses.replace(sizes, split_tokens=split_tokens, beside=beside)
+    sizes = dataclasses.replace(sizes, split_tokens=split_tokens, other_half=other_half)
     return build_schedule(config.schedule, roles, sizes)
 
 

@@ -2,7 +2,7 @@
 
 Pass 0 is outside any branch, so that transfers still overlap it; the later ones run only when some device's bucket
 overflowed, and save no residuals but their inputs. They are a conditional that holds collectives, and nothing may run
-beside it (`parallel/ordering.py`): hence a `custom_vjp`, and values that wait for each other.
+next to it (`parallel/ordering.py`): hence a `custom_vjp`, and values that wait for each other.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class LayerSizes:
       sources: devices whose pairs that chance is of.
       row_bytes: bytes of a row of M elements; sent_bytes: those it is sent to experts in as float8, else 0.
       split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
-      beside: what a device computes of the other half of a batch beside the exchanges of one, whose tokens the sizes
-        count; None where nothing computes beside them.
+      other_half: what a device computes of the other half of a batch while one is exchanged, whose tokens the sizes
+        count; None where nothing computes next to them.
     """
 
     config: MoEConfig
@@ -65,7 +65,7 @@ class LayerSizes:
     row_bytes: int = 0
     sent_bytes: int = 0
     split_tokens: bool = False
-    beside: HalfWork | None = None
+    other_half: HalfWork | None = None
 
     def bucket_rows(self, destinations: int) -> BucketRows:
         """Return the rows of one (source, destination) bucket: to the own member, within the node, to other nodes.

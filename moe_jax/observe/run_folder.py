@@ -51,7 +51,7 @@ def disk_errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a file to write; it takes the place of `path` only when the block ends without an error.
 
-    The temporary file has one fixed name beside `path`, so a kill leaves at most one, which the next write reuses:
+    The temporary file has one fixed name next to `path`, so a kill leaves at most one, which the next write reuses:
     each path has a single writer (process 0).
     """
     target = Path(path)

@@ -36,7 +36,7 @@ def first_places(array, values, side: str = "left"):
 def places_of_keys(keys, ordered, count: int):
     """Return int32 [count], how many keys are smaller than each of 0 to count - 1: where each begins in their order.
 
-    On a CPU the sorted keys are searched; elsewhere all pairs are compared, which is one kernel beside the sort.
+    On a CPU the sorted keys are searched; elsewhere all pairs are compared, which is one kernel next to the sort.
 
     Args:
       keys: int32 [n]; ordered: the same, sorted.

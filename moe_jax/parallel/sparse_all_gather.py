@@ -8,7 +8,7 @@ gradient: it may hold the chunks of all layers, and a loop over them would carry
 cotangent of `grad_sink`, one row per home slot.
 
 Chunks are cut into slices, spread, each slice sent over the slow links once, and collected again. A transfer is a
-`ChunkTransfer`, three steps of which the second communicates, so that computation can be placed beside it.
+`ChunkTransfer`, three steps of which the second communicates, so that computation can be placed next to it.
 
     fetch       A  all-to-all of the level: slice j of all that each device offers to member j
                 B  by node: the slices that another node needs, once, to the member of equal rank there
@@ -67,7 +67,7 @@ class ChunkTransfer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class ReplicaTransfer:
     """What a program is compiled for: the sizes of a transfer, and the mesh axes of its devices."""
 
     shape: TransferShape
@@ -83,7 +83,7 @@ _NOTHING = ChunkTransfer(lambda: (), lambda payload: payload, lambda _, into: in
 
 
 def open_replicas(
-    bank: Bank, rows: Array, grad_sink: Bank, tables: TransferTables, transfer: Transfer
+    bank: Bank, rows: Array, grad_sink: Bank, tables: TransferTables, transfer: ReplicaTransfer
 ) -> tuple[Bank, Bank]:
     """Bring chunks to the replica slots; to be called inside `shard_map` by all devices of `transfer.axes`.
 
@@ -124,7 +124,7 @@ _replica_grad_sink.defvjp(
 
 
 def return_part(
-    replicas: Bank, tables: TransferTables, transfer: Transfer, part: tuple[int, int] = WHOLE, wires=None
+    replicas: Bank, tables: TransferTables, transfer: ReplicaTransfer, part: tuple[int, int] = WHOLE, wires=None
 ) -> ChunkTransfer:
     """Return a part of the gradients' way home in steps; arrivals are added to the sums {name: [Hs, ...]}.
 
@@ -150,12 +150,12 @@ def return_part(
     return ChunkTransfer(steps.pack, steps.communicate, jax.named_scope("sparse_reduce_scatter")(unpack))
 
 
-def empty_replicas(bank: Bank, transfer: Transfer) -> Bank:
+def empty_replicas(bank: Bank, transfer: ReplicaTransfer) -> Bank:
     """Return replica slots of zeros {name: [m, ...]}."""
     return {name: zeros_varying((transfer.slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
 
 
-def fetch(bank: Bank, rows: Array, tables: TransferTables, transfer: Transfer, part=WHOLE) -> ChunkTransfer:
+def fetch(bank: Bank, rows: Array, tables: TransferTables, transfer: ReplicaTransfer, part=WHOLE) -> ChunkTransfer:
     """Return the transfer of chunks to replica slots {name: [m, ...]}; a part overwrites its elements of all slots.
 
     Slots that nothing fills become zero. No gradient flows.
@@ -191,7 +191,7 @@ def fetch(bank: Bank, rows: Array, tables: TransferTables, transfer: Transfer, p
     return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
 
 
-def give_back(gradients: Bank, tables: TransferTables, transfer: Transfer, part=WHOLE) -> ChunkTransfer:
+def give_back(gradients: Bank, tables: TransferTables, transfer: ReplicaTransfer, part=WHOLE) -> ChunkTransfer:
     """Return the transfer of gradients {name: [m, ...]} to their homes, which add them to sums {name: [Hs, ...]}.
 
     Args:
@@ -276,7 +276,7 @@ def zeros_varying(shape, dtype, like) -> Array:
     return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
-def _swap(blocks: Array, transfer: Transfer, across: bool = False) -> Array:
+def _swap(blocks: Array, transfer: ReplicaTransfer, across: bool = False) -> Array:
     """Hand block j of [inside, ...] to member j of the level, or q of [Nn, ...] to that of equal rank on node q."""
     nodes, inside = transfer.shape.nodes, transfer.shape.inside
     groups = [[node * inside + j for j in range(inside)] for node in range(nodes)]

@@ -1,4 +1,4 @@
-"""Block-wise schedules as data: which transfer runs beside which computation, how long that takes, what is exposed.
+"""Block-wise schedules as data: which transfer runs next to which computation, how long that takes, what is exposed.
 
 A layer is four stages: attention (everything before the gate), dispatch (route, and send, the exchange), experts,
 combine (send_back, the other exchange, and unpack). *Trans* brings parameters to the replicas, *Agg* sums the replicas'
@@ -41,7 +41,7 @@ class Window:
 
     stage: str
     layer: int
-    beside: tuple[Move, ...] = ()
+    moves: tuple[Move, ...] = ()
     half: int | None = None  # 0 (a) or 1 (b) of a device's sequences, None for all of them
     # of an exchange, the windows of the other half that run at the same time, one after the other; both sides start
     # when what both read is there
@@ -54,7 +54,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class WindowLoop:
     """One direction of a step.
 
     A move of a layer outside 0 .. L-1 has no effect: a loop whose turns must all be equal sends it for nothing,
@@ -73,9 +73,9 @@ class Loop:
         for pair, turn in [*((one, 0) for one in self.before), *turned, *((one, 0) for one in self.after)]:
             placed = []
             for window in pair.pair:
-                moves = [dataclasses.replace(move, layer=move.layer + turn) for move in window.beside]
-                beside = tuple(move for move in moves if 0 <= move.layer < layers)
-                placed.append(Window(window.stage, window.layer + turn, beside, window.half))
+                moves = [dataclasses.replace(move, layer=move.layer + turn) for move in window.moves]
+                moves = tuple(move for move in moves if 0 <= move.layer < layers)
+                placed.append(Window(window.stage, window.layer + turn, moves, window.half))
             found.append(dataclasses.replace(placed[0], others=tuple(placed[1:])))
         return tuple(found)
 
@@ -87,8 +87,8 @@ class BlockSchedule:
     name: str
     layers: int
     refetch_replicas: bool
-    forward: Loop
-    backward: Loop
+    forward: WindowLoop
+    backward: WindowLoop
     halves: bool = False
 
     def windows(self) -> tuple[tuple[str, Window], ...]:
@@ -100,7 +100,7 @@ class BlockSchedule:
         """Return the most layers whose replicas are in memory at the end of any window, those in flight included."""
         alive, most = set(), 0
         for direction, both in self.windows():
-            alive |= {move.layer for window in both.pair for move in window.beside if move.kind == "trans"}
+            alive |= {move.layer for window in both.pair for move in window.moves if move.kind == "trans"}
             most = max(most, len(alive))
             ends, half = (("combine", "unpack"), 1) if direction == "forward" else (("experts",), 0)
             for window in both.pair:
@@ -115,7 +115,7 @@ class Prefetch:
     """Choose a block-wise schedule."""
 
     schedule: str = "none"  # of SCHEDULES
-    case: str = "split"  # of `pro_prophet`, where Trans and Agg go: beside 'attention', 'expert', or both (figure 9)
+    case: str = "split"  # of `pro_prophet`, where Trans and Agg go: next to 'attention', 'expert', or both (figure 9)
     refetch_replicas: bool = False  # drop replicas after the forward, fetch them again in the backward (Hecate-RM)
     # two halves of a device's sequences, one computing while the other's rows travel; replicas that no schedule places
     # travel as under 'hecate'
@@ -138,17 +138,17 @@ class Prefetch:
         """Return the schedule of L MoE layers.
 
         Args:
-          trans_share, agg_share: 'split': how much of Trans and of Agg runs beside attention (`shares`).
+          trans_share, agg_share: 'split': how much of Trans and of Agg runs next to attention (`shares`).
           recompute: the backward computes each MoE layer again before it differentiates it.
         """
         if not self.is_block_wise or layers < 1:
             raise ValueError(f"no block-wise schedule {self.schedule!r} of {layers} layers can be built")
         shares = {"attention": (1.0, 1.0), "expert": (0.0, 0.0), "split": (trans_share, agg_share)}[self.case]
         if not all(0 <= share <= 1 for share in shares):
-            raise ValueError(f"shares of Trans and Agg beside attention {shares} must lie between 0 and 1")
+            raise ValueError(f"shares of Trans and Agg next to attention {shares} must lie between 0 and 1")
         trans, agg = shares if self.schedule == "pro_prophet" else (1.0, 1.0)
         cut, last = 1 - trans, layers - 1
-        # Of two shares of Trans the first runs beside the experts; `fetched` is Trans of the last layer but one.
+        # Of two shares of Trans the first runs next to the experts; `fetched` is Trans of the last layer but one.
         fetched = f"|F{last - 1}[0:{cut}]" if last else ""
         turns = (range(layers), range(last, -1, -1))  # one layer each
         before, after = ("", ""), ("", "")
@@ -160,9 +160,9 @@ class Prefetch:
                 "Aa0|M0"
             )
         elif self.halves:
-            # In the forward turn i begins when b's rows of layer i leave beside a's experts, and ends when a's rows of
-            # layer i + 1 leave beside b's attention. In the backward it begins with the way back of the latter. The
-            # last exchange of the forward and the first of the backward have no window beside them that computes for
+            # In the forward turn i begins when b's rows of layer i leave next to a's experts, and ends when a's rows of
+            # layer i + 1 leave next to b's attention. In the backward it begins with the way back of the latter. The
+            # last exchange of the forward and the first of the backward have no window next to them that computes for
             # long: the loss of half a, which waits for neither, can stand there.
             turns = (range(last), range(last - 1, -1, -1))
             before = (
@@ -175,7 +175,7 @@ class Prefetch:
             )
             after = (f"Sb{last}+Ea{last} Ba{last}+Eb{last} Bb{last}+Ua{last} Ub{last}", "Sa0+Gb0,Ab0 Ga0 Aa0|M0")
         elif self.schedule == "hecate":
-            # Attention first in the backward, so that Agg had the next layer's experts beside it too, hid 1.7 ms of a
+            # Attention first in the backward, so that Agg had the next layer's experts next to it too, hid 1.7 ms of a
             # modelled 54 and exposed 3.2 ms more of the all-to-alls.
             forward, backward = "A0|T0 D0 E0 C0", "R0 C0 E0 D0 A0|M0|F-1"
         else:  # turn i is the block [MoE i, attention i + 1]; the first attention and the last MoE stand alone
@@ -187,7 +187,7 @@ class Prefetch:
         loops = {}
         for at, (name, body) in enumerate((("forward", forward), ("backward", backward))):
             start, body, end = (self._parsed(text, recompute) for text in (before[at], body, after[at]))
-            loops[name] = Loop(start, body, turns[at], end)
+            loops[name] = WindowLoop(start, body, turns[at], end)
         own = {"name": self.schedule, "refetch_replicas": self.refetch_replicas, "halves": self.halves}
         return BlockSchedule(layers=layers, **own, **loops)
 
@@ -195,8 +195,8 @@ class Prefetch:
         """Return the windows of a text such as 'Sa1+Ub0,Ab1|T1[0.5:1]', in order.
 
         A window is the letter of its stage (`STAGES`, '*' where the backward computes it again), its half and its
-        layer, then the moves beside it: T for Trans, F for Trans of `refetch_replicas`, M for Agg, with a layer and a
-        part. After '+' stand the windows of the other half beside an exchange. Parts of no length are left out.
+        layer, then the moves next to it: T for Trans, F for Trans of `refetch_replicas`, M for Agg, with a layer and a
+        part. After '+' stand the windows of the other half next to an exchange. Parts of no length are left out.
         """
         windows = []
         for pair in text.split():
@@ -204,14 +204,14 @@ class Prefetch:
             for word in re.split(r"[+,]", pair):
                 head, *moves = word.split("|")
                 letter, again, half, layer = re.fullmatch(r"([A-Z])(\*?)([ab]?)(-?\d+)", head).groups()
-                beside = []
+                placed = []
                 for move in moves:
                     kind, of_layer, start, stop = re.fullmatch(r"([TFM])(-?\d+)(?:\[(.+):(.+)\])?", move).groups()
                     start, stop = float(start or 0), float(stop or 1)
                     if stop > start and (kind != "F" or self.refetch_replicas):
-                        beside.append(Move("agg" if kind == "M" else "trans", int(of_layer), start, stop))
+                        placed.append(Move("agg" if kind == "M" else "trans", int(of_layer), start, stop))
                 stage = STAGES[letter] + ("_again" if again else "")
-                found.append(Window(stage, int(layer), tuple(beside), "ab".index(half) if half else None))
+                found.append(Window(stage, int(layer), tuple(placed), "ab".index(half) if half else None))
             if found[0].stage != "recompute" or recompute:
                 windows.append(dataclasses.replace(found[0], others=tuple(found[1:])))
         return tuple(windows)
@@ -243,15 +243,15 @@ class Times:
             seconds = (1 if again or not backward else 2) * getattr(self, name)
         return seconds * (1.0 if window.half is None else 0.5)
 
-    def beside(self, window: Window, backward: bool):
-        """Return the seconds of what computes beside a window's exchange."""
+    def overlapped(self, window: Window, backward: bool):
+        """Return the seconds of what computes next to a window's exchange."""
         return sum(self.window(other, backward) for other in window.others)
 
 
 def shares(times: Times, refetch_replicas: bool = False) -> tuple[float, float]:
-    """Return how much of Trans and of Agg is to run beside attention, for numbers: as much as fits in its time.
+    """Return how much of Trans and of Agg is to run next to attention, for numbers: as much as fits in its time.
 
-    Attention's time does not change from step to step, so it is filled first; the rest runs beside the experts. In the
+    Attention's time does not change from step to step, so it is filled first; the rest runs next to the experts. In the
     backward attention takes twice as long, and Trans, if it runs there a second time, is counted before Agg.
     Source: Pro-Prophet, section V-B.
     """
@@ -273,7 +273,7 @@ def stage_seconds(prefetch: Prefetch, times: Times, recompute: bool = False) -> 
     total, schedule = 0.0, prefetch.build(layers=3, recompute=recompute)
     for loop, backward in ((schedule.forward, False), (schedule.backward, True)):
         for window in loop.body:
-            total = total + np.maximum(times.window(window, backward), times.beside(window, backward))
+            total = total + np.maximum(times.window(window, backward), times.overlapped(window, backward))
     return total
 
 
@@ -281,7 +281,7 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
     """Return the seconds of Trans and of Agg that one layer in the middle of the model waits for.
 
     A window lasts as long as its stage or its moves, which run one after the other; an exchange with computation of the
-    other half beside it as long as the longer, and its moves follow the exchange on the links. 'none' hides nothing.
+    other half next to it as long as the longer, and its moves follow the exchange on the links. 'none' hides nothing.
     Without halves Pro-Prophet's split follows the times, element by element, which gives its equation 8:
     max(0, T_Trans - T_FEC - T_FNEC) and max(0, T_Agg - T_BEC - T_BNEC).
     """
@@ -299,8 +299,8 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
         for window in loop.body:
             left, out = times.window(window, backward), {"trans": 0.0, "agg": 0.0}
             if window.others:  # the links are free from the end of the exchange to that of the computation
-                left = np.maximum(0.0, times.beside(window, backward) - left)
-            for move in [move for one in window.pair for move in one.beside]:
+                left = np.maximum(0.0, times.overlapped(window, backward) - left)
+            for move in [move for one in window.pair for move in one.moves]:
                 seconds = (move.stop - move.start) * getattr(times, move.kind)
                 out[move.kind] = out[move.kind] + np.maximum(0.0, seconds - left)
                 left = np.maximum(0.0, left - seconds)

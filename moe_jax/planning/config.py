@@ -30,7 +30,7 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
       name: of a balancer.
       when: `ahead`, on the host from predicted loads, or `after_gate`, from the step's own counts.
       replica_slots: mu, replicas that a device may hold in one layer; 'memory': as many as the memory of the cluster's
-        devices leaves room for beside model, optimizer and activations.
+        devices leaves room for besides model, optimizer and activations.
       overlap_degree: tau, experts that may get replicas, as their transfer hides behind attention; None: by the formula
         of Hecate's section 4.2 from attention's time and the links' bandwidth; 'executor': by what the program sends.
       interval: plan every so many steps; None: the planner's own, else 1.

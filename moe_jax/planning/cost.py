@@ -50,8 +50,8 @@ class Cost:
     overlap_degree: int | str | None = None  # tau, None for the paper's rule, or 'executor' (`overlap`)
     # forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that
     attention_seconds: float | None = None
-    # replica slots after the gate that fit in memory beside the model and `replica_slots`; None: those that fit in an
-    # empty device beside `replica_slots`
+    # replica slots after the gate that fit in memory next to the model and `replica_slots`; None: those that fit in an
+    # empty device next to `replica_slots`
     late_room: int | None = None
     layers_alive: int = 1  # layers whose replicas are in memory at the same time
     microbatches: int = 1  # how often a step runs a layer; loads and seconds here are of one time
@@ -244,7 +244,7 @@ class Cost:
         if attention is None:
             if self.price == "executor" and self.prefetch.is_block_wise:
                 raise UserError(
-                    f"planner {requested_by!r} hides transfers beside attention (ModelConfig.prefetch = "
+                    f"planner {requested_by!r} hides transfers next to attention (ModelConfig.prefetch = "
                     f"{self.prefetch.schedule!r}, overlap), whose seconds are not known; give attention_seconds, or "
                     "Cluster.flops to model them"
                 )
@@ -252,7 +252,7 @@ class Cost:
         times = Times(attention=attention, experts=forward, exchange=moved, trans=trans, agg=trans)
         place, reduce = exposed(self.prefetch, times)
         others = 4 * moved + 3 * forward
-        if self.prefetch.halves:  # less what hides: the two halves' exchanges and computations beside each other
+        if self.prefetch.halves:  # less what hides: the two halves' exchanges and computations next to each other
             others = stage_seconds(self.prefetch, times) - 3 * times.attention
         return {"place": place, "reduce": reduce, "others": others}
 

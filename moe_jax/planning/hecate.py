@@ -67,7 +67,7 @@ class HecatePlanner(Planner):
     def refine(self, loads, placement, cost):
         """Add replicas in the late slots, layer by layer, where that saves more than the late gather costs.
 
-        The first gather runs beside attention; this one does not, so all of its time counts. An expert whose new
+        The first gather runs next to attention; this one does not, so all of its time counts. An expert whose new
         replicas do not fit the late transfer gets none of them.
         """
         if not self.config.decides_late:
@@ -106,7 +106,7 @@ class HecatePlanner(Planner):
 
     def slots_after_gate(self, cost):
         slots, memory, room = self.config.late_slots, cost.cluster.memory_bytes, cost.late_room
-        if memory is not None:  # what fits beside the replicas that are planned ahead
+        if memory is not None:  # what fits next to the replicas that are planned ahead
             if room is None:
                 room = slots_in(memory, cost.layers_alive, cost.expert_bytes) - cost.replica_slots
             slots = max(0, min(slots, room))

@@ -38,7 +38,7 @@ class PlanShape:
     late: TransferShape | None = None  # the largest transfer after the gate, into slots of its own; None without any
     after_gate: Hashable = None  # the rule that decides from the counts of the step (`moe/after_gate.py`); None: none
     bucket_rows: BucketRows | None = None  # as the plan predicts them; None: as without a plan (`moe/schedule.py`)
-    # how much of Trans and of Agg runs beside attention, in eighths, where a block-wise schedule splits them
+    # how much of Trans and of Agg runs next to attention, in eighths, where a block-wise schedule splits them
     trans_share: float = 0.5
     agg_share: float = 0.5
 

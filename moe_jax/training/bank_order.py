@@ -45,7 +45,7 @@ def _split(sharding: NamedSharding) -> tuple[tuple[str, ...], int]:
     return axes, math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
-# Both ways run on the devices, layer by layer, so that no device ever holds more than one layer's experts beside its
+# Both ways run on the devices, layer by layer, so that no device ever holds more than one layer's experts next to its
 # own part. Where every expert's home is the device that stores it in the file (plain expert parallelism), nothing moves
 # between devices.
 def to_file(leaf: jax.Array, home: np.ndarray) -> jax.Array:
@@ -117,7 +117,7 @@ def _from_file(sharding: NamedSharding, stored: NamedSharding, exchange: bool, b
 
 
 # A change of homes: parameters and moments of all experts move to the bank rows of a new placement, every leaf in its
-# own dtype, in rounds of one all-to-all, in which a device sends at most one row to each other device: beside the leaf
+# own dtype, in rounds of one all-to-all, in which a device sends at most one row to each other device: next to the leaf
 # and its new version memory holds D rows and the D that arrive, however many move. The rounds are data: the program is
 # compiled once.
 def reshard(

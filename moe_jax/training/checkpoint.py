@@ -283,7 +283,7 @@ class Checkpointer:
             return ocp.PyTreeCheckpointHandler(use_compression=False).restore(epath.Path(self._path(step)), args=args)
 
     def _sweep_unfinished(self) -> None:
-        """Delete what a killed run or a failed save left; for writers only: a reader may run beside a job."""
+        """Delete what a killed run or a failed save left; for writers only: a reader may run next to a job."""
         if jax.process_index() == 0 and self.folder.is_dir():
             for name in os.listdir(self.folder):
                 if _UNFINISHED.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Compare an unproven grouped matmul with plain float32 matmuls on one expert FFN, before training on it.
+"""Compare an unverified grouped matmul with plain float32 matmuls on one expert FFN, before training on it.
 
 Inputs: a `Session`, before it has a state, and the job's processes. Outputs: the session, with a proven grouped matmul
 where 'auto' had chosen one that does not hold, and a record for environment.json. Letters: docs/notation.md; F of this
@@ -51,8 +51,8 @@ WAIT_SECONDS = 900.0  # for another process' compilations
 Verdict = tuple[str, str]  # one of OUTCOMES, and what differs or why it failed, one line
 
 
-def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
-    """Compare the unproven grouped matmul that the session uses, before anything large is in the devices' memory.
+def select_verified_kernels(session: Session, hosts: Hosts) -> tuple[Session, dict]:
+    """Compare the unverified grouped matmul that the session uses, before anything large is in the devices' memory.
 
     Args:
       session: with the config as the user gave it.
@@ -66,12 +66,12 @@ def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
       UserError: the config names something that differs or fails, or a kernel has made the device unusable.
     """
     device = next(d for d in session.roles.mesh.devices.flat if d.process_index == jax.process_index())
-    doubted = unproven(session, device)
-    if not doubted:
+    unchecked = unverified(session, device)
+    if not unchecked:
         return session, {}
     # what concerns several processes is set for all programs of a process (`training/hosts.py`)
     options = compiler_options(device.platform, deterministic=session.config.train.deterministic)
-    key, wanted, used = verdict_key(device, options, doubted), session.config.moe.grouped_matmul, doubted[0][0]
+    key, wanted, used = verdict_key(device, options, unchecked), session.config.moe.grouped_matmul, unchecked[0][0]
     # Verdicts are kept in the user's cache under all that they depend on, so the next start costs nothing. A file that
     # is missing, damaged, or of another key is no verdict; with a cache that cannot be used the check runs at every
     # start. A check may be collective, so this process' kept verdict counts only if every process has one.
@@ -83,7 +83,7 @@ def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
     except UserError as error:
         _LOG.warning(UNCACHED, error)
     if "no" in hosts.gather_text("kept verdict of grouped_matmul", "yes" if verdict else "no", WAIT_SECONDS):
-        verdict = check_experts(doubted, device, options)
+        verdict = check_experts(unchecked, device, options)
         if path is not None and verdict[0] != NO_MEMORY:  # more memory may be free next time
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             kept = {"key": key, "outcome": verdict[0], "detail": verdict[1], "date": today}
@@ -134,24 +134,24 @@ def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
     return session, {"grouped_matmul": record}
 
 
-def unproven(session: Session, device: jax.Device) -> list[tuple[str, ModelConfig]]:
-    """Return the unproven grouped matmuls that the session uses, each with the sizes of its experts on one device."""
-    doubted = []
+def unverified(session: Session, device: jax.Device) -> list[tuple[str, ModelConfig]]:
+    """Return the unverified grouped matmuls that the session uses, each with the sizes of its experts on one device."""
+    unchecked = []
     for hidden_dim, name in session.grouped_matmuls.items():
         below = name.rpartition(":")[2]  # the one that it stands over
         if below in KERNELS or (below == "ragged" and device.platform in ("gpu", "cuda")):
-            doubted.append((name, dataclasses.replace(session.config.model, hidden_dim=hidden_dim)))
-    return doubted
+            unchecked.append((name, dataclasses.replace(session.config.model, hidden_dim=hidden_dim)))
+    return unchecked
 
 
-def check_experts(doubted: list[tuple[str, ModelConfig]], device: jax.Device, options: dict | None) -> Verdict:
+def check_experts(unchecked: list[tuple[str, ModelConfig]], device: jax.Device, options: dict | None) -> Verdict:
     """Return the verdict on these grouped matmuls; the first that differs counts.
 
     Raises:
       UserError: what the user has to change, such as dims that the implementation does not take.
     """
     try:
-        for implementation, config in doubted:
+        for implementation, config in unchecked:
             size, limit, where = compare_expert(implementation, config, device, options)
             if size > limit:
                 return DIFFERS, where
@@ -166,7 +166,7 @@ def check_experts(doubted: list[tuple[str, ModelConfig]], device: jax.Device, op
     return PASSES, ""
 
 
-def verdict_key(device: jax.Device, options: dict | None, doubted: list[tuple[str, ModelConfig]]) -> dict:
+def verdict_key(device: jax.Device, options: dict | None, unchecked: list[tuple[str, ModelConfig]]) -> dict:
     """Return all that a verdict depends on, as JSON data."""
     try:
         driver = DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
@@ -178,7 +178,7 @@ def verdict_key(device: jax.Device, options: dict | None, doubted: list[tuple[st
         source.update(path.read_bytes())
     return {
         "check": "expert",
-        "compared": [[name, *(getattr(config, field) for field in fields)] for name, config in doubted],
+        "compared": [[name, *(getattr(config, field) for field in fields)] for name, config in unchecked],
         "options": options,
         "device": device.device_kind,
         "platform": device.client.platform_version,  # of CUDA, as jaxlib was built for

@@ -40,7 +40,7 @@ _said: list[bool] = []  # whether the missing figures were logged
 def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict[str, float]:
     """Return {'trans_share', 'agg_share'} for a `PlanShape`, in eighths; {} where the schedule splits nothing.
 
-    Without a cluster file that has FLOP/s and links, half of each runs beside attention, logged once.
+    Without a cluster file that has FLOP/s and links, half of each runs next to attention, logged once.
     """
     model = config.model
     if model.prefetch != "pro_prophet" or model.prefetch_case != "split":
@@ -53,7 +53,7 @@ def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict
         if not _said:
             _said.append(True)
             _LOG.warning(
-                "ModelConfig.prefetch_case = 'split' runs half of each transfer (0.5) beside attention: "
+                "ModelConfig.prefetch_case = 'split' runs half of each transfer (0.5) next to attention: "
                 "PlannerConfig.cluster names no file with flops and a bandwidth, from which the split would follow"
             )
         return {"trans_share": 0.5, "agg_share": 0.5}

@@ -20,7 +20,7 @@ from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
 from moe_jax.observe import RunFolder, draw_all, environment_record, summarize_run, write_atomically, write_report
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.expert_check import settle_unproven
+from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.optimizer import line_on_gates
@@ -149,7 +149,7 @@ def open_run(
 
 
 def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
-    """Return the session of a run on all devices, and what was compared before its first step (`settle_unproven`).
+    """Return the session of a run on all devices, and what `select_verified_kernels` compared first.
 
     `MeshConfig.devices_per_node` is filled in from the processes' machines, unless it is bound.
 
@@ -173,7 +173,7 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
                 f"DataConfig.path ({config.data.path!r}) holds {held[0]} on process 0 and {text} on process "
                 f"{index}; give every machine the same files, and change none while a job starts"
             )
-    return settle_unproven(session, hosts)
+    return select_verified_kernels(session, hosts)
 
 
 def starting_state(

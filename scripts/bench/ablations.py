@@ -5,7 +5,7 @@
 Hecate, figure 15: sharding alone, materialisation alone, both, and the interval of resharding. Pro-Prophet, figure 14:
 its planner alone, with the scheduler that hides its transfers, and with a search that knows of the hiding ('full').
 Seconds are those of one layer, forward and backward: computation, exchanges by the trace's exact rows on shared links,
-Trans and Agg of the shape in force as far as they are not hidden. Prints Markdown, the papers' values beside ours; what
+Trans and Agg of the shape in force as far as they are not hidden. Prints Markdown, with the papers' values; what
 reads Hecate's overlap degree (tau) stands there with 16 and with its own formula. --csv takes every planner too, over
 each sample, both forms of the transfer, as `python -m moe_jax.replay` has them, and writes all figures down.
 """

@@ -117,7 +117,7 @@ def ratio_of_steps(run: Curve, base: Curve) -> float | None:
 
 
 def picture(curves: dict[str, list[Curve]], milliseconds: dict[str, float]):
-    """Draw held-out losses over steps; beside it the second half of the steps, or over the time of --step_ms."""
+    """Draw held-out losses over steps; next to it the second half of the steps, or over the time of --step_ms."""
     figure = new_figure(10.0, 4.4)
     left, right = figure.subplots(1, 2)
     for axes in (left, right):

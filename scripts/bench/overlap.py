@@ -12,7 +12,7 @@ over EP: arguments, and what the temporaries have above those of `expert paralle
 the bytes, 0% exposed. `flexmoe` is not compiled but computed, as its authors run it: standing replicas, each with
 parameters, two moments and gradients in float32. Hecate's figure 13 has +64% without re-materialization, +11.6% with
 it, and 83% more than Hecate for FlexMoE; it does not say how many replicas. The last line is one JSON object, which
---out keeps; programs are written beside it.
+--out keeps; programs are written next to it.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def row(record: dict) -> str:
         record["target"],
         record["schedule"],
         "yes" if record["guided"] else "no",
-        share(loops, "bytes_beside_kernels", "bytes"),
-        share(loops, "bytes_beside_matmuls", "bytes"),
+        share(loops, "bytes_overlapping_kernels", "bytes"),
+        share(loops, "bytes_overlapping_matmuls", "bytes"),
         f"{1e3 * both['seconds']:.2f}" if both else "-",
         share(both, "exposed_seconds", "seconds"),
         share(loops, "exposed_seconds", "seconds"),

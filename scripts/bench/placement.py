@@ -34,7 +34,7 @@ PLANNERS = ("hecate", "pro_prophet", "balanced", "llep", "fastermoe", "flexmoe",
 
 _OUT = flags.DEFINE_string("out", None, "Folder for results.", required=True)
 _TRACE = flags.DEFINE_string("trace", None, "npz of loads to replay.", required=True)
-_PLANNERS = flags.DEFINE_list("planners", list(PLANNERS), "Planners beside EP; NAME_after_gate decides in the step.")
+_PLANNERS = flags.DEFINE_list("planners", list(PLANNERS), "Planners besides EP; NAME_after_gate decides in the step.")
 _HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts of the lab.")
 _DEVICES = flags.DEFINE_integer("devices_per_host", 4, "Devices of each.")
 _RATE = flags.DEFINE_string("rate", "200mbit", "Rate of a host's link, each way.")

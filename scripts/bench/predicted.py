@@ -79,7 +79,7 @@ def transfer_cases(devices) -> list[dict]:
     from jax.sharding import PartitionSpec as P
 
     from moe_jax.parallel.exchange import make_exchange
-    from moe_jax.parallel.sparse_all_gather import Transfer, empty_replicas, fetch, give_back
+    from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, empty_replicas, fetch, give_back
     from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
 
     rng, number, group = np.random.default_rng(0), len(devices), _PER_NODE.value
@@ -116,13 +116,13 @@ def transfer_cases(devices) -> list[dict]:
         def trans(bank, tables, shape=shape):
             bank, tables = {"w": bank[0]}, jax.tree.map(lambda leaf: leaf[0], tables)
             rows = jnp.arange(shape.offers, dtype=jnp.int32)
-            transfer = Transfer(shape, ("expert",))
+            transfer = ReplicaTransfer(shape, ("expert",))
             return fetch(bank, rows, tables, transfer).at_once(empty_replicas(bank, transfer))["w"][None]
 
         def agg(gradients, tables, shape=shape):
             gradients, tables = {"w": gradients[0]}, jax.tree.map(lambda leaf: leaf[0], tables)
             sums = {"w": 0 * gradients["w"][:1] + jnp.zeros((shape.offers, 1))}
-            return give_back(gradients, tables, Transfer(shape, ("expert",))).at_once(sums)["w"][None]
+            return give_back(gradients, tables, ReplicaTransfer(shape, ("expert",))).at_once(sums)["w"][None]
 
         rows = int(rng.integers(16, 257))
         exchange = make_exchange(("expert",), number, "all_to_all", group)

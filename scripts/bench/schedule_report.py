@@ -1,7 +1,7 @@
 """What a sweep of `scripts/bench_schedules.py` says: speed-ups by groups, the automatic choice, the model's error.
 
 Inputs: measured seconds per layer and schedule, and the calibration file of the same place. Outputs: tables on the
-screen, a plot, one JSON line. `parm` is whichever schedule the file makes `MoEConfig.schedule = 'parm'` take; beside it
+screen, a plot, one JSON line. `parm` is whichever schedule the file makes `MoEConfig.schedule = 'parm'` take; by it
 both rules are judged: the closed form of Parm's equations 13 and 14 on fits of collectives, and `layer_seconds`.
 """
 
@@ -20,7 +20,7 @@ DEVICES, NEAR = 8, 1.03
 
 
 def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
-    """Print tables and the JSON line; draw beside the CSV file."""
+    """Print tables and the JSON line; draw next to the CSV file."""
     from moe_jax.analysis.timed import predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError

@@ -1,4 +1,4 @@
-"""Item 1: every grouped matmul against float32, and its rate beside that of a dense matmul of as many FLOPs.
+"""Item 1: every grouped matmul against float32, and its rate next to that of a dense matmul of as many FLOPs.
 
 What is checked: forward, gradient of the rows, gradient of the weights, in bfloat16, with NaN in every row that no
 group owns. An error is the largest difference over the largest entry; bfloat16 itself rounds by 0.004 of an entry.
@@ -78,7 +78,7 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
 
 
 def measure_others(context):
-    """Check and time what is registered beside the implementations that have parts of their own."""
+    """Check and time what is registered next to the implementations that have parts of their own."""
     from moe_jax.kernels.grouped import implementations
 
     others = [name for name in implementations() if name not in KNOWN]

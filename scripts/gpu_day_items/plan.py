@@ -102,7 +102,7 @@ ITEMS = (
         ),
     ),
     Item(
-        number=3, name="instructions", title="inspect --profile: measured beside modelled, instruction by instruction",
+        number=3, name="instructions", title="inspect --profile: measured next to modelled, instruction by instruction",
         budget=70, least=30, parts=(_part("profile", "profiled:measure", limit=70),),
     ),
     Item(

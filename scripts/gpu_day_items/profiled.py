@@ -10,7 +10,7 @@ from gpu_day_items.context import NotHere
 
 
 def measure(context):
-    """Compile the step of item 2 (from the cache, where that ran), record a trace, put it beside the model."""
+    """Compile the step of item 2 (from the cache, where that ran), record a trace, put it next to the model."""
     import jax
 
     from moe_jax.analysis import compile_ahead

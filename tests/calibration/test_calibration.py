@@ -178,10 +178,12 @@ PARTS = {name: (0, 0) for name in ("gate", "regroup", "expert_step", "call")}
 
 
 def chosen(fits, half=None, flops=1.0, rule=choose, capacity=None, top_k=2, gather="auto", **sizes):
-    """Return the choice on 8 devices, N_MP = 4, beside a half whose attention and experts take so many seconds."""
+    """Return the choice on 8 devices, N_MP = 4, next to a half whose attention and experts take so many seconds."""
     roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    moe, beside = MoEConfig(num_experts=8, top_k=top_k, gather=gather), None if half is None else HalfWork(*half)
-    layer = LayerSizes(config=moe, tokens=64, groups=1, capacity=capacity, row_bytes=256, beside=beside, **sizes)
+    moe, other_half = MoEConfig(num_experts=8, top_k=top_k, gather=gather), None if half is None else HalfWork(*half)
+    layer = LayerSizes(
+        config=moe, tokens=64, groups=1, capacity=capacity, row_bytes=256, other_half=other_half, **sizes
+    )
     return rule(roles, layer, None if fits is None else Cluster(fits=fits, flops=flops))
 
 
@@ -198,19 +200,19 @@ def test_parm_counts_the_gate_when_it_was_timed():
 
 
 def test_parm_counts_no_exchange_that_the_other_half_hides():
-    """s2 gathers more bytes than s1 here, but beside the other half's computation, where s1's gather is not."""
+    """s2 gathers more bytes than s1 here, but next to the other half's computation, where s1's gather is not."""
     alone, hidden = chosen(EXCHANGES), chosen(EXCHANGES, (1.0, 1.0))
     gathered = 64 * 256 * 1e-9
     exchange = (alone.s1_seconds - gathered) / 2
     assert alone.schedule == "s1" and alone.s2_seconds > alone.s1_seconds
     assert hidden.schedule == "s2" and hidden[1:3] == pytest.approx((gathered, 0.0), abs=1e-15)
-    # an exchange stands once beside half of attention and once beside half of the experts, which take twice as long in
-    # the backward: 1/2 and 3/4 of it beside, then all of it and all of it
+    # an exchange overlaps once with half of attention and once with half of the experts, which take twice as long in
+    # the backward: 1/2 and 3/4 of it next to, then all of it and all of it
     some = chosen(EXCHANGES, (exchange / 2, exchange * 3 / 4))
     assert some.s1_seconds == pytest.approx(2 * exchange * (1 / 2 + 1 / 4) / 4 + gathered)
     assert chosen(EXCHANGES, (0.0, 0.0))[1:3] == pytest.approx(alone[1:3])
     assert chosen(EXCHANGES, (1.0, 1.0), flops=None) == alone  # of unknown computation nothing hides
-    # computed again: an exchange has unpacking alone beside it in the forward, and goes back twice in the backward
+    # computed again: an exchange has unpacking alone next to it in the forward, and goes back twice in the backward
     once, again = (chosen(EXCHANGES, (exchange, exchange, recompute)) for recompute in (False, True))
     assert again.s1_seconds > once.s1_seconds
     assert chosen(EXCHANGES, (0.0, 0.0, True)).s1_seconds == pytest.approx(3 * exchange + gathered)

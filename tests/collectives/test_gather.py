@@ -53,7 +53,7 @@ WIRES = {**FLOAT32, "columns": "bfloat16", "rows": "bfloat16"}
 def test_every_device_gets_every_leaf(dtypes, wires, collectives):
     """To the bit of its wire; a leaf's gradient is the sum over devices, in its dtype, on the device of its part.
 
-    Leaves of two dtypes travel apart, each unrounded. Some leaves may travel in bfloat16 beside others in float32, as
+    Leaves of two dtypes travel apart, each unrounded. Some leaves may travel in bfloat16 next to others in float32, as
     bits of one all-gather; their gradients are summed in float32.
     """
     step, placed, tree, weights = gathering(dtypes, wires)

@@ -17,7 +17,7 @@ from support.placements import random_placement
 
 from moe_jax.moe.routing import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.sparse_all_gather import PARTS, Transfer, empty_replicas, fetch, open_replicas, return_part
+from moe_jax.parallel.sparse_all_gather import PARTS, ReplicaTransfer, empty_replicas, fetch, open_replicas, return_part
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.planning.plan_shape import build_shape, fill_tables
@@ -47,7 +47,7 @@ def oracle(placement, shape, bank, cotangent):
 def make_functions(shape):
     """Return jitted (gather, gradient through gather, both in parts) over global arrays, layer after layer."""
     roles = build_mesh(MeshConfig(expert=DEVICES), jax.devices())
-    transfer = Transfer(shape.ahead, roles.expert)
+    transfer = ReplicaTransfer(shape.ahead, roles.expert)
     spec = P(roles.expert)
 
     def of_layers(one):

@@ -37,7 +37,7 @@ PAPERS = {
     "fastermoe_moe_bert_wide_l": (12, 2048, 4096, 12 * 64, ""),
     "parm_bert_base": (12, 768, 3072, 12 * 8, ""),
     "parm_gpt2": (12, 768, 3072, 12 * 8, ""),
-    # DeepSpeed-MoE: every second layer MoE; PR-MoE has an FFN for every token beside each MoE layer
+    # DeepSpeed-MoE: every second layer MoE; PR-MoE has an FFN for every token next to each MoE layer
     "deepspeed_350m_moe_128": (24, 1024, 4096, 12 + 12 * 128, "13 B"),
     "deepspeed_1b3_moe_128": (24, 2048, 8192, 12 + 12 * 128, "52 B"),
     "pr_moe_350m_32_64": (24, 1024, 4096, 12 + 12 + 10 * 32 + 2 * 64, "4 B"),

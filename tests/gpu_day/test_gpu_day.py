@@ -85,7 +85,7 @@ def test_grouped_matmuls_are_checked_and_timed(finished):
         assert parts[name]["reason"] == "cpu has no compute capability 9.0"
     for name in ("ragged", "fused", "blocked"):
         assert parts[name]["right"] and set(parts[name]["errors"]) >= {"uneven", "empty", "one row", "nothing"}
-    assert parts["float8_fused"]["right"]  # beside float32 sums of the same quantised operands
+    assert parts["float8_fused"]["right"]  # next to float32 sums of the same quantised operands
     for name in ("ragged", "fused", "blocked", "float8_fused"):
         timed = parts[name][f"200 x 128 x {128 if name == 'float8_fused' else 64}, 8 groups, 67%"]
         for product in ("forward", "d-rows", "d-weights"):

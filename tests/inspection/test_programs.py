@@ -1,4 +1,4 @@
-"""The text of a compiled program, read and priced: each number is derived beside it, or for schedules that the compiler
+"""The text of a compiled program, read and priced: each number is derived there, or for schedules that the compiler
 wrote counted in the text in another way."""
 
 import functools
@@ -153,7 +153,7 @@ ARGUMENTS = """  %a = f32[12,8,8]{2,1,0} parameter(0)
 @pytest.mark.parametrize(
     "fusion, flops, bytes_",
     [
-        # 12 layers stacked, one of them read: 256 bytes of 3,072; beside it 4 + 256 in and 256 out
+        # 12 layers stacked, one of them read: 256 bytes of 3,072; next to it 4 + 256 in and 256 out
         ("f32[8,8]{1,0} fusion(%a, %i, %b), kind=kCustom, calls=%fused", (("tf32", 1024.0),), 256 + 4 + 256 + 256),
         # updated in place: 32 bytes read, 4 of the index, 32 written; not the 384 of the whole array
         ("f32[12,8]{1,0} fusion(%c, %u, %i), kind=kLoop, calls=%stored", (), 32 + 4 + 32),

@@ -37,7 +37,7 @@ def test_report_sums_and_prints(tmp_path):
     assert total["role"] == "all-to-all" and [total] == report["in_loops"]["by_role"]
     (of_scope,) = report["totals"]["by_scope"]
     assert of_scope["scope"] == "forward moe/dispatch" and of_scope["seconds"] == total["seconds"]
-    assert total["bytes"] == total["bytes_beside_matmuls"] == 480 and total["executions"] == 3
+    assert total["bytes"] == total["bytes_overlapping_matmuls"] == 480 and total["executions"] == 3
     assert total["seconds"] == pytest.approx(60.0) and total["exposed_seconds"] == pytest.approx(12.0)
     step = report["step"]  # a matmul in each of three turns
     assert (step["kernels"], step["shortest_kernels"], step["conditionals"]) == (3, 0, 0)
@@ -89,12 +89,12 @@ def test_expected_rows_shorten_transfers_and_matmuls():
 
 
 def test_fewer_cores_slow_what_runs_beside_a_transfer():
-    """A matmul of 16 s at half the rate does 8 s of it beside a transfer of 16 s, and the rest in 8 s."""
+    """A matmul of 16 s at half the rate does 8 s of it next to a transfer of 16 s, and the rest in 8 s."""
     module = parse_module(LOOP)
     half = play(module, TARGET, MODEL, taken=0.5)
     assert half.seconds == half.compute_seconds == pytest.approx(3 * 24.0)
     assert sum(flight.exposed_seconds for flight in half.flights.values()) == 0
-    slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, beside which the matmul takes 32
+    slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, next to which the matmul takes 32
     assert play(module, slow, MODEL, taken=0.5).seconds == pytest.approx(3 * 40.0)
     assert what_if(module, TARGET, MODEL) == {"cores": []}  # the toy's cores are not known
     described = dataclasses.replace(TARGET, config="core_count: 64")
@@ -125,7 +125,7 @@ def test_the_report_says_all_of_it():
     for said in (
         "P(overflow) of a step is at most 3.000%; complete program 48000.000 ms",
         "= 48000.000 ms + 3.000% x (48000.000 ms + 48000.000 ms) = 50880.000 ms",
-        "compute at 100 / 132 beside transfers: step ",
+        "compute at 100 / 132 next to transfers: step ",
         "buckets of all: 8 rows by shape, 4 expected (50.0%), 3 exchanges a step",
         "by expected rows: step 24000.000 ms",
         "2 command buffers with 7 thunks; outside of them 3 kernels, 0 conditionals",
@@ -287,7 +287,7 @@ def test_pauses_around_conditionals_are_their_cost():
 
 def test_collectives_measured_by_hand():
     """Two devices, two steps. On d0 a transfer runs 0-4 and 10-14; kernels 1-2 and 1.5-3, then 12-20: hidden are
-    2 s and 2 s, exposed 4 s. On d1 nothing computes beside 2 s of transfer. Per device and step: 10 / 4 s, exposed
+    2 s and 2 s, exposed 4 s. On d1 nothing computes next to 2 s of transfer. Per device and step: 10 / 4 s, exposed
     6 / 4 s."""
     module = parse_module(LOOP)
     report = build_report(play(module, TARGET, MODEL), TARGET, MODEL)

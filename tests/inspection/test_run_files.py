@@ -185,7 +185,7 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
     # dispatch and combine, forward and backward, in each of 3 layers, and their counts
     exchanges = [r for r in report["collectives"] if r["role"] == "all-to-all"]
     assert sum(r["executions"] for r in exchanges if r["bytes"] == 4 * 96 * 64 * (4 if turing else 2)) == 4 * 3
-    # those that have nothing to stand beside the compiler makes synchronous (jax 0.12: one, on 2080ti)
+    # those that have nothing to stand next to the compiler makes synchronous (jax 0.12: one, on 2080ti)
     assert any(r["asynchronous"] for r in exchanges)
     # XLA's dump of thunks knows the same program: transfers and later passes' conditionals stand in no command buffer
     thunks, step = report["thunks"], report["step"]

@@ -76,15 +76,17 @@ def test_a_transfer_as_long_as_its_compute_is_hidden():
     assert (flight.kind, flight.role, flight.scope, flight.bytes) == ("all-to-all", "all-to-all", "moe/dispatch", 160)
     assert (flight.executions, flight.loops, flight.group_size, flight.nodes_of_a_group) == (3, (3,), 4, 2)
     assert flight.seconds == pytest.approx(48.0) and flight.exposed_seconds == 0.0
-    assert flight.executions_beside_matmuls == flight.executions_beside_kernels == 3
-    assert flight.beside == {"moe/experts": pytest.approx(48.0)}
+    assert flight.executions_overlapping_matmuls == flight.executions_overlapping_kernels == 3
+    assert flight.overlapped == {"moe/experts": pytest.approx(48.0)}
 
 
 def test_a_transfer_that_ends_before_the_matmul_begins_is_exposed_whole():
     dot, done = (re.search(rf"  %{name} = .*\n", LOOP).group() for name in ("dot.1", "all-to-all-done"))
     flight = only(play(parse_module(LOOP.replace(dot, "").replace(done, done + dot)), TARGET, MODEL))
     assert flight.exposed_seconds == flight.seconds == pytest.approx(48.0)
-    assert flight.executions_beside_matmuls == flight.executions_beside_kernels == 0 and flight.beside == {}
+    assert (
+        flight.executions_overlapping_matmuls == flight.executions_overlapping_kernels == 0 and flight.overlapped == {}
+    )
 
 
 def test_synchronous_collectives_are_exposed_whole():
@@ -127,7 +129,7 @@ def test_transfers_share_links_one_after_the_other():
     assert gather.bytes == 320 and gather.exposed_seconds == pytest.approx(1.6)
     assert permute.waited_for_links_seconds == pytest.approx(1.6) and permute.exposed_seconds == pytest.approx(1.6)
     assert reduce.bytes == 160 and reduce.bytes_leaving_a_node == 320
-    assert reduce.exposed_seconds == pytest.approx(33.6 - 19.2) and reduce.executions_beside_matmuls == 1
+    assert reduce.exposed_seconds == pytest.approx(33.6 - 19.2) and reduce.executions_overlapping_matmuls == 1
 
 
 def test_time_in_which_two_exchanges_move_is_overlapped_once():
@@ -172,11 +174,11 @@ ENTRY %main (x: f32[4,10], p: pred[], a: bf16[8,8]) -> f32[4,10] {
 
 
 def test_wrapped_collectives_calls_and_branches():
-    """80 of 160 bytes to the neighbour: 0.8 s beside a called matmul of 16 s; the branch that computes is not taken."""
+    """80 of 160 bytes to the neighbour: 0.8 s during a called matmul of 16 s; the branch that computes is not taken."""
     timeline = play(parse_module(WRAPPED), TARGET, MODEL)
     flight = only(timeline)
     assert (flight.kind, flight.role, flight.bytes) == ("all-to-all", "all-to-all", 160)
-    assert (flight.seconds, flight.exposed_seconds, flight.executions_beside_matmuls) == (pytest.approx(0.8), 0, 1)
+    assert (flight.seconds, flight.exposed_seconds, flight.executions_overlapping_matmuls) == (pytest.approx(0.8), 0, 1)
     assert timeline.seconds == pytest.approx(16.0) and timeline.overlapped == {("", ""): pytest.approx(0.8)}
     slower = play(parse_module(WRAPPED), TARGET, dataclasses.replace(MODEL, conditional=3.0))
     assert slower.seconds == pytest.approx(19.0)

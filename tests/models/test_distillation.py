@@ -1,4 +1,4 @@
-"""A student beside a frozen teacher on one mesh: the divergence against whole logits, and whom its gradient reaches."""
+"""A student and a frozen teacher on one mesh: the divergence against whole logits, and whom its gradient reaches."""
 
 import dataclasses
 
@@ -100,7 +100,7 @@ def test_loss_and_every_gradient_equal_whole_logits(case):
     loss, roles = build(mesh, student, teacher, ALPHA, zero, teacher_zero)
     both = stored(params, *student, roles), stored(frozen, *teacher, roles)
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*both).compile()
-    assert not overtaking(step.as_text()), "a collective may run beside a loop or branch that holds others"
+    assert not overtaking(step.as_text()), "a collective may run next to a loop or branch that holds others"
     (got, stats), grads = step(*both)
     (want, kl), want_grads = jax.jit(jax.value_and_grad(taught_loss, has_aux=True), static_argnums=(3, 4, 5))(
         params, frozen, data("float64", weighted=True), student, teacher, ALPHA

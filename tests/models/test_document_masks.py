@@ -111,7 +111,7 @@ def test_the_masked_reference_is_each_document_alone():
 @pytest.mark.parametrize("implementation", ["xla", "cudnn"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_bfloat16_attention_of_documents(implementation, causal, monkeypatch):
-    """Mixed values and gradients beside those of each document alone, in float64.
+    """Mixed values and gradients next to those of each document alone, in float64.
 
     In the place of cuDNN stands JAX's own attention, with the bias that cuDNN gets.
     """

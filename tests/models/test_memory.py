@@ -155,7 +155,7 @@ def test_a_teacher_is_counted_by_the_largest_of_its_segments():
 def test_refetch_replicas_keeps_a_layer_or_two_of_replicas(prefetch, case, alive):
     """One layer of replicas, or two, and one more while a transfer is in flight, instead of those of all six.
 
-    Every expert is on every device: 6 replicas of 256 KiB beside 32 tokens, so temporary bytes count layers of them.
+    Every expert is on every device: 6 replicas of 256 KiB next to 32 tokens, so temporary bytes count layers of them.
     """
     layers, sizes = 6, {"model_dim": 128, "hidden_dim": 256, "batch": 16, "length": 8, "slack": float(DEVICES)}
     even = Placement.even(layers, EXPERTS, DEVICES, DEVICES)

@@ -27,7 +27,7 @@ from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.routing import even_tables
 from moe_jax.moe.schedule import LayerSizes, build_schedule
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.sparse_all_gather import Transfer, return_part, zeros_varying
+from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, return_part, zeros_varying
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.training.optimizer import build_optimizer
@@ -209,7 +209,7 @@ def test_gradients_of_many_holders_are_rounded_once_a_node(by_node):
     roles = build_mesh(MeshConfig(expert=8), jax.devices())
     placement = Placement(np.zeros((1, 8), int), [(0, 5, d) for d in range(1, 8)], devices=8, devices_per_node=4)
     shape = build_shape(placement, by_node=by_node)
-    transfer, elements = Transfer(shape.ahead, roles.expert), 4096
+    transfer, elements = ReplicaTransfer(shape.ahead, roles.expert), 4096
     values = jnp.asarray(1 + np.random.default_rng(0).random((8, 1, elements)), jnp.bfloat16)
 
     def body(values, tables):
@@ -230,7 +230,7 @@ def test_gradients_of_many_holders_are_rounded_once_a_node(by_node):
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_ring_sums_within_its_bound(shards):
-    """Partial results of K experts and Ns shards each, of one sign and of both, beside their sum in float64.
+    """Partial results of K experts and Ns shards each, of one sign and of both, next to their sum in float64.
 
     A CPU adds in float32 inside a collective, other machines may round after each device: added so from any start too.
     """

@@ -51,7 +51,7 @@ SLOW = {
 
 
 # Replicas that come after the gate inside a block-wise schedule, which brings others ahead, as in Hecate: those that
-# are planned come beside attention, and calibration adds more once the gate has counted.
+# are planned come next to attention, and calibration adds more once the gate has counted.
 def calibrated(shape):
     """Up to two replicas more on a device, by node, at a price that some layers pay."""
     sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": 2, "slots": 2}
@@ -153,7 +153,7 @@ def test_covering_set_equals_reference(case):
 @pytest.mark.parametrize("by_node", [False, True])
 @pytest.mark.parametrize("prefetch", ["hecate", "pro_prophet"])
 def test_what_is_sent_is_packed_before_the_window_opens(prefetch, by_node):
-    """What every transfer sends comes out of a fence, beside what the stage computes with: in the program's text, the
+    """What every transfer sends comes out of a fence, next to what the stage computes with: in the program's text, the
     operand of its first exchange is a result of an `optimization_barrier`, whose others nothing of that stage can
     precede. Trans starts with X rows of a slice for each device, Agg with one for each of the m slots."""
     config = model_config(prefetch=prefetch, refetch_replicas=True)
@@ -192,7 +192,7 @@ def holds_transfer(equation):
 @pytest.mark.parametrize("prefetch, beside_attention", [("hecate", 1.0), ("pro_prophet", 0.5)])
 def test_the_sum_of_dense_gradients_waits_for_the_moves_of_its_window(prefetch, beside_attention):
     """In the backward's loop the largest sum over devices is of attention's gradients. Were it free to stand before the
-    moves, XLA would put it there, and before it the kernels that it is computed from: nothing would be left beside."""
+    moves, XLA would put it there, and before it the kernels that it is computed from: nothing would be left next to."""
     config = model_config(prefetch=prefetch, refetch_replicas=True)
     placements, shape = placements_of(False, config.moe_layers, 8)
     with jax.enable_x64(True):

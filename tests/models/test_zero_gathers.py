@@ -27,7 +27,7 @@ from moe_jax.models import make_loss
 from moe_jax.models.language_model import flatten
 
 EXACT = {"xla_allow_excess_precision": False}  # else XLA:CPU leaves out the rounding of a weight that it has in float32
-MODELS = {  # model, layer, mesh beside 2 expert-parallel devices
+MODELS = {  # model, layer, mesh next to 2 expert-parallel devices
     "learned": ({}, {}, {"data": 2}),
     "published": (
         {

@@ -15,7 +15,7 @@ EVERY = [
 
 
 def written(schedule):
-    """Return the step as words: 'A0|T0' is attention of layer 0 beside Trans of layer 0; a prime marks the way back."""
+    """Return the step as words: 'A0|T0' is attention of layer 0 with Trans of layer 0; a prime marks the way back."""
     letters, words = {name: letter for letter, name in STAGES.items()}, []
     for direction, pair in schedule.windows():
         sides = []
@@ -23,7 +23,7 @@ def written(schedule):
             name, again, _ = window.stage.partition("_again")
             word = letters[name] + ("'" if direction == "backward" and not again else "")
             word += ("" if window.half is None else "ab"[window.half]) + str(window.layer)
-            for move in window.beside:
+            for move in window.moves:
                 part = "" if (move.start, move.stop) == (0, 1) else f"[{move.start:g},{move.stop:g}]"
                 word += f"|{'T' if move.kind == 'trans' else 'G'}{move.layer}{part}"
             sides.append(word)
@@ -42,7 +42,7 @@ def test_hecate_by_hand():
 
 
 def test_pro_prophet_by_hand():
-    """SubTrans1 beside the experts, SubTrans2 beside the next attention; SubAgg1 beside attention, SubAgg2 after it."""
+    """SubTrans1 with the experts, SubTrans2 with the next attention; SubAgg1 with attention, SubAgg2 after it."""
     schedule = Prefetch(schedule="pro_prophet").build(3, trans_share=0.75, agg_share=0.25)
     assert written(schedule) == (
         "A0|T0 D0 E0|T1[0,0.25] C0 A1|T1[0.25,1] D1 E1|T2[0,0.25] C1 A2|T2[0.25,1] D2 E2 C2 "
@@ -89,7 +89,7 @@ def test_every_schedule_keeps_the_order_of_data(prefetch, layers, recompute):
                 if window.stage == "experts":
                     assert not back or (window.layer, window.half) in computed
                     (differentiated if back else computed).add((window.layer, window.half))
-        for move in [move for window in pair.pair for move in window.beside]:
+        for move in [move for window in pair.pair for move in window.moves]:
             whole = come if move.kind == "trans" else gone
             key = (back, move.layer) if move.kind == "trans" else move.layer
             np.testing.assert_allclose(whole.get(key, 0), move.start)  # parts in order
@@ -122,10 +122,10 @@ def timeline(schedule, times):
     """Run a step window after window: (its seconds, {layer: seconds of its transfers that nothing hides})."""
     now, late = 0.0, {}
     for direction, pair in schedule.windows():
-        own, beside = times.window(pair, direction == "backward"), times.beside(pair, direction == "backward")
+        own, overlapped = times.window(pair, direction == "backward"), times.overlapped(pair, direction == "backward")
         end = now + own if pair.others else now  # moves follow the exchange of the other half
-        hidden_until = now + max(own, beside)
-        for move in [move for window in pair.pair for move in window.beside]:
+        hidden_until = now + max(own, overlapped)
+        for move in [move for window in pair.pair for move in window.moves]:
             start, end = end, end + (move.stop - move.start) * getattr(times, move.kind)
             late[move.layer] = late.get(move.layer, 0.0) + max(0.0, end - max(start, hidden_until))
         now = max(hidden_until, end)
@@ -140,11 +140,11 @@ def test_what_two_halves_hide_by_hand():
     np.testing.assert_allclose(stage_seconds(halves, times), 4 * 1.5 + 4 * 2.0)
     np.testing.assert_allclose(stage_seconds(Prefetch(), times), 4 * 3.0 + 3 * 4.0)
     # computed again: attention a alone and four exchanges in the forward; in the backward five exchanges that outlast
-    # what is beside them, three beside experts or attention on their way back, and attention a alone
+    # what is next to them, three next to experts or attention on their way back, and attention a alone
     again = 1.0 + 4 * 1.5 + 5 * 1.5 + 3 * 2.0 + 2.0
     np.testing.assert_allclose(stage_seconds(halves, times, recompute=True), again)
     np.testing.assert_allclose(stage_seconds(Prefetch(), times, recompute=True), 4 * 3.0 + 3 * 4.0 + 2 * 3.0 + 2.0)
-    # Trans beside combine b and attention a, where the links have no time left; 0.5 are left for Agg in the backward
+    # Trans next to combine b and attention a, where the links have no time left; 0.5 are left for Agg in the backward
     np.testing.assert_allclose(exposed(halves, times), [1.0, 0.5])  # in windows of 1 and of 2
     # 3 turns each way; the first and the last layer have ends that stand alone, and their transfers
     turns = 3 * (4 * 1.5 + 1.0) + 3 * (4 * 2.0 + 0.5)
@@ -165,9 +165,9 @@ def test_the_split_that_a_program_gets_hides_what_the_formula_promises():
         prefetch = Prefetch(schedule="pro_prophet")
         np.testing.assert_allclose(middle_layer_exposes(prefetch, times), sum(exposed(prefetch, times)), atol=1e-12)
         assert shares(times)[0] == min(1, attention / trans)  # attention's window is filled first
-    # With refetch: windows of 1 and 1 forward, 2 and 2 backward, for transfers of 2.5. Forward: 1 of Trans beside
-    # attention, 1.5 beside the experts, 0.5 of that late. Backward: 1 of Trans and 1 of Agg beside attention, 1.5 of
-    # each beside the experts, 1 of that late.
+    # With refetch: windows of 1 and 1 forward, 2 and 2 backward, for transfers of 2.5. Forward: 1 of Trans next to
+    # attention, 1.5 next to the experts, 0.5 of that late. Backward: 1 of Trans and 1 of Agg next to attention, 1.5 of
+    # each next to the experts, 1 of that late.
     times = Times(attention=1.0, experts=1.0, trans=2.5, agg=2.5)
     prefetch = Prefetch(schedule="pro_prophet", refetch_replicas=True)
     assert shares(times, True) == (0.4, 0.4)

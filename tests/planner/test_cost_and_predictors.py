@@ -74,16 +74,16 @@ def test_a_transfer_by_a_calibrations_fits():
 
 
 def test_schedules_hide_what_their_programs_hide():
-    # Trans = Agg = 11.25 s, experts 5 and 10 s, attention 4 and 8 s, exchange 4 x 3 s and experts 3 x 5 s beside.
+    # Trans = Agg = 11.25 s, experts 5 and 10 s, attention 4 and 8 s, exchange 4 x 3 s and experts 3 x 5 s next to.
     computed, received, moved = np.array([10.0, 2, 4, 4]), np.array([6.0, 0, 1, 1]), sizes(2, 3)
     hides = {"none": 0.0, "hecate": 4 + 8, "pro_prophet": 4 + 5 + 11.25}
     for schedule, hidden in hides.items():
         cost = make_cost(attention_seconds=4.0, prefetch=Prefetch(schedule=schedule))
         assert cost.layer(computed, received, moved, "t") == pytest.approx(27 + 22.5 - hidden), schedule
-    # in halves no exchange of 1.5 s outlasts attention's 2 or experts' 2.5; beside attention a are 0.5 and 2.5 left
+    # in halves no exchange of 1.5 s outlasts attention's 2 or experts' 2.5; next to attention a are 0.5 and 2.5 left
     halves = make_cost(attention_seconds=4.0, prefetch=Prefetch(halves=True))
     assert halves.layer(computed, received, moved, "t") == pytest.approx(15 + 22.5 - 0.5 - 2.5)
-    with pytest.raises(UserError, match="hides transfers beside attention .* give attention_seconds"):
+    with pytest.raises(UserError, match="hides transfers next to attention .* give attention_seconds"):
         make_cost(prefetch=Prefetch(schedule="hecate")).layer(computed, received, moved, "t")
 
 

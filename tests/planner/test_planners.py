@@ -296,7 +296,7 @@ def test_eplb_published_case_is_exact():
 
 def test_eplb_splits_a_replicated_expert_evenly():
     # Two devices of one expert and one replica each, totals 12 and 4: expert 0 gets both spare slots (12, 6, 4 > 4):
-    # three slots of 4, two on device 0 and one beside expert 1, so device 0 computes 2/3 of expert 0: 8 and 4 + 4.
+    # three slots of 4, two on device 0 and one next to expert 1, so device 0 computes 2/3 of expert 0: 8 and 4 + 4.
     loads = np.array([[[6, 2], [6, 2]]])
     placement = plan("eplb", loads, make_cost(1, 1, replica_slots=1))
     assert sorted(routing.pair_loads(placement, loads).sum(axis=1)[0].tolist()) == [8, 8]

@@ -1,4 +1,4 @@
-"""Pro-Prophet's search beside algorithm 1 of its paper, written down once more in plain loops.
+"""Pro-Prophet's search next to algorithm 1 of its paper, written down once more in plain loops.
 
 As in the paper: one expert a device, one bandwidth (`price = 'paper'`), and no bound on what a device holds or a node
 sends (`bounded = False`).

@@ -64,7 +64,7 @@ def test_attention_is_filled_first(config):
     assert shares(config, number=1) == {"trans_share": 1.0, "agg_share": 1.0}
     halved = shares(with_model(config, dtype="bfloat16"))
     assert halved["trans_share"] == 1.0  # half the bytes
-    bare = dataclasses.replace(config, planner=PlannerConfig())  # without a calibration half runs beside attention
+    bare = dataclasses.replace(config, planner=PlannerConfig())  # without a calibration half runs next to attention
     assert shares(bare) == {"trans_share": 0.5, "agg_share": 0.5}
     for other in ({"prefetch_case": "expert"}, {"prefetch": "hecate"}):  # only a split has shares
         assert shares(with_model(config, **other)) == {}

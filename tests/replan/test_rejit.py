@@ -361,7 +361,7 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes(started):
     ],
 )
 def test_which_planners_have_slots_for_late_replicas(settings, rule):
-    """From the start, beside those of replicas ahead where there are any."""
+    """From the start, next to those of replicas ahead where there are any."""
     session = session_of(**{**LATE, **settings})
     shape = build_replanners(session.config, session.roles)[ONE].first_shape()
     assert shape.late_slots == (2 if rule else 0) and isinstance(shape.after_gate, rule or type(None))

@@ -49,7 +49,7 @@ def test_homes_move_there_and_back(devices, data, spare):
 
 
 def test_memory_is_the_leaf_and_the_rows_of_a_round():
-    """64 rows of 4 KiB on each of 8 devices, most of which move: beside the leaf its new version, 8 rows that leave in
+    """64 rows of 4 KiB on each of 8 devices, most of which move: next to the leaf its new version, 8 rows that leave in
     a round and 8 that arrive."""
     roles = build_mesh(MeshConfig(expert=8), jax.devices())
     rows, row_bytes = 64, 4096

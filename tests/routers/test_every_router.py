@@ -213,7 +213,7 @@ OTHER = {"routed_scale": 2.0, "renormalize": False, "drop": "probability"}
 
 
 def test_what_none_of_a_models_routers_reads_is_refused():
-    """By one router alone; beside one that reads it, it is bound for that one."""
+    """By one router alone; next to one that reads it, it is bound for that one."""
     assert {"switch", "gshard", "base"} == {n for n in ROUTERS if "renormalize" in ignored(n)}
     for name in routers():
         for field in ignored(name):

@@ -1,4 +1,4 @@
-"""Every router's layer in bfloat16 beside the same numbers in float32, on four devices: output and every gradient.
+"""Every router's layer in bfloat16 next to the same numbers in float32, on four devices: output and every gradient.
 
 The gate computes in float32 either way, from the same tokens and weights, so that the choices are the same and nothing
 but rounding differs.

@@ -63,9 +63,9 @@ def test_a_step_balances_over_its_microbatches(tmp_path):
             one = none.copy()
             one[layer, expert] = 2**30
             shown.append(2 * look(1, one)[0])
-        beside = (np.sum(shown) - experts) / experts  # the other layer's, for the probabilities have a sum of 1
+        other = (np.sum(shown) - experts) / experts  # the other layer's, for the probabilities have a sum of 1
         own = total[layer, :experts]
-        want += np.sum(own * (np.array(shown) - beside)) / np.sum(own) / 2
+        want += np.sum(own * (np.array(shown) - other)) / np.sum(own) / 2
     np.testing.assert_allclose(second, want, rtol=1e-5)
 
     step, _ = session.compile_step()

@@ -66,7 +66,7 @@ def test_schedule_equals_reference(name):
     with jax.enable_x64(True):
         loss = jax.jit(jax.value_and_grad(make_loss(config, roles, TOKENS, plan), (0, 1, 2), has_aux=True))
         step = loss.lower(*arguments("general")).compile()
-        assert not overtaking(step.as_text()), "a collective may run beside a branch that holds others"
+        assert not overtaking(step.as_text()), "a collective may run next to a branch that holds others"
         reference = make_reference(moe_config("s1", config.top_k), 1)
         for load in ("general", *TARGETS, "idle"):
             (got, (y, _, passes[load])), grads = step(*arguments(load))

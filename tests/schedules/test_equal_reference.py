@@ -79,7 +79,7 @@ def build(case, grouped_matmul):
     with jax.enable_x64(True):
         loss = jax.jit(jax.value_and_grad(make_loss(config, roles), (0, 1, 2), has_aux=True))
         compiled = loss.lower(*draw(case["skewed"])).compile()
-    assert not overtaking(compiled.as_text()), "a collective may run beside a branch that holds others"
+    assert not overtaking(compiled.as_text()), "a collective may run next to a branch that holds others"
     return config, roles, compiled
 
 

@@ -47,7 +47,7 @@ def test_transfers_wait_for_the_experts_of_the_step_before_the_last(groups, expe
 
 
 def test_phases_of_saa_wait_for_the_gather_before_the_last():
-    """Phase j + 1 starts beside gather j, when gather j - 1 is through; 4 members of 2 shards, 2 permutes a phase."""
+    """Phase j + 1 starts next to gather j, when gather j - 1 is through; 4 members of 2 shards, 2 permutes a phase."""
     roles = roles_of(2, 2)
     collect = functools.partial(collect_parts, roles, ExpertGroup(roles), "saa", bucket_layout(1, 4))
     mapped = jax.shard_map(collect, mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.dense))

@@ -1,4 +1,4 @@
-"""Packed documents on a mesh, beside each document alone: batches, and the logits that a mesh computes.
+"""Packed documents on a mesh, next to each document alone: batches, and the logits that a mesh computes.
 
 A window of LENGTH tokens holds whole documents, each with its end id, and perhaps a part of one at either end.
 """

@@ -1,4 +1,4 @@
-"""A model on a mesh beside the one-device reference: sizes, parameters, data, and the comparison of every gradient.
+"""A model on a mesh next to the one-device reference: sizes, parameters, data, and the comparison of every gradient.
 
 A model whose layers differ has experts, banks and tables by segment.
 """

@@ -1,4 +1,4 @@
-"""One MoE layer under any schedule and mesh of eight devices, beside the one-device reference.
+"""One MoE layer under any schedule and mesh of eight devices, next to the one-device reference.
 
 The layer is the real one (gate, experts, bank and grad_sink); the loss is a fixed weighting of its outputs plus the
 gate losses, so that every gradient is at a general point.

@@ -1,4 +1,4 @@
-"""Small models under placements and block-wise schedules, beside the one-device reference.
+"""Small models under placements and block-wise schedules, next to the one-device reference.
 
 Sizes: L MoE layers, E = 8 experts, 8 sequences of 8 tokens, up to 2 replicas a device and layer.
 """
@@ -111,7 +111,7 @@ def gradient_step(config, schedule, mesh, shape, zero=1, shares=None, routing="g
 def runner(config, schedule, mesh, shape, **how):
     """Return run(placement, routing) -> (loss, gradients, stats), compiled once, at the first call.
 
-    No collective of the program may run beside a branch that holds others, such as the rounds of one layer's transfer.
+    No collective of the program may run next to a branch that holds others, such as the rounds of one layer's transfer.
     """
     step, arguments = gradient_step(config, schedule, mesh, shape, **how)
     compiled = []

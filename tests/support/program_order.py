@@ -1,4 +1,4 @@
-"""Which collectives of a compiled program XLA:CPU may run beside a branch or loop that holds collectives.
+"""Which collectives of a compiled program XLA:CPU may run next to a branch or loop that holds collectives.
 
 It starts such a branch and goes on; only operations that read its result wait (see `parallel/ordering.py`).
 """

@@ -26,7 +26,7 @@ MODEL = Constants(matmul_efficiency=1.0, memory_efficiency=1.0, launch=0.0)
 
 HEAD = "HloModule toy, is_scheduled=true, entry_computation_layout={()->()}\n\n"
 
-# one block: 160 bytes exchanged over 4 devices beside a matmul of 1,024 FLOPs, which needs the result of another matmul
+# one block: 160 bytes exchanged over 4 devices during a matmul of 1,024 FLOPs, which needs the result of another matmul
 BLOCK = """
 %body (p: (s32[], f32[4,10])) -> (s32[], f32[4,10]) {
   %p = (s32[], f32[4,10]{1,0}) parameter(0)

@@ -21,7 +21,7 @@ from moe_jax.kernels.grouped import register
 from moe_jax.models.config import ModelConfig
 from moe_jax.training import expert_check
 from moe_jax.training import run as run_module
-from moe_jax.training.expert_check import CASES, compare_expert, draw_arrays, of_implementation, settle_unproven
+from moe_jax.training.expert_check import CASES, compare_expert, draw_arrays, of_implementation, select_verified_kernels
 from moe_jax.training.hosts import Hosts
 
 SMALL = ModelConfig(model_dim=64, hidden_dim=128, dtype="bfloat16")
@@ -138,7 +138,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compared(cache, monkeypatch):
-    """Return function(outcome): 'auto' is 'blocked', which is unproven; returns the list of its comparisons."""
+    """Return function(outcome): 'auto' is 'blocked', which is unverified; returns the list of its comparisons."""
 
     def make(outcome):
         asked = []
@@ -169,20 +169,20 @@ def test_the_second_start_costs_nothing(tmp_path, compared, cache, monkeypatch):
     driver.write_text("NVRM version: NVIDIA UNIX x86_64  580.65.06\nGCC version: 12\n")
     monkeypatch.setattr(expert_check, "DRIVER", driver)
     made, asked = session_of(tmp_path, "auto"), compared(RIGHT)
-    settled, first = settle_unproven(made, Hosts())
+    settled, first = select_verified_kernels(made, Hosts())
     record = {"wanted": "auto", "compared": "blocked", "used": "blocked", "outcome": "passes", "detail": ""}
     assert settled is made and first == {"grouped_matmul": record}
-    assert settle_unproven(made, Hosts())[1] == first and len(asked) == 1
+    assert select_verified_kernels(made, Hosts())[1] == first and len(asked) == 1
     (file,) = cache.iterdir()
     key = json.loads(file.read_text())["key"]
     assert {"device", "platform", "jax", "jaxlib", "source", "compared"} <= set(key)
     assert key["driver"] == "NVRM version: NVIDIA UNIX x86_64  580.65.06"
     file.write_text(file.read_text()[:40])  # damaged
-    assert settle_unproven(made, Hosts())[1] == first and len(asked) == 2
+    assert select_verified_kernels(made, Hosts())[1] == first and len(asked) == 2
     driver.write_text("NVRM version: NVIDIA UNIX x86_64  590.10.01\n")
-    settle_unproven(made, Hosts())
+    select_verified_kernels(made, Hosts())
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exhaustive_tiling_search=true")
-    settle_unproven(made, Hosts())
+    select_verified_kernels(made, Hosts())
     assert len(asked) == 4
 
 
@@ -199,7 +199,7 @@ def test_the_second_start_costs_nothing(tmp_path, compared, cache, monkeypatch):
 def test_auto_goes_on_with_the_proven_one(tmp_path, compared, caplog, outcome, said):
     compared(outcome)
     with caplog.at_level(logging.WARNING):
-        settled, record = settle_unproven(session_of(tmp_path, "auto"), Hosts())
+        settled, record = select_verified_kernels(session_of(tmp_path, "auto"), Hosts())
     assert settled.config.moe.grouped_matmul == settled.model.moe.grouped_matmul == "fused"
     assert record["grouped_matmul"]["used"] == "fused" and record["grouped_matmul"]["compared"] == "blocked"
     (line,) = [record.getMessage() for record in caplog.records if "grouped_matmul" in record.getMessage()]
@@ -210,23 +210,23 @@ def test_auto_goes_on_with_the_proven_one(tmp_path, compared, caplog, outcome, s
 def test_a_named_kernel_that_differs_is_refused(tmp_path, compared, cache):
     made, asked = session_of(tmp_path, "blocked"), compared(WRONG)
     with pytest.raises(UserError) as caught:
-        settle_unproven(made, Hosts())
+        select_verified_kernels(made, Hosts())
     assert str(caught.value) == (
         "MoEConfig.grouped_matmul ('blocked') computes something else than 'fused': output, row 3, is off; set "
         "MoEConfig.grouped_matmul = 'fused'"
     )
     with pytest.raises(UserError, match="so it was at an earlier start; delete .*json to compare again"):
-        settle_unproven(made, Hosts())
+        select_verified_kernels(made, Hosts())
     assert len(asked) == 1 and len(list(cache.iterdir())) == 1
 
 
 def test_a_named_kernel_goes_on_unchecked_without_memory(tmp_path, compared, caplog):
     made, asked = session_of(tmp_path, "blocked"), compared(NO_ROOM)
     with caplog.at_level(logging.WARNING):
-        settled, record = settle_unproven(made, Hosts())
+        settled, record = select_verified_kernels(made, Hosts())
     assert settled is made and record["grouped_matmul"]["outcome"] == "no memory"
     assert "the run goes on with it, unchecked" in caplog.text
-    settle_unproven(made, Hosts())
+    select_verified_kernels(made, Hosts())
     assert len(asked) == 2  # less may stand in the memory next time, so this is not kept
 
 
@@ -235,18 +235,18 @@ def test_a_device_that_a_kernel_ended_is_named(tmp_path, compared, monkeypatch):
     made = session_of(tmp_path, "auto")
     monkeypatch.setattr(expert_check, "jnp", None)  # nothing computes any more
     with pytest.raises(UserError, match="ILLEGAL_ADDRESS; the device does not answer any more: give the same command"):
-        settle_unproven(made, Hosts())
+        select_verified_kernels(made, Hosts())
 
 
 def test_all_processes_decide_by_the_worst(tmp_path, compared):
     """This process finds the kernel right; the config is changed if another one did not. All or none run a check."""
     made, asked = session_of(tmp_path, "auto"), compared(RIGHT)
     for count, other in enumerate(("differs", "fails", "no memory", "passes")):
-        settled, record = settle_unproven(made, TwoProcesses(other))
+        settled, record = select_verified_kernels(made, TwoProcesses(other))
         assert settled.config.moe.grouped_matmul == ("auto" if other == "passes" else "fused")
         assert record["grouped_matmul"]["outcome"] == other
         assert len(asked) == count + 1  # a verdict is kept here, and none there
-    settle_unproven(made, TwoProcesses("passes", kept="yes"))
+    select_verified_kernels(made, TwoProcesses("passes", kept="yes"))
     assert len(asked) == 4
 
 
@@ -255,7 +255,7 @@ def test_without_a_cache_it_goes_on_and_says_so_once(tmp_path, compared, cache, 
     cache.symlink_to(cache.parent)  # a link is not followed
     made, asked = session_of(tmp_path, "auto"), compared(RIGHT)
     with caplog.at_level(logging.WARNING):
-        settle_unproven(made, Hosts())
+        select_verified_kernels(made, Hosts())
     assert len(asked) == 1 and caplog.text.count("kernels are compared again at every start") == 1
 
 
@@ -276,13 +276,13 @@ def test_a_run_records_what_was_compared(tmp_path, compared, monkeypatch):
     assert environment["compared_before_first_step"]["grouped_matmul"] == record | {"detail": "output, row 3, is off"}
 
 
-def test_only_what_is_unproven_is_compared(tmp_path, cache):
+def test_only_what_is_unverified_is_compared(tmp_path, cache):
     changes = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.hidden_dim = 128", "ModelConfig.model_dim = 64")
     session = session_of(tmp_path, "reference", *changes)
-    for name, is_unproven in {"reference": False, "hopper": True, "mosaic_sparing": True, "ragged": False}.items():
+    for name, is_unverified in {"reference": False, "hopper": True, "mosaic_sparing": True, "ragged": False}.items():
         moe = dataclasses.replace(session.config.moe, grouped_matmul=name)
         other = dataclasses.replace(session, config=dataclasses.replace(session.config, moe=moe))
-        assert [found for found, _ in expert_check.unproven(other, jax.devices()[0])] == [name] * is_unproven
+        assert [found for found, _ in expert_check.unverified(other, jax.devices()[0])] == [name] * is_unverified
         if name == "hopper":  # on a CPU
             with pytest.raises(UserError, match=r"MoEConfig.grouped_matmul \('hopper'\) fails before the first step"):
-                settle_unproven(other, Hosts())
+                select_verified_kernels(other, Hosts())

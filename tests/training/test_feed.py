@@ -59,7 +59,7 @@ def test_what_processes_compare_before_a_run_compiles(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_documents_kept_apart(tmp_path, kind):
-    """Numbers of documents and weights of targets, beside a loop over the tokens; the mask of BERT hides no end."""
+    """Numbers of documents and weights of targets, next to a loop over the tokens; the mask of BERT hides no end."""
     texts = tmp_path / "a.jsonl"
     texts.write_text("\n".join(json.dumps({"text": "x" * (3 + i % 11)}) for i in range(300)))
     changes = (f"DataConfig.path = {str(texts)!r}", "ModelConfig.document_mask = True", f"ModelConfig.kind = {kind!r}")

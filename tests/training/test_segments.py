@@ -108,7 +108,7 @@ def test_each_segment_has_a_plan(folder, tmp_path):
 
 
 def test_a_dry_run_has_the_replicas_of_each_segment(tmp_path):
-    """Those of all segments are in memory; dense layers beside one segment with experts do not matter."""
+    """Those of all segments are in memory; dense layers next to one segment with experts do not matter."""
 
     def text(slots, *layers):
         planner = ("PlannerConfig.name = 'balanced'", f"PlannerConfig.replica_slots = {slots}")

@@ -1,4 +1,4 @@
-"""`pairwise`: the exchange in Ng groups, each step's experts beside the next step's rows.
+"""`pairwise`: the exchange in Ng groups, each step's experts next to the next step's rows.
 
 The D expert-parallel members form a ring of Ng groups. In step s group g sends rows to group g - s (S_s), computes
 those that came from group g + s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{Ng-1},
@@ -162,9 +162,9 @@ class Pipeline:
         arriving = arriving.reshape(self.groups, self.local, -1)
         received, done, near_done = outgoing[:1], [], []
         for s in range(1, self.groups):
-            if s > 1:  # C_{s-2} has run beside S_{s-1}
+            if s > 1:  # C_{s-2} has run next to S_{s-1}
                 outgoing[s], done[s - 2] = both_ready(outgoing[s], done[s - 2])
-            # the stream of transfers keeps its order; C_{s-1} is free to run beside S_s
+            # the stream of transfers keeps its order; C_{s-1} is free to run next to S_s
             outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
             with jax.named_scope("dispatch"):  # S_s
                 received.append(self.move(outgoing[s], -s))

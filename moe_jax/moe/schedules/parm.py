@@ -79,7 +79,7 @@ def choose(roles: Roles, sizes: LayerSizes, cluster: Cluster | None) -> ParmChoi
     """Return Parm's choice for one layer, by `by_layers` where the cluster has fits for it, else by `by_equations`.
 
     Where tokens come split over the MP group, s1 needs no all-gather at its end, and the others need one at their
-    start. Where something computes beside the exchanges and the cluster has `flops`, what it hides of them is no cost.
+    start. Where something computes next to the exchanges and the cluster has `flops`, what it hides of them is no cost.
 
     Args:
       sizes: of the whole MP group's tokens, with the bytes of a row.
@@ -166,11 +166,11 @@ def _waits(cluster: Cluster | None, sizes: LayerSizes) -> Callable[[Sequence[flo
 
     All of them, or in two halves, where the rate of computation is known, what outlasts the other half's computation,
     in the mean of forward and backward and with what the backward exchanges again. What an MP group gathers before or
-    after is counted whole, though it may fit beside the other half's exchange.
+    after is counted whole, though it may fit next to the other half's exchange.
     """
-    if sizes.beside is None or cluster is None or cluster.flops is None:
+    if sizes.other_half is None or cluster is None or cluster.flops is None:
         return sum
-    work, halves = sizes.beside, Prefetch(halves=True)
+    work, halves = sizes.other_half, Prefetch(halves=True)
     alone = Times(attention=work.attention / cluster.flops, experts=work.experts / cluster.flops)
 
     def added(seconds: float) -> float:

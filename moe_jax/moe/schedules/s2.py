@@ -216,7 +216,7 @@ def collect_parts(roles: Roles, group: ExpertGroup, gather: str, part: BucketLay
         home = group.send_back(rows, part)
         return join(join_parts(blocks, roles.model, dim=1) for _, blocks in cut(home, part))
     pieces = dict(cut(rows, part, group.esp_size))
-    # every bucket of the computed parts [P, c, ...] as [D, N_MP c, ...], phase by phase, each beside a gather
+    # every bucket of the computed parts [P, c, ...] as [D, N_MP c, ...], phase by phase, each next to a gather
     mp_size = roles.size(roles.model)
     far = pieces.pop("far")
     blocks = far.reshape((group.ep_size, group.esp_size) + far.shape[1:])
@@ -261,7 +261,7 @@ def receive_part(group: ExpertGroup, ahead, j: int, me):
         piece = lax.dynamic_index_in_dim(ahead, (me[1] + i) % group.esp_size, axis=0, keepdims=False)
         if i or j:
             pairs = shift_pairs(group.ep_size, group.esp_size, j, i)
-            # XLA for GPUs keeps one transfer of a stream in flight: on this one it may run beside other collectives
+            # XLA for GPUs keeps one transfer of a stream in flight: on this one it may run next to other collectives
             with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
                 piece = lax.ppermute(piece, group.axes, pairs)
         pieces.append(piece.astype(acc_dtype))
