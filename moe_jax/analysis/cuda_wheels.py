@@ -41,10 +41,10 @@ def folder(version: str | None = None) -> Path:
     Another jax than the one that the tests compile with by default has a folder of its own, with its version behind;
     None is the one that runs here.
     """
-    folder = ROOT if (ROOT / "requirements.txt").exists() else Path.cwd()
+    parent = ROOT if (ROOT / "requirements.txt").exists() else Path.cwd()
     version = version or metadata.version("jax")
     suffix = "-cuda" if version == RECORDED else f"-cuda-{version}"
-    return folder / (os.environ.get("MOE_JAX_VENV", ".venv") + suffix)
+    return parent / (os.environ.get("MOE_JAX_VENV", ".venv") + suffix)
 
 
 def ready(place: Path) -> bool:

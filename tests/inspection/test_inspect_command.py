@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -81,7 +80,8 @@ def refused(*flags):
 
 def test_missing_wheels_are_named_and_a_failed_installation_leaves_nothing(tmp_path, monkeypatch):
     def run(command, **_):
-        (tmp_path / f"none-cuda.making-{os.getpid()}").mkdir(exist_ok=True)
+        if "venv" in command:
+            pathlib.Path(command[-1]).mkdir()
         return subprocess.CompletedProcess(command, int("pip" in command), stderr="more\nERROR: No such wheels\nmore")
 
     monkeypatch.setattr(cuda_wheels, "installed_cuda", lambda: None)  # whatever this Python has
