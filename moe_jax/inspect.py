@@ -41,7 +41,9 @@ _HLO = flags.DEFINE_string(
 )
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
 _BARE = flags.DEFINE_bool("bare", False, "Leave out what training tells the compiler: options, seconds.")
-_PROFILE = flags.DEFINE_bool("profile", False, "On real devices: record some steps, and put measured times next to.")
+_PROFILE = flags.DEFINE_bool(
+    "profile", False, "On real devices: record some steps, and compare measured with modelled times."
+)
 _CONSTANTS = flags.DEFINE_string(
     "constants",
     "",

@@ -110,7 +110,7 @@ def compile_step(
 
     Args:
       skew: of the loads that a planner is shown, see `skewed_loads`.
-      options: compiler options next to those that training sets.
+      options: compiler options besides those that training sets.
       real: whether the devices can run the program; if not, kernels are not tuned.
       bare: leave out the options that training sets, and its guidance of the scheduler.
       complete: of optimistic steps the complete program.

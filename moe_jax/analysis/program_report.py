@@ -297,7 +297,7 @@ def report_text(report: dict) -> str:
         ("scope", "scope", report["totals"]["by_scope"]),
     ):
         lines.append("")
-        lines.append(f"{title:44} {'runs':>7} {'MB':>12} {'next to mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}")
+        lines.append(f"{title:44} {'runs':>7} {'MB':>12} {'overlap mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}")
         for total in totals:
             hidden = total["bytes_overlapping_matmuls"] / max(total["bytes"], 1)
             share = total["exposed_seconds"] / max(total["seconds"], 1e-30)
@@ -306,7 +306,7 @@ def report_text(report: dict) -> str:
                 f"{_ms(total['seconds']):>12} {_ms(total['exposed_seconds']):>12} {share:>6.0%}"
             )
     head = f"{'collective':26} {'role':18} {'part scope':30} {'MB':>10} {'group':>6} {'runs':>5} {'modelled':>11} "
-    lines += ["", head + f"{'exposed':>11}  next to"]
+    lines += ["", head + f"{'exposed':>11}  overlapped with"]
     for own in report["collectives"]:
         group, scope = f"{own['group_size']}/{own['nodes_of_a_group']}", f"{own['part']} {own['scope']}"
         lines.append(

@@ -28,7 +28,7 @@ class Target:
     adapters: int  # network adapters of a node; a device reaches one at a time
     intra_latency: float  # seconds of one step of a collective inside a node
     inter_latency: float  # likewise across nodes
-    base_latency: float  # seconds that any collective takes next to its steps
+    base_latency: float  # seconds that any collective takes besides its steps
     memory_bandwidth: float  # bytes/s of device memory
     flops_bf16: float  # peak FLOP/s by arithmetic, without sparsity
     flops_tf32: float

@@ -396,7 +396,7 @@ def own_layers(counts, segment: Segment):
     return counts[segment.moe_layers, ..., : segment.moe.num_experts]
 
 
-# What routers keep next to parameters: leaves in the gate of their layer, so that checkpoints, --init_from and
+# What routers keep besides parameters: leaves in the gate of their layer, so that checkpoints, --init_from and
 # evaluation have them, which no optimizer moves but the router itself.
 def with_router_state(segments: tuple[Segment, ...], before, after, loads):
     """Return a tree like the parameters, `after`, with the routers' state of the parameters `before`.

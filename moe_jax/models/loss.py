@@ -69,7 +69,7 @@ def make_loss(
       batch_size: B, global sequences of a microbatch; length: Sq.
       microbatches: number of them in one step; each one's gate losses are divided by it.
       plan: {segment: slots and buckets of the placements whose tables will come}; None is an even one without replicas.
-      teacher: what the model learns from next to the text, None for the text alone.
+      teacher: what the model learns from besides the text, None for the text alone.
 
     Returns:
       loss(params, batch: Batch, tables {segment: Tables}, key, first_row int32 [], normalizer float []) ->

@@ -215,7 +215,7 @@ def _activate(activation, upcast, *pre):
 
 
 class SharedExperts(FeedForward):
-    """A dense FFN on every token of an MoE layer, next to its routed experts, and w_mix where the mix is learned.
+    """A dense FFN on every token of an MoE layer, besides its routed experts, and w_mix where the mix is learned.
 
         residual = 'sum'       y = FFN(x) + routed(x)
         residual = 'learned'   y = c_0 FFN(x) + c_1 routed(x), c = softmax(x w_mix), w_mix [M, 2]

@@ -37,7 +37,7 @@ class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIss
         chance that one exchange (a layer's in a microbatch, all pairs of devices) overflows; 0 takes the slack. With a
         planner the loads are those that it predicts. A router that is more skewed than that overflows more often, and
         steps are run again, or straight by the complete program: for routers that are kept even, or planned for.
-      shared_experts: n, experts that every token goes to, next to those it chooses; 0 is none.
+      shared_experts: n, experts that every token goes to, besides those it chooses; 0 is none.
       shared_hidden_dim: hidden dim of each of them; 0 takes that of the routed ones.
       expert_dtype: of the operands of the experts' matmuls: 'compute', ModelConfig.dtype; or 'float8_e4m3' with a scale
         for each block of 128, forward and for the gradients of rows (`kernels/float8.py`).

@@ -35,7 +35,7 @@ class MoELayer(nnx.Module):
 
     Attributes:
       w_gate: [M, E] parameter.
-      router_leaves: {name: [...]} parameters that the router keeps next to it; empty for most.
+      router_leaves: {name: [...]} parameters that the router keeps besides it; empty for most.
       bank: {name: [E, ...]} parameters, experts in order, sharded over the mesh's expert axis.
       shared: {name: [M, Fs] or [Fs, M]}, of the shared experts together, and w_mix [M, 2] where their mix is learned;
         empty without any.

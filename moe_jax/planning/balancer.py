@@ -95,7 +95,7 @@ class Planner:
         return None
 
     def remark(self, cost: Cost) -> str | None:
-        """Return what a user is told of every plan next to its figures, None for nothing."""
+        """Return what a user is told of every plan besides its figures, None for nothing."""
         return None
 
 

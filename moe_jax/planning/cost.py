@@ -50,8 +50,8 @@ class Cost:
     overlap_degree: int | str | None = None  # tau, None for the paper's rule, or 'executor' (`overlap`)
     # forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that
     attention_seconds: float | None = None
-    # replica slots after the gate that fit in memory next to the model and `replica_slots`; None: those that fit in an
-    # empty device next to `replica_slots`
+    # replica slots after the gate that fit in memory besides the model and `replica_slots`; None: those that fit in an
+    # empty device besides `replica_slots`
     late_room: int | None = None
     layers_alive: int = 1  # layers whose replicas are in memory at the same time
     microbatches: int = 1  # how often a step runs a layer; loads and seconds here are of one time

@@ -106,7 +106,7 @@ class HecatePlanner(Planner):
 
     def slots_after_gate(self, cost):
         slots, memory, room = self.config.late_slots, cost.cluster.memory_bytes, cost.late_room
-        if memory is not None:  # what fits next to the replicas that are planned ahead
+        if memory is not None:  # what fits besides the replicas that are planned ahead
             if room is None:
                 room = slots_in(memory, cost.layers_alive, cost.expert_bytes) - cost.replica_slots
             slots = max(0, min(slots, room))

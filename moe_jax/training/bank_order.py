@@ -45,7 +45,7 @@ def _split(sharding: NamedSharding) -> tuple[tuple[str, ...], int]:
     return axes, math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
-# Both ways run on the devices, layer by layer, so that no device ever holds more than one layer's experts next to its
+# Both ways run on the devices, layer by layer, so that no device ever holds more than one layer's experts besides its
 # own part. Where every expert's home is the device that stores it in the file (plain expert parallelism), nothing moves
 # between devices.
 def to_file(leaf: jax.Array, home: np.ndarray) -> jax.Array:

@@ -32,7 +32,7 @@ class Context:
         os.write(self.pipe, json.dumps(message, default=float).encode() + b"\n")
 
     def record(self, **values):
-        """Keep values in the day's JSON under this part, next to what the parent says of it."""
+        """Keep values in the day's JSON under this part, besides what the parent says of it."""
         taken = values.keys() & OF_THE_PARENT
         if taken:
             raise ValueError(f"{sorted(taken)} are what the parent says of a part; choose other names")

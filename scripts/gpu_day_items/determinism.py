@@ -1,4 +1,4 @@
-"""Item 7: does the same come out again? A gradient three times, and a run that was killed next to one that was not.
+"""Item 7: does the same come out again? A gradient three times, and a run that was killed against one that was not.
 
 Each part is a process; those of one kind have the same XLA_FLAGS. What is compared is every bit: losses, gradient
 norms and parameters of the resumed run are those of the straight one, or the first step that differs is named.
@@ -112,7 +112,7 @@ def resumed(context, kind: str):
     context.record(steps=len(lines["straight"]), differing_steps=steps, differing_leaves=unequal)
     half = _config(context).train.checkpoint_every
     context.row(
-        f"{half} steps, killed, resumed, next to {2 * half} straight{_flags()}",
+        f"{half} steps, killed, resumed, against {2 * half} straight{_flags()}",
         f"losses, gradient norms and all {len(states['straight'])} leaves of the state equal to the bit"
         if not steps and not unequal
         else f"steps that differ: {steps or 'none'}; {len(unequal)} of {len(states['straight'])} leaves differ, by "

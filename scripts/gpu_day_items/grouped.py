@@ -78,7 +78,7 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
 
 
 def measure_others(context):
-    """Check and time what is registered next to the implementations that have parts of their own."""
+    """Check and time what is registered besides the implementations that have parts of their own."""
     from moe_jax.kernels.grouped import implementations
 
     others = [name for name in implementations() if name not in KNOWN]

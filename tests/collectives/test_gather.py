@@ -73,7 +73,7 @@ def test_every_device_gets_every_leaf(dtypes, wires, collectives):
         assert f"tensor<8x{values['columns'] + values['rows'] + 2 * values['cube']}xui16>" in text
 
 
-def test_gather_tree_beside_a_model_parallel_leaf():
+def test_gather_tree_next_to_a_model_parallel_leaf():
     """A leaf that differs over MP does not make its neighbour do so: the neighbour's gradient is not counted twice."""
     roles = build_mesh(MeshConfig(model=2), jax.devices())
     specs = {"heads": P(roles.model, roles.dense), "plain": P(roles.dense)}

@@ -68,7 +68,7 @@ def test_parse_leaves_gin_empty():
     assert run.train.steps == 100, "a binding of an earlier parse is still there"
 
 
-def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monkeypatch):
+def test_parse_finds_files_by_search_path_and_next_to_the_package(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub", "mine.gin", "train.steps = 7\n")
     monkeypatch.chdir(tmp_path)

@@ -73,7 +73,7 @@ def test_hugging_face_tokenizer_appends_missing_marks_after_the_largest_id_and_n
     assert (tokenizer.end_id, tokenizer.mask_id, tokenizer.vocab_size) == (8, 9, 10)
 
 
-def test_the_end_is_that_of_the_files_beside_the_tokenizer(word_file, tmp_path):
+def test_the_end_is_that_of_the_files_next_to_the_tokenizer(word_file, tmp_path):
     """generation_config.json before config.json, an id or a list of them, and ids that the tokenizer does not have."""
     built = lambda: build_tokenizer(DataConfig(tokenizer=word_file))  # noqa: E731
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')

@@ -72,7 +72,7 @@ def test_bfloat16_decodes_what_it_would_compute_anew(workdir):
     assert np.max(np.abs(anew - decoded)) < 0.05 * np.max(np.abs(decoded))
 
 
-def test_files_beside_the_run(workdir, tmp_path):
+def test_files_next_to_the_run(workdir, tmp_path):
     """A tokenizer that is gone is looked for in the run folder; a conversion may have none; files name the ends."""
 
     def found(tokenizer, vocab_size=0):

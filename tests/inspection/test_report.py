@@ -88,7 +88,7 @@ def test_expected_rows_shorten_transfers_and_matmuls():
         assert own["seconds"] == pytest.approx(48.0) and own["expected_seconds"] == pytest.approx(24.0)
 
 
-def test_fewer_cores_slow_what_runs_beside_a_transfer():
+def test_fewer_cores_slow_what_runs_next_to_a_transfer():
     """A matmul of 16 s at half the rate does 8 s of it next to a transfer of 16 s, and the rest in 8 s."""
     module = parse_module(LOOP)
     half = play(module, TARGET, MODEL, taken=0.5)

@@ -189,8 +189,8 @@ def holds_transfer(equation):
     )
 
 
-@pytest.mark.parametrize("prefetch, beside_attention", [("hecate", 1.0), ("pro_prophet", 0.5)])
-def test_the_sum_of_dense_gradients_waits_for_the_moves_of_its_window(prefetch, beside_attention):
+@pytest.mark.parametrize("prefetch, attention_share", [("hecate", 1.0), ("pro_prophet", 0.5)])
+def test_the_sum_of_dense_gradients_waits_for_the_moves_of_its_window(prefetch, attention_share):
     """In the backward's loop the largest sum over devices is of attention's gradients. Were it free to stand before the
     moves, XLA would put it there, and before it the kernels that it is computed from: nothing would be left next to."""
     config = model_config(prefetch=prefetch, refetch_replicas=True)
@@ -215,4 +215,4 @@ def test_the_sum_of_dense_gradients_waits_for_the_moves_of_its_window(prefetch, 
             before |= {id(equation)}
         sources |= {id(out): before for out in equation.outvars}
     in_window = max(sums, key=lambda pair: pair[0])[1]
-    assert len(moves) > 2 and len(in_window & moves) == beside_attention * len(moves)
+    assert len(moves) > 2 and len(in_window & moves) == attention_share * len(moves)

@@ -390,7 +390,7 @@ def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(residual, see
     assert chosen == 8 or times[chosen + 1] >= times[chosen]
 
 
-def test_balanced_fills_the_gap_beside_it_before_an_equal_one_far_away():
+def test_balanced_fills_the_gap_next_to_it_before_an_equal_one_far_away():
     # Loads 4, 15, 4, 17, mean 10, nodes (0, 1) and (2, 3): 3 fills 2 (6), 1 fills 0 (5), and 3's last token crosses.
     loads = np.zeros((1, 4, 4), int)
     loads[0, 0] = [4, 15, 4, 17]

@@ -305,7 +305,7 @@ def test_given_flags_win(tmp_path):
         inputs_of(tmp_path / "run", devices_per_node=3)
 
 
-def test_cluster_of_the_run_is_found_beside_the_package_or_named(tmp_path):
+def test_cluster_of_the_run_is_found_next_to_the_package_or_named(tmp_path):
     write_run(tmp_path / "a", origin=origin(4, cluster="configs/cluster/hecate_a.gin"))
     got = inputs_of(tmp_path / "a")  # the run's sizes, the file's speeds
     assert (got.cluster.name, got.cluster.nodes, got.cluster.intra_bandwidth) == ("hecate_a", 2, 150e9)

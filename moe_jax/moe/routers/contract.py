@@ -49,7 +49,7 @@ class RouterPlace:
 
 @dataclasses.dataclass(frozen=True)
 class RouterInputs:
-    """What a choice may depend on next to the tokens and the parameters.
+    """What a choice may depend on besides the tokens and the parameters.
 
     Attributes:
       noise_key: PRNG key of this step and layer; None in evaluation, where nothing is drawn.
@@ -69,7 +69,7 @@ class Router(abc.ABC):
 
     Attributes:
       config: as bound, its knobs among it; place: where it runs, None without a mesh.
-      knobs: the dataclasses of fields of `MoEConfig` that it reads next to `RouterOptions`. What is bound of those that
+      knobs: the dataclasses of fields of `MoEConfig` that it reads besides `RouterOptions`. What is bound of those that
         none of a model's routers reads is refused (`check_knobs`).
       ignores: options that routers have in common and this one does not read; a model none of whose routers reads one
         that is bound is refused (`check_knobs`).
@@ -127,7 +127,7 @@ class Router(abc.ABC):
         """
 
     def leaves(self, model_dim: int) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of what this router keeps in the model's gate next to w_gate; all start at zero."""
+        """Return {name: shape} of what this router keeps in the model's gate besides w_gate; all start at zero."""
         return {}
 
     def check_tokens(self, tokens: int) -> None:

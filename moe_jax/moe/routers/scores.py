@@ -18,7 +18,7 @@ from moe_jax.moe.routers.options import RouterOptions
 from moe_jax.moe.routing import rank_within
 from moe_jax.parallel.varying import match_varying
 
-_DRAWS = 0xFFFFFFFF  # folded into a key for draws next to the noise; no token has this index
+_DRAWS = 0xFFFFFFFF  # folded into a key for draws besides the noise; no token has this index
 
 
 def gate_logits(x, w_gate, router_dtype: str = "auto"):
