@@ -45,7 +45,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["moe_jax", "moe_jax.*"]),
-    package_data={"moe_jax.cluster": ["devices/*.txt"]},
+    package_data={"moe_jax.cluster": ["devices/*.txt", "measured/*"]},
     install_requires=core,
     extras_require=extras,
 )

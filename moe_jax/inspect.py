@@ -81,8 +81,8 @@ def command(argv: list[str]) -> int:
             "--profile and --host_devices need real devices; leave --target out to take those of this machine"
         )
     from moe_jax.analysis import compile_ahead, cuda_wheels
+    from moe_jax.cluster.prices import Constants, read_constants
     from moe_jax.cluster.targets import device_named, parse_target, target_names
-    from moe_jax.cluster.timeline import Constants, read_constants
     from moe_jax.config.gin_files import parse_run_config
 
     if _TARGET.value:

@@ -169,7 +169,7 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
 def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
     """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
     counts = expert_counts(config.model, config.moe, config.mesh, target.devices)
-    roles = build_mesh(config.mesh, target.devices, counts)
+    roles = build_mesh(config.mesh, target.devices, counts, target.device)
     config = settle_overlap(config, roles, target)
     return stated_buckets(config, roles, planned_shapes(config, roles, skew))
 

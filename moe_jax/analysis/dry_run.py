@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.analysis.compile_ahead import on_target
-from moe_jax.cluster import read_cluster
+from moe_jax.cluster import cluster_named
 from moe_jax.cluster.layer_seconds import pairwise_seconds
 from moe_jax.cluster.targets import Target, parse_target
 from moe_jax.config.run_config import RunConfig, config_text
@@ -83,7 +83,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     if devices is None:  # the least that the sizes given can be built on; `expert` = -1 counts as 1
         count = mesh.data * mesh.expert_shard * max(mesh.expert, 1)
         count = count if mesh.expert != -1 else math.lcm(count, mesh.model, mesh.devices_per_node or 1)
-    roles = build_mesh(run.mesh, count, mesh_experts(run, count))
+    roles = build_mesh(run.mesh, count, mesh_experts(run, count), "" if described is None else described.device)
     tokenizer = build_tokenizer(run.data)
     vocab_size = padded_vocabulary(tokenizer, run.model)
     replanners = check_sizes(run, roles, vocab_size, described)
@@ -240,20 +240,20 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, sent_bytes=0)
     shape = layer_shape("pairwise", roles, sizes, groups)
     lines = [f"pairwise: {shape.ep_size} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
-    path = moe.cluster or run.planner.cluster
-    if not path:
+    cluster = cluster_named(moe.cluster or run.planner.cluster, roles.device_kind)
+    if cluster is None:
         return [*lines, "bound (comm + comp) / max(comm, comp) unknown: name a file in MoEConfig.cluster"]
     arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
     even = [round(arriving / sizes.groups)] * sizes.groups
     flops, _, step_bytes = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
     try:
-        moving, experts, by = pairwise_seconds(shape, (3 * flops, step_bytes), read_cluster(path))
+        moving, experts, by = pairwise_seconds(shape, (3 * flops, step_bytes), cluster)
     except UserError as error:
         return [*lines, f"bound (comm + comp) / max(comm, comp) unknown: {error}"]
     return [
         *lines,
         f"a layer's transfers {1e3 * moving:.3g} ms, its experts {1e3 * experts:.3g} ms, "
-        f"forward and backward, evenly loaded, by {by} in {path}",
+        f"forward and backward, evenly loaded, by {by} in {cluster.name}",
         f"bound (comm + comp) / max(comm, comp) = {(moving + experts) / max(moving, experts):.2f}: at most so many "
         "times faster than one after the other (FasterMoE, section 4.2)",
     ]

@@ -21,8 +21,9 @@ import numpy as np
 from moe_jax.analysis.compile_ahead import Compiled
 from moe_jax.cluster.costs import FREE, cost_of
 from moe_jax.cluster.hlo import Module, scope_of
+from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Constants, collective_of, instruction_seconds, launched_instructions, play
+from moe_jax.cluster.timeline import collective_of, instruction_seconds, launched_instructions, play
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 
@@ -146,7 +147,7 @@ def modelled_instructions(module: Module, target: Target, constants: Constants) 
             group = COLLECTIVE
         elif opcode in FREE or opcode in ("call", "async-start") or opcode.endswith("-done"):
             continue
-        elif cost.flops and "fmha" not in instruction.attributes:
+        elif cost.products and "fmha" not in instruction.attributes:
             group = KERNEL if "mosaic_gpu" in instruction.attributes else MATMUL
         elif opcode in COPIES:
             group = COPY
@@ -154,13 +155,13 @@ def modelled_instructions(module: Module, target: Target, constants: Constants) 
             group = FUSION if opcode.startswith("fusion") else KERNEL
         if group != LOOP and not executions[name]:
             continue
-        alone = {"while": 0.0, "conditional": constants.conditional}  # without what they run
+        alone = {"while": 0.0, "conditional": Prices(target, constants).conditional}  # without what they run
         found[name] = {
             "group": group,
             "scope": scope_of(instruction.op_name),
             "executions": executions[name],
             "seconds": alone.get(opcode, seconds.get(instruction, (0.0, None))[0]),
-            "matmul_seconds": sum(count / getattr(target, f"flops_{kind}") for kind, count in cost.flops),
+            "matmul_seconds": sum(count / target.flops(kind) for kind, count in cost.flops.items()),
             "memory_seconds": cost.bytes / target.memory_bandwidth,
         }
     return found
@@ -223,7 +224,7 @@ def compare_instructions(
     missing = [record for n, record in modelled.items() if n not in seconds and record["group"] != LOOP]
     launches = sum(own["executions"] for own in modelled.values() if own["group"] not in (COLLECTIVE, LOOP))
     idle = None if step_seconds is None or not launches else max(step_seconds - busy, 0.0) / launches
-    fit = fit_constants(samples, constants, pauses)
+    fit = fit_constants(samples, Prices(target, constants), pauses)
     return {
         "steps": steps,
         "devices": len(devices),
@@ -250,7 +251,7 @@ def compare_instructions(
 
 
 def fit_constants(
-    samples: Sequence[tuple[float, float, float, int]], constants: Constants, pauses: Sequence[float] = ()
+    samples: Sequence[tuple[float, float, float, int]], prices: Prices, pauses: Sequence[float] = ()
 ) -> dict[str, dict]:
     """Fit each constant of the model to the samples, by weighted medians: a few kernels, slow for another reason, move
     them little.
@@ -258,26 +259,28 @@ def fit_constants(
     Args:
       samples: (matmul_seconds, memory_seconds, seconds, executions) of the kernels of one program: of its FLOPs at the
         device's peak, of its bytes at the full bandwidth, measured of one execution, and executions of a step.
-      constants: whose constants sort the samples.
+      prices: whose shares of the data sheet sort the samples.
       pauses: seconds that the device was idle around each conditional.
 
     Returns:
       {name: {value, before, samples, quartiles}}; value and quartiles are None with less than `LEAST_SAMPLES`.
     """
-    points: dict[str, list[tuple[float, float]]] = {field.name: [] for field in dataclasses.fields(Constants)}
+    before = {"launch": prices.launch, "conditional": prices.conditional}
+    before |= {f"{kind}_efficiency": prices.assumed(f"{kind}_share") for kind in ("matmul", "memory")}
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in before}
     for matmul, memory, took, executions in samples:
         if took <= 0:
             continue
         weight = took * executions
-        if max(matmul, memory) < constants.launch / 4:
+        if max(matmul, memory) < prices.launch / 4:
             points["launch"].append((took, executions))
-        elif matmul / constants.matmul_efficiency >= memory / constants.memory_efficiency:  # bound by its FLOPs
-            if matmul >= constants.launch:
+        elif matmul / before["matmul_efficiency"] >= memory / before["memory_efficiency"]:  # bound by its FLOPs
+            if matmul >= prices.launch:
                 points["matmul_efficiency"].append((min(matmul / took, 1.0), weight))
-        elif not matmul and memory >= 4 * constants.launch:
+        elif not matmul and memory >= 4 * prices.launch:
             points["memory_efficiency"].append((min(memory / took, 1.0), weight))
     # the model charges the next kernel a launch anyway
-    points["conditional"] = [(max(pause - constants.launch, 0.0), 1.0) for pause in pauses]
+    points["conditional"] = [(max(pause - prices.launch, 0.0), 1.0) for pause in pauses]
     fit = {}
     for name, known in points.items():
         low = value = high = None
@@ -287,7 +290,7 @@ def fit_constants(
             goals = np.array([0.25, 0.5, 0.75]) * reached[-1] * (1 - 1e-12)
             low, value, high = values[np.searchsorted(reached, goals)].tolist()
         quartiles = None if value is None else [low, high]
-        fit[name] = {"value": value, "before": getattr(constants, name), "samples": len(known), "quartiles": quartiles}
+        fit[name] = {"value": value, "before": before[name], "samples": len(known), "quartiles": quartiles}
     return fit
 
 

@@ -16,8 +16,10 @@ from collections.abc import Iterable, Sequence
 
 from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import EXCHANGE, Module
+from moe_jax.cluster.prices import Constants, Prices
+from moe_jax.cluster.tables import LEVELS
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Constants, Flight, Timeline, play
+from moe_jax.cluster.timeline import Flight, Timeline, play
 from moe_jax.errors import UserError
 
 MOST_NAMES = 8  # of what computes next to a transfer
@@ -31,7 +33,7 @@ def build_report(timeline: Timeline, target: Target, constants: Constants, **fac
       facts: what stands at the top of the record as it is: command, date, versions, memory, compile_seconds, what
         `what_if` and `count_thunks` return; model_flops, of a device's step.
     """
-    described = dataclasses.asdict(target)
+    described, prices = dataclasses.asdict(target), Prices(target, constants)
     described.pop("config")
     flights = sorted(timeline.flights.values(), key=lambda flight: -flight.exposed_seconds)
     model_flops = facts.get("model_flops")
@@ -49,9 +51,10 @@ def build_report(timeline: Timeline, target: Target, constants: Constants, **fac
         "target": described,
         "model": {
             **dataclasses.asdict(constants),
-            "states": "kernel = max(FLOPs / (matmul_efficiency x peak), bytes / (memory_efficiency x "
-            "memory_bandwidth), launch); collective = latency + max(bytes inside nodes / intra, bytes across / node "
-            "links), one at a time on each kind of link; exposed = wait at its done",
+            "prices": prices.described(),
+            "states": "kernel = max(its products, bytes / (share x memory_bandwidth), launch); collective = start-up + "
+            "max(inside nodes, bytes across / node links), one at a time on each kind of link; exposed = wait at its "
+            "done; range = the step at each level of what nobody measured",
         },
         "step": {
             "modelled_seconds": timeline.seconds,
@@ -61,6 +64,7 @@ def build_report(timeline: Timeline, target: Target, constants: Constants, **fac
             "flops": dict(sorted(timeline.flops.items())),
             "kernels": timeline.kernels,
             "shortest_kernels": timeline.shortest,
+            "launch": prices.launch,
             "conditionals": sum(branch["executions"] for branch in timeline.skipped.values()),
             **mfu,
         },
@@ -109,13 +113,23 @@ def what_if(module: Module, target: Target, constants: Constants, buckets: Seque
     """Return the program under other assumptions, for JSON; buckets are those of the program, () where not known.
 
     Returns:
+      range: {level of `LEVELS`: step_seconds, compute_seconds, exposed_seconds}, of the order in which the compiler put
+      the program.
       cores: the step with `TAKEN_CORES` less for compute next to transfers ([] for a target of unknown cores), and with
       buckets expected_rows_step_seconds, both assumptions together.
       rows, with buckets: buckets, each with its share of rows used; step_seconds, exposed_seconds and flops as if the
       experts' matmuls and the exchanges had the expected rows alone (padding skipped, not sent); instructions: of each
       part and scope executions, rows, expected_rows, bytes of exchanges, and seconds and flops both ways.
     """
-    buckets, cores = tuple(buckets), []
+    buckets, cores, levels = tuple(buckets), [], {}
+    for level in LEVELS:
+        line = play(module, target, dataclasses.replace(constants, level=level))
+        exposed = sum(own.exposed_seconds for own in line.flights.values())
+        levels[level] = {
+            "step_seconds": line.seconds,
+            "compute_seconds": line.compute_seconds,
+            "exposed_seconds": exposed,
+        }
     for taken in TAKEN_CORES if target.cores else ():
         share = taken / target.cores
         line = play(module, target, constants, taken=share)
@@ -125,7 +139,7 @@ def what_if(module: Module, target: Target, constants: Constants, buckets: Seque
             both = play(module, target, constants, buckets, expected_rows=True, taken=share)
             cores[-1]["expected_rows_step_seconds"] = both.seconds
     if not buckets:
-        return {"cores": cores}
+        return {"range": levels, "cores": cores}
     by_shape = play(module, target, constants, buckets)
     expected = play(module, target, constants, buckets, expected_rows=True)
     instructions = []
@@ -137,6 +151,7 @@ def what_if(module: Module, target: Target, constants: Constants, buckets: Seque
             record[f"expected_{name}"] = expected.rows[part, scope][name]
         instructions.append(record)
     return {
+        "range": levels,
         "cores": cores,
         "rows": {
             "buckets": [
@@ -347,17 +362,22 @@ def _step_lines(report: dict) -> list[str]:
     if report.get("resolved"):
         lines.append("resolved: " + ", ".join(f"{name} = {value!r}" for name, value in report["resolved"].items()))
     assumed = [
-        f"{field.name} {model[field.name]:.4g} (default {field.default:.4g})"
+        f"{field.name} {model[field.name]}"
         for field in dataclasses.fields(Constants)
         if model[field.name] != field.default
     ]
     if assumed:
         lines.append("constants of the cost model: " + ", ".join(assumed))
+    lines += [f"price of {what}: {basis}" for what, basis in model["prices"].items()]
+    span = ""
+    if "range" in report:
+        low, high = (_ms(report["range"][level]["step_seconds"]) for level in (LEVELS[0], LEVELS[-1]))
+        span = f" ({low} to {high})"
     if report.get("memory"):
         parts = [f"{name} {value / 1e9:.3f} GB" for name, value in report["memory"].items()]
         lines.append("bytes per device: " + ", ".join(parts))
     lines.append(
-        f"modelled step {_ms(step['modelled_seconds'])}: compute {_ms(step['compute_seconds'])} (matmuls "
+        f"modelled step {_ms(step['modelled_seconds'])}{span}: compute {_ms(step['compute_seconds'])} (matmuls "
         f"{_ms(step['matmul_seconds'])}, {sum(step['flops'].values()) / 1e12:.2f} TFLOP), exposed communication "
         f"{_ms(step['exposed_seconds'])}"
     )
@@ -366,7 +386,7 @@ def _step_lines(report: dict) -> list[str]:
         lines.append(f"{flops:.2f} TFLOP of the model in a step of a device: {step['mfu']:.1%} of its peak (MFU)")
     lines.append(
         f"{step['kernels']:,} kernels, {step['shortest_kernels']:,} of them at the floor of "
-        f"{model['launch'] * 1e6:g} us; {step['conditionals']:,} conditionals"
+        f"{step['launch'] * 1e6:g} us; {step['conditionals']:,} conditionals"
     )
     named = [(f"{own['part']} {own['scope']}".strip() or "(unnamed)", own) for own in report["compute_by_scope"]]
     lines.append("compute: " + ", ".join(f"{name} {_ms(own['seconds'])}" for name, own in named))

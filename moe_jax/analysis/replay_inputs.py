@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_jax.cluster import Cluster, read_cluster
-from moe_jax.cluster.layer_seconds import matrices_of, preceding_flops
+from moe_jax.cluster import UNNAMED, Cluster, read_cluster
+from moe_jax.cluster.layer_seconds import matrices_of, preceding_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsOrigin, LoadsTrace, read_loads
 from moe_jax.observe.run_folder import RunFolder
@@ -23,8 +23,6 @@ LAYER = {"model_dim": 1024, "hidden_dim": 2048, "dtype_bytes": 4, "activation": 
 LAYER |= {"moe_every": 1, "dense_hidden_dim": None, "sequence_length": 1024}
 TOP_K = 2  # of a trace that does not say
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-# Where no cluster is named; the figures of configs/cluster/flat_3gbs_30tflops.gin, which need not be installed.
-DEFAULT_CLUSTER = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,14 +134,15 @@ def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
     """
     top_k, loads = given.top_k or TOP_K, given.trace.loads
     tokens = loads.sum(axis=(2, 3)).mean() / loads.shape[2] / top_k / given.expert_shards
-    work = preceding_flops(
+    seconds = preceding_seconds(
+        given.cluster,
+        float(tokens),
         model_dim=given.model_dim,
         length=given.sequence_length,
         moe_every=given.moe_every,
         matrices=matrices_of(given.activation),
         dense_hidden_dim=given.dense_hidden_dim,
     )
-    seconds = float(tokens * work / given.cluster.need("flops", "replay"))
     more = given.moe_every > 1
     blocks = f" of {given.moe_every} blocks and the dense FFN of F {given.dense_hidden_dim}" if more else ""
     return seconds, (
@@ -231,7 +230,7 @@ def find_cluster(
     if given.cluster is not None:
         cluster = read_cluster(given.cluster).sized(given.nodes, given.devices_per_node)
     else:
-        cluster = DEFAULT_CLUSTER
+        cluster = UNNAMED
         if origin is not None and origin.cluster:
             try:
                 cluster = read_cluster(origin.cluster)

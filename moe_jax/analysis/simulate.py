@@ -112,7 +112,7 @@ def simulate(
         computed, held = pairs.sum(axis=1), plan.holds & ~plan.homes
         exchange = np.full(len(computed), np.nan)
         if cost.cluster.intra_bandwidth is not None or cost.cluster.inter_bandwidth is not None:
-            exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay")
+            exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay", cost.shards)
         row = {
             "computed": computed,
             "received": computed - np.einsum("ldd->ld", pairs),

@@ -1,20 +1,43 @@
 """The machines: sizes, links, speeds, fitted collectives, and the presets of the papers' clusters."""
 
-from moe_jax.cluster.cluster import AbsentFigureError, Cluster, read_cluster, write_cluster
-from moe_jax.cluster.collectives import exchange_seconds, received_seconds, uniform_seconds
+from moe_jax.cluster.cluster import (
+    HOST,
+    UNNAMED,
+    AbsentFigureError,
+    Cluster,
+    cluster_named,
+    cluster_of,
+    read_cluster,
+    write_cluster,
+)
+from moe_jax.cluster.collectives import (
+    Group,
+    exchange_seconds,
+    group_of,
+    received_seconds,
+    start_up,
+    uniform_seconds,
+)
 from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, parm_choice
 
 __all__ = [
     "AbsentFigureError",
     "Cluster",
     "Fit",
+    "Group",
+    "HOST",
     "ParmChoice",
+    "UNNAMED",
+    "cluster_named",
+    "cluster_of",
     "exchange_seconds",
     "fit_alpha_beta",
     "fit_layers",
+    "group_of",
     "parm_choice",
     "read_cluster",
     "received_seconds",
+    "start_up",
     "uniform_seconds",
     "write_cluster",
 ]

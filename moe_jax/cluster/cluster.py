@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
+import logging
 import math
 import pathlib
 import re
 
 from moe_jax.cluster.fits import Fit
+from moe_jax.cluster.prices import Prices
+from moe_jax.cluster.targets import device_named, read_device, target_names
 from moe_jax.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
+_LOG = logging.getLogger("moe_jax")
 
 
 class AbsentFigureError(UserError):
@@ -50,10 +55,19 @@ class Cluster:
     flops: float | None = None  # FLOP/s that one device reaches in large matrix products
     memory_bytes: float | None = None  # of one device
     fits: tuple[tuple[str, Fit], ...] = ()  # collective name (for example `all_to_all:8`) and its fitted times
-    device: str = ""  # what one device is, in words
+    kind: str = ""  # what one device is: a name in `devices/`, whose prices stand for figures that are not given
+    prices: Prices | None = None  # of that device; None where no such name is given
+    device: str = ""  # the same in words
     source: str = ""  # where the figures come from
 
     def __post_init__(self):
+        if self.kind and self.prices is None:
+            if self.kind not in target_names():
+                raise UserError(f"Cluster.kind ({self.kind!r}) must be one of {', '.join(target_names())}")
+            known = cluster_of(Prices(read_device(self.kind)))
+            for field in dataclasses.fields(self):
+                if getattr(self, field.name) == field.default and field.name not in ("nodes", "devices_per_node"):
+                    object.__setattr__(self, field.name, getattr(known, field.name))
         for field in ("nodes", "devices_per_node", "cards_per_node", "switches_per_node"):
             value, may_be_absent = getattr(self, field), field in ("nodes", "devices_per_node")
             if value is None and may_be_absent:
@@ -106,8 +120,8 @@ class Cluster:
         line = re.compile(rf"^Cluster\.{re.escape(field)}\s*=", re.MULTILINE)
         presets = [path.stem for path in sorted(FOLDER.glob("*.gin")) if line.search(path.read_text(encoding="utf-8"))]
         raise AbsentFigureError(
-            f"{requested_by} needs Cluster.{field}, which cluster {self.name!r} leaves absent; "
-            f"set Cluster.{field} in its file, or use a file written by calibrate"
+            f"{requested_by} needs Cluster.{field}, which cluster {self.name!r} leaves absent; set Cluster.{field} in "
+            f"its file, or Cluster.kind to a device ({', '.join(target_names())}), or use a file written by calibrate"
             + (f"; it stands in configs/cluster/: {', '.join(presets)}" if presets else "")
         )
 
@@ -166,19 +180,70 @@ class Cluster:
             )
 
 
+@functools.lru_cache(maxsize=64)
+def cluster_of(prices: Prices) -> Cluster:
+    """Return the cluster of a target: its data sheet's links, and for the rest the assumptions of `prices`.
+
+    `flops` is what a large matmul of the 16-bit dtype reaches.
+    """
+    target = prices.target
+    return Cluster(
+        name=target.name,
+        nodes=target.nodes,
+        devices_per_node=target.per_node,
+        intra_bandwidth=target.intra_bandwidth,
+        inter_bandwidth=target.node_bandwidth * prices.assumed("node_share"),
+        intra_latency=prices.assumed("start"),
+        inter_latency=prices.assumed("node_start"),
+        intra_step=prices.assumed("step"),
+        inter_step=prices.assumed("node_step"),
+        cards_per_node=target.adapters,
+        flops=prices.reached("bf16"),
+        memory_bytes=target.memory_bytes,
+        kind=target.name,
+        prices=prices,
+        device=target.device,
+        source=target.source,
+    )
+
+
+# assumed round figures, as in the presets of the same names, which need not be installed: CPU devices, whose links are
+# copies in memory; and the devices of a trace that does not say where it was recorded
+HOST = Cluster(name="host_devices", flat=True, intra_bandwidth=1e9, flops=1e9)
+UNNAMED = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
+
+
+def cluster_named(path: str, device_kind: str) -> Cluster | None:
+    """Return the cluster of a file or, where none is named, of the devices at hand; None where those have no prices.
+
+    Args:
+      path: as `read_cluster` takes it, or ''; device_kind: what a device calls itself.
+    """
+    known = device_named(device_kind)
+    if not path:
+        return None if known is None else Cluster(name=known, kind=known)
+    cluster = read_cluster(path)
+    if cluster.fits and device_kind and not cluster.device.endswith(device_kind):
+        _LOG.warning("%s was calibrated on %r, and the devices here are %r", path, cluster.device, device_kind)
+    return cluster
+
+
 def read_cluster(path: str | pathlib.Path) -> Cluster:
-    """Return the cluster of a `.gin` preset or a `.json` calibration file.
+    """Return the cluster of a `.gin` preset or a `.json` calibration file, or of a device of `devices/` by its name.
 
     A file that is not here is looked for next to the package.
 
     Raises:
       UserError: no such file, a line that is no binding of Cluster, or a field that Cluster does not have.
     """
+    if str(path) in target_names():
+        return Cluster(name=str(path), kind=str(path))
     path, shipped = pathlib.Path(path), FOLDER.parents[1] / path
     path = shipped if not path.exists() and shipped.exists() else path
     if not path.is_file():
         raise UserError(
-            f"cluster file {str(path)!r} does not exist; give a configs/cluster/NAME.gin or calibrate's file"
+            f"cluster file {str(path)!r} does not exist; give a configs/cluster/NAME.gin, calibrate's file, or one of "
+            f"{', '.join(target_names())}"
         )
     text, fields = path.read_text(encoding="utf-8"), {}
     if path.suffix == ".json":
@@ -205,15 +270,24 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
                 fields[name] = ast.literal_eval(value)
             except (ValueError, SyntaxError) as error:
                 raise UserError(f"{path.name}:{number}: {value!r} of Cluster.{name} is not a Python literal") from error
-    known = [field.name for field in dataclasses.fields(Cluster)]
+    known = [field.name for field in dataclasses.fields(Cluster) if field.name != "prices"]
     unknown = [name for name in fields if name not in known]
     if unknown:
         raise UserError(f"{path.name}: Cluster has no field {unknown[0]!r}; its fields are {', '.join(known)}")
-    return Cluster(**{"name": path.stem, **fields})
+    cluster = Cluster(**{"name": path.stem, **fields})
+    name = device_named(cluster.device)
+    one_way = None if name is None else read_device(name).intra_bandwidth
+    if one_way and not cluster.fits and cluster.intra_bandwidth and 1.9 < cluster.intra_bandwidth / one_way < 2.1:
+        _LOG.warning(
+            "%s: Cluster.intra_bandwidth (%g) is twice what a %s sends one way (%g); is it a two-way figure?",
+            path.name, cluster.intra_bandwidth, name, one_way,
+        )  # fmt: skip
+    return cluster
 
 
 def write_cluster(cluster: Cluster, path: str | pathlib.Path) -> None:
     """Write a cluster as JSON with the fields of a preset; absent ones are null."""
-    fields = dataclasses.asdict(cluster)
+    fields = {field.name: getattr(cluster, field.name) for field in dataclasses.fields(cluster)}
+    del fields["prices"]  # `kind` names them
     fields["fits"] = {name: dataclasses.asdict(fit) for name, fit in cluster.fits}
     pathlib.Path(path).write_text(json.dumps({"cluster": fields}, indent=1) + "\n", encoding="utf-8")

@@ -1,33 +1,123 @@
 """How long a collective takes by its bytes, its groups and the links: the one place where bytes become seconds.
 
-    exchange_seconds      bytes of every pair of devices are known   no start-up          a replayed sample
-    received_seconds      what every device receives is known        one start-up         a planner's search
-    uniform_seconds       all devices send the same                  one start-up         transfers, padded exchanges
-    all_to_all_seconds    likewise, in one to three collectives      and one a message    tokens at inference
-    exchange_fits         by fits, or without any by links           one for each round   `parm`
-    traffic               groups of a compiled program               by the `Target`      `inspect`, XLA's scheduler
+    exchange_seconds      bytes of every pair of devices are known     a replayed sample
+    received_seconds      what every device receives is known          a planner's search
+    uniform_seconds       all devices send the same                    transfers, padded exchanges
+    all_to_all_seconds    likewise, in one to three collectives        tokens at inference
+    exchange_fits         a layer's collectives as lines               `parm`
+    traffic               groups of a compiled program                 `inspect`, XLA's scheduler
 
-All but `traffic` take a `Cluster`: the slowest link, max_e V_e / W_e (FasterMoE section 3.2), of a tree in which a
-device has an up and a down link to its switch (a PCIe switch or a CPU socket, where the cluster names them), switches
-are joined in a node, and nodes through network cards that neighbours share; in a flat cluster devices are connected to
-the network themselves. Letters: docs/notation.md; `...` stands for any leading dims.
+All of them ask `link_seconds`: the fit of a user's calibration where there is one; else one start-up of the collective,
+a step for each of its messages, and the slowest link, max_e V_e / W_e (FasterMoE section 3.2), whose time inside a
+node comes from a public table where the device has one (`prices.py`). Links are a tree: a device has an up and a down
+link to its switch (a PCIe switch or a CPU socket, where the cluster names them), switches are joined in a node, and
+nodes through network cards that neighbours share; in a flat cluster devices are connected to the network themselves.
+Letters: docs/notation.md; `...` stands for any leading dims.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import typing
 from collections import Counter
 
 import numpy as np
 
-from moe_jax.cluster.cluster import Cluster
+from moe_jax.cluster.cluster import Cluster, cluster_of
 from moe_jax.cluster.fits import Fit, fit_name
-from moe_jax.cluster.targets import Target
+from moe_jax.cluster.prices import Prices
 from moe_jax.errors import UserError
 
 
-def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, requested_by: str) -> np.ndarray:
+class Group(typing.NamedTuple):
+    """The devices of one collective, and which collective it is."""
+
+    members: int
+    in_node: int  # of them on the node that has most
+    kind: str = "all-to-all"  # of `KINDS`
+    stride: int = 1  # how far members stand apart, as fits are named
+
+
+def group_of(cluster: Cluster, members: int, kind: str = "all-to-all", stride: int = 1) -> Group:
+    """Return the group of so many neighbours of a cluster."""
+    return Group(members, min(cluster.devices_per_node or members, members), kind, stride)
+
+
+def link_seconds(
+    cluster: Cluster, group: Group, inside, across, shared: tuple = (None, None), requested_by: str = ""
+) -> np.ndarray:
+    """Return the time of one collective by the most bytes over a link of each kind; nothing to send takes none.
+
+    Args:
+      inside, across: [...], bytes that the busiest device sends to its own node and to others.
+      shared: bytes [...] over the busiest switch and the busiest card, None for a kind that is not there.
+
+    Raises:
+      AbsentFigureError: a link's speed is absent; a device's own must be known where nodes share no card.
+    """
+    inside, across = np.broadcast_arrays(np.asarray(inside, np.float64), np.asarray(across, np.float64))
+    by_device, (by_switch, by_card) = inside + across, shared
+    fit = _fit_of(cluster, group)
+    if fit is not None:
+        handed = by_device * group.members / max(1, group.members - 1)
+        return np.where(by_device > 0, np.maximum(0.0, fit.seconds(handed)), 0.0)
+    measured = None if cluster.prices is None else cluster.prices.collective(group.kind, group.in_node)
+    times = []
+    if by_card is not None:
+        per_node, cards = cluster.need("devices_per_node", requested_by), cluster.cards_per_node
+        # where its devices cannot be shared out evenly among its cards, a node's count as one
+        as_one = cards > 1 and _sharers(cards, per_node) == per_node > 1
+        times.append(by_card / (cluster.need("inter_bandwidth", requested_by) / (1 if as_one else cards)))
+    if by_switch is not None:
+        times.append(by_switch / cluster.need("switch_bandwidth", requested_by))
+    if measured is not None:
+        near = group.in_node  # one device sends (n - 1) / n of Z, in an all-reduce twice that, in a permute all
+        sent = 1.0 if group.kind == "collective-permute" else (near - 1) / near * _times(group.kind)
+        times.append(measured._replace(start=0.0).seconds(inside / sent))
+    elif by_card is None or cluster.intra_bandwidth is not None:
+        times.append(by_device / cluster.need("intra_bandwidth", requested_by))
+    started = np.where(across > 0, start_up(cluster, group, True), start_up(cluster, group, False))
+    return np.where(by_device > 0, functools.reduce(np.maximum, times) + started, 0.0)
+
+
+def start_up(cluster: Cluster, group: Group, leaves: bool) -> float:
+    """Return the seconds of an empty collective: one start, and a step for each message or round; absent ones are 0.
+
+    Args:
+      leaves: whether it leaves its node; a flat cluster has none, and its devices' links are those inside.
+    """
+    if (fit := _fit_of(cluster, group)) is not None:
+        return fit.alpha
+    measured = None if cluster.prices is None else cluster.prices.collective(group.kind, group.in_node)
+    rounds = _times(group.kind) * math.ceil(math.log2(max(group.members, 1)))
+    inside, outside = (0, rounds) if leaves else (rounds, 0)
+    if group.kind in ("all-to-all", "collective-permute"):
+        inside, outside = group.in_node - 1, group.members - group.in_node
+    if group.kind == "collective-permute":
+        inside, outside = (0, 1) if leaves else (1, 0)
+    if not leaves and measured is not None:
+        return measured.start
+    steps = 0.0 if measured is not None else inside * (cluster.intra_step or 0.0)
+    if cluster.flat:
+        return (cluster.intra_latency or 0.0) + (inside + outside) * (cluster.intra_step or 0.0)
+    start = cluster.inter_latency if leaves else cluster.intra_latency
+    return (start or 0.0) + steps + outside * (cluster.inter_step or 0.0)
+
+
+def _fit_of(cluster: Cluster, group: Group) -> Fit | None:
+    """Return what the user's calibration has for an all-to-all of this group."""
+    if group.kind != "all-to-all":
+        return None
+    return dict(cluster.fits).get(fit_name("all_to_all", group.members, stride=group.stride))
+
+
+def _times(kind: str) -> int:
+    """How often what a device sends of its bytes passes it: an all-reduce is a reduce-scatter and an all-gather."""
+    return 2 if kind == "all-reduce" else 1
+
+
+def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, requested_by: str, stride: int = 1) -> np.ndarray:
     """Return the time of an all-to-all-v: pair_bytes [..., D, D] (source, destination) -> seconds [...].
 
     Device links are left out when their speed is absent but nodes share links: those are then the slow ones.
@@ -50,10 +140,14 @@ def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, requested_by: str
         by_switch = busiest(away * (same_node & (switch[:, None] != switch)), below)
     if not cluster.flat and devices > per_node:
         by_card = busiest(away * ~same_node, sharers)
-    return _slowest_link(cluster, busiest(away, 1), by_switch, by_card, requested_by)
+    group = group_of(cluster, devices, stride=stride)
+    if cluster.flat or devices <= per_node:
+        return link_seconds(cluster, group, busiest(away, 1), 0.0, (by_switch, None), requested_by)
+    inside, total = busiest(away * same_node, 1), busiest(away, 1)
+    return link_seconds(cluster, group, inside, total - inside, (by_switch, by_card), requested_by)
 
 
-def received_seconds(cluster: Cluster, received: np.ndarray, requested_by: str) -> np.ndarray:
+def received_seconds(cluster: Cluster, received: np.ndarray, requested_by: str, stride: int = 1) -> np.ndarray:
     """Return the time of an exchange whose sources are spread evenly: bytes received [..., D] -> seconds [...].
 
     For searches, which know what every device receives but not from whom; links that are absent are left out as in
@@ -68,13 +162,13 @@ def received_seconds(cluster: Cluster, received: np.ndarray, requested_by: str) 
         by_card = _grouped(received, sharers).max(axis=-1) * (devices - per_node) / others
     if (below := _sharers(cluster.switches_per_node, per_node)) < per_node:
         by_switch = _grouped(received, below).max(axis=-1) * (per_node - below) / others
-    seconds = _slowest_link(cluster, most, by_switch, by_card, requested_by)
-    latency = (cluster.inter_latency if devices > per_node else cluster.intra_latency) or 0.0
-    return np.where(most > 0, seconds + latency, 0.0) if latency else seconds
+    out = 0.0 if cluster.flat else (devices - per_node) / others
+    group = group_of(cluster, devices, stride=stride)
+    return link_seconds(cluster, group, most * (1 - out), most * out, (by_switch, by_card), requested_by)
 
 
-def uniform_seconds(cluster: Cluster, inside, across, requested_by: str):
-    """Return the time of one collective in which every device sends the same, with its start-up.
+def uniform_seconds(cluster: Cluster, group: Group, inside, across, requested_by: str):
+    """Return the time of one collective in which every device sends the same.
 
     Args:
       inside, across: bytes that a device sends to its own node and to other nodes, spread evenly over their devices;
@@ -88,27 +182,7 @@ def uniform_seconds(cluster: Cluster, inside, across, requested_by: str):
     per_node = cluster.devices_per_node or 1
     if np.any(inside > 0) and (below := _sharers(cluster.switches_per_node, per_node)) < per_node:
         by_switch = inside * below * (per_node - below) / (per_node - 1)
-    seconds = _slowest_link(cluster, inside + across, by_switch, by_card, requested_by)
-    latency = np.where(across > 0, cluster.inter_latency or 0.0, cluster.intra_latency or 0.0)
-    return np.where(inside + across > 0, seconds + latency, 0.0)
-
-
-def _slowest_link(cluster: Cluster, by_device, by_switch, by_card, requested_by: str):
-    """Return seconds of the slowest link from the most bytes over one of each kind, None for a kind that is not there.
-
-    A device's own link counts where its speed is known, and must be known where nodes share no card.
-    """
-    times = []
-    if by_card is not None:
-        per_node, cards = cluster.need("devices_per_node", requested_by), cluster.cards_per_node
-        # where its devices cannot be shared out evenly among its cards, a node's count as one
-        as_one = cards > 1 and _sharers(cards, per_node) == per_node > 1
-        times.append(by_card / (cluster.need("inter_bandwidth", requested_by) / (1 if as_one else cards)))
-    if by_switch is not None:
-        times.append(by_switch / cluster.need("switch_bandwidth", requested_by))
-    if by_card is None or cluster.intra_bandwidth is not None:
-        times.append(by_device / cluster.need("intra_bandwidth", requested_by))
-    return functools.reduce(np.maximum, times)
+    return link_seconds(cluster, group, inside, across, (by_switch, by_card), requested_by)
 
 
 def _sharers(links: int, per_node: int) -> int:
@@ -170,30 +244,31 @@ def all_to_all_seconds(cluster: Cluster, devices: int, slicing: int, shards: int
         for inside, inside_bytes, across, across_bytes in collectives:
             if not inside and not across:
                 continue
-            cluster.need("inter_latency" if across else "intra_latency", asked_by)  # counted with the bytes
-            steps = inside * cluster.need("intra_step", asked_by) if inside else 0
-            steps += across * cluster.need("inter_step", asked_by) if across else 0
-            seconds[kind] += steps + float(uniform_seconds(cluster, inside_bytes, across_bytes, asked_by))
+            for place in ("inter",) * bool(across) + ("intra",) * bool(inside):
+                cluster.need(f"{place}_latency", asked_by)
+                cluster.need(f"{place}_step", asked_by)
+            group = Group(inside + across + 1, inside + 1)
+            seconds[kind] += float(uniform_seconds(cluster, group, inside_bytes, across_bytes, asked_by))
     return seconds
 
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
-def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], target: Target) -> tuple[float, float, float]:
+def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], prices: Prices) -> tuple[float, float, float]:
     """Return what one execution of a collective puts on the links, and its time alone.
 
-    That is bytes sent by the busiest device to others of its node, bytes that leave the busiest node, and seconds,
-    latency included.
+    That is bytes sent by the busiest device to others of its node, bytes that leave the busiest node, and seconds.
 
     Args:
       kind: one of `KINDS`.
       size: Z, bytes of the larger of one device's operand and result.
       groups: device ids by group; for a permute its (source, target) pairs.
-      target: with its topology.
+      prices: of a target with its topology.
     """
+    target, near, widest = prices.target, 1, 1
     inside = outside = 0.0  # bytes of the busiest device's link in its node, and that one device sends by one adapter
-    steps, per_node = 1, target.per_node
+    per_node = target.per_node
     nodes_out: Counter[int] = Counter()  # bytes that leave a node
     if kind == "collective-permute":
         moves = any(a != b for a, b in groups)
@@ -206,21 +281,22 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], target:
             elif a != b:
                 inside = size
         leaving = size * max([*nodes_out.values(), *nodes_in.values()], default=0)
+        widest = near = 2
     else:
         moves = any(len(group) > 1 for group in groups)
-        times = 2 if kind == "all-reduce" else 1
+        times = _times(kind)
         for group in groups:
             n, nodes = len(group), Counter(device // per_node for device in group)
             if n == 1:
                 continue
             most = max(nodes.values())
+            widest, near = max(widest, n), max(near, most)
             if kind == "all-to-all":
                 inside = max(inside, (most - 1) / n * size)
                 outside = max(outside, (n - min(nodes.values())) / n * size)
                 for node, members in nodes.items():
                     nodes_out[node] += members * (n - members) / n * size
             else:
-                steps = max(steps, times * math.ceil(math.log2(n)))
                 inside = max(inside, times * (n - 1) / n * size if most > 1 else 0.0)
                 for node, members in nodes.items():
                     nodes_out[node] += times * (n - members) / n * size
@@ -228,10 +304,11 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], target:
         leaving = max(nodes_out.values(), default=0.0)
     if not moves:
         return 0.0, 0.0, 0.0
-    across = max(leaving / target.node_bandwidth, outside * target.adapters / target.node_bandwidth)
-    step = target.inter_latency if leaving else target.intra_latency
-    seconds = target.base_latency + steps * step + max(inside / target.intra_bandwidth, across)
-    return inside, leaving, seconds
+    # a device reaches one adapter at a time; `outside` are its own bytes
+    cluster, by_card = cluster_of(prices), max(leaving / target.adapters, outside)
+    shared = (None, by_card if leaving else None)
+    seconds = link_seconds(cluster, Group(widest, near, kind), inside, outside, shared, "a program")
+    return inside, leaving, float(seconds)
 
 
 class LinkSeconds:
@@ -239,20 +316,22 @@ class LinkSeconds:
 
     Args:
       share: what a device sends of a byte of x, to its own node and to others; gathered: likewise of y.
+      groups: of x and of y.
       rounds, gathers: of SAA, x in `rounds` rounds of messages with y in `gathers` all-gathers next to them, each after
         the round that it needs: all share the links but the last one, next to which nothing is left.
     """
 
-    def __init__(self, cluster: Cluster, share, gathered=(0.0, 0.0), rounds: int = 1, gathers: int = 1):
-        self.cluster, self.share, self.gathered, self.rounds, self.gathers = cluster, share, gathered, rounds, gathers
+    def __init__(self, cluster: Cluster, groups: tuple[Group, Group], share, gathered=(0.0, 0.0), rounds=1, gathers=1):
+        self.cluster, self.groups, self.share, self.gathered = cluster, groups, share, gathered
+        self.rounds, self.gathers = rounds, gathers
 
     def seconds(self, x: float, y: float = 0.0) -> float:
         """Return the time of sizes x and y, with a start-up for each round where the cluster has one."""
-        start = (self.cluster.inter_latency if self.share[1] else self.cluster.intra_latency) or 0.0
+        start = start_up(self.cluster, self.groups[0], bool(self.share[1]))
         last, total = y / self.gathers, (self.rounds - 1) * start
-        for of_x, of_y in ((x, y - last), (0.0, last)):
+        for of_x, of_y, group in ((x, y - last, self.groups[0]), (0.0, last, self.groups[1])):
             inside, across = (a * of_x + b * of_y for a, b in zip(self.share, self.gathered, strict=True))
-            total += float(uniform_seconds(self.cluster, inside, across, "MoEConfig.schedule 'parm'"))
+            total += float(uniform_seconds(self.cluster, group, inside, across, "MoEConfig.schedule 'parm'"))
         return total
 
 
@@ -278,8 +357,10 @@ def exchange_fits(
         near, near_mp = min(per_node, size), min(per_node, mp_size)
         share, across = ((near - 1) / size, (size - near) / size), (mp_size - near_mp) / (mp_size * near_mp)
         gathered = ((mp_size - 1) / mp_size - across, across)  # a ring over the nodes, each device with its part
-        saa = LinkSeconds(cluster, share, gathered, size - 1, ep_size) if gather == "saa" else None
-        return LinkSeconds(cluster, share), LinkSeconds(cluster, gathered), saa
+        swap, mp = Group(size, near), Group(mp_size, near_mp, "all-gather")
+        rounds = (swap._replace(kind="collective-permute"), mp)
+        saa = LinkSeconds(cluster, rounds, share, gathered, size - 1, ep_size) if gather == "saa" else None
+        return LinkSeconds(cluster, (swap, swap), share), LinkSeconds(cluster, (mp, mp), gathered), saa
     a2a = cluster.fit(fit_name(transport, size), requested_by)
     gathers = cluster.fit(fit_name("all_gather", mp_size), requested_by)
     if gather != "saa":

@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import typing
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from moe_jax.cluster.hlo import Array, Computation, Instruction, Module
+from moe_jax.cluster.prices import Prices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,18 +75,54 @@ SLICES = ("dynamic-slice", "slice", "gather")
 SORT_SWEEPS = 4  # a radix sort of 32-bit keys reads and writes everything about so often
 
 
+class Product(typing.NamedTuple):
+    """A matmul, a grouped matmul or fused attention, as `Prices` takes it."""
+
+    kind: str  # 'matmul', of grouped ones 'forward', 'dlhs', 'drhs', of attention 'attention', 'attention_backward'
+    arithmetic: str  # 'bf16' (any 16-bit or 8-bit float), 'tf32', 'f32' (float32 at highest precision) or 'f64'
+    # matmul: b, m, n, k; grouped: rows, k, n, groups; attention: batch, heads, length, head dim of q and k, and of v
+    sizes: tuple[float, ...]
+    causal: bool = False
+
+    @property
+    def flops(self) -> float:
+        """FLOPs as the hardware would do them; causal attention counts half."""
+        if not self.kind.startswith("attention"):
+            return 2.0 * math.prod(self.sizes if self.kind == "matmul" else self.sizes[:3])
+        batch, heads, length, head_dim, value_dim = self.sizes
+        times = (5.0 if self.kind == "attention_backward" else 2.0) * (0.5 if self.causal else 1.0)
+        return times * batch * heads * length**2 * (head_dim + value_dim)
+
+    def scaled(self, rows: int, used: float) -> Product:
+        """Return the product with a share of its rows: of the size that is as long as there are `rows`."""
+        place = next((n for n, size in enumerate(self.sizes) if size == rows), 0)
+        return self._replace(sizes=tuple(used * size if n == place else size for n, size in enumerate(self.sizes)))
+
+    def seconds(self, prices: Prices) -> float:
+        """Return what it takes, on a device and at a level."""
+        if self.kind == "matmul":
+            return prices.matmul(self.arithmetic, *self.sizes)
+        if self.kind.startswith("attention"):
+            kind = "backward" if self.kind == "attention_backward" else "forward"
+            return prices.attention(kind, self.sizes, self.causal)
+        return prices.grouped_matmul(self.arithmetic, self.kind, *self.sizes)
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelCost:
-    """Work of one instruction on one device.
+    """Work of one instruction on one device."""
 
-    Attributes:
-      flops: of matmuls, by the kind of arithmetic: 'bf16' (any 16-bit or 8-bit float), 'tf32', 'f32' (float32 at
-        highest precision) or 'f64'.
-    """
-
-    flops: tuple[tuple[str, float], ...] = ()
+    products: tuple[Product, ...] = ()
     bytes: float = 0.0  # read and written in device memory
     unknown: str = ""  # the custom call whose FLOPs are not counted
+
+    @property
+    def flops(self) -> Counter[str]:
+        """FLOPs of its products, by arithmetic."""
+        found: Counter[str] = Counter()
+        for product in self.products:
+            found[product.arithmetic] += product.flops
+        return found
 
 
 def cost_of(instruction: Instruction, computation: Computation, module: Module) -> KernelCost:
@@ -106,7 +144,7 @@ def cost_of(instruction: Instruction, computation: Computation, module: Module) 
     operands = computation.operands(instruction)
     read, written = sum(operand.bytes for operand in operands), result.bytes
     if opcode == "dot":
-        return KernelCost(_dot_flops(result, computation), read + written)
+        return KernelCost((_dot(result, computation),), read + written)
     if opcode == "custom-call":
         return _custom_call(result, operands, read + written)
     if opcode == "sort":
@@ -139,7 +177,7 @@ def _fusion(instruction: Instruction, computation: Computation, module: Module) 
         parameter = parameters.get(number)
         if parameter is not None and parameter.name not in updated:
             read += min(operand.bytes, _bytes_read(body, parameter, module))
-    return KernelCost(tuple(sorted(_matmul_flops(body, module).items())), read + written)
+    return KernelCost(_dots(body, module), read + written)
 
 
 def _bytes_read(body: Computation, value: Instruction, module: Module) -> float:
@@ -172,23 +210,29 @@ def _uses(body: Computation, name: str) -> list[tuple[Instruction, str]]:
     return found
 
 
-def _matmul_flops(body: Computation, module: Module) -> Counter[str]:
-    flops: Counter[str] = Counter()
+def _dots(body: Computation, module: Module) -> tuple[Product, ...]:
+    found: list[Product] = []
     for instruction in body.instructions:
         if instruction.opcode == "dot":
-            flops.update(dict(_dot_flops(instruction, body)))
+            found.append(_dot(instruction, body))
         elif instruction.opcode in ("fusion", "call"):
             for name in instruction.called():
-                flops.update(_matmul_flops(module.computations[name], module))
-    return flops
+                found += _dots(module.computations[name], module)
+    return tuple(found)
 
 
-def _dot_flops(dot: Instruction, computation: Computation) -> tuple[tuple[str, float], ...]:
-    """Return 2 x (values of the result) x (contracted size)."""
+def _dot(dot: Instruction, computation: Computation) -> Product:
+    """Return [b, m, k] x [b, k, n] of a dot: m the left's rows."""
     left = computation.operands(dot)[0].arrays[0]
-    dims = re.search(r"(?:^|[ ,])lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
-    contracted = math.prod(left.dims[int(dim)] for dim in dims.group(1).split(",") if dim) if dims else 1
-    return ((_arithmetic(left.dtype, dot.attributes), 2.0 * dot.arrays[0].size * contracted),)
+
+    def size(name: str) -> int:
+        dims = re.search(rf"(?:^|[ ,]){name}=\{{([\d,]*)\}}", dot.attributes)
+        return math.prod(left.dims[int(dim)] for dim in dims.group(1).split(",") if dim) if dims else 1
+
+    b, k = size("lhs_batch_dims"), size("lhs_contracting_dims")
+    m = left.size / (b * k)
+    sizes = (b, m, dot.arrays[0].size / (b * m), k)
+    return Product("matmul", _arithmetic(left.dtype, dot.attributes), sizes)
 
 
 def _arithmetic(dtype: str, attributes: str) -> str:
@@ -208,25 +252,31 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
     if "gemm" in name or "matmul" in name:
         dims = re.search(r'"lhs_contracting_dimensions":\["?(\d+)"?', instruction.attributes)
         if dims and arrays:
-            kind = _arithmetic(arrays[0].dtype, instruction.attributes)
-            return KernelCost(((kind, 2.0 * result.size * arrays[0].dims[int(dims.group(1))]),), moved)
+            kind, k = _arithmetic(arrays[0].dtype, instruction.attributes), arrays[0].dims[int(dims.group(1))]
+            batch = re.search(r'"lhs_batch_dimensions":\["?(\d+)"?', instruction.attributes)
+            b = arrays[0].dims[int(batch.group(1))] if batch else 1
+            m = arrays[0].size / (b * k)
+            return KernelCost((Product("matmul", kind, (b, m, result.size / (b * m), k)),), moved)
     if "fmha" in name:
-        # 4 b H Sq^2 Dh of a fused attention forward, and 10 b H Sq^2 Dh backward; a causal mask deducts nothing. The
-        # first operand is q, [b, Sq, H, Dh] or [b, H, Sq, Dh]; Sq is the larger of the two middle dims
+        # the first operand is q, [b, Sq, H, Dh] or [b, H, Sq, Dh]; Sq is the larger of the two middle dims
         query = arrays[0].dims
-        length, heads = max(query[1:3]), min(query[1:3])
-        flops = (10.0 if "Backward" in name else 4.0) * query[0] * heads * length**2 * query[3]
-        return KernelCost((("bf16", flops),), moved)
+        sizes = (query[0], min(query[1:3]), max(query[1:3]), query[3], query[3])
+        kind = "attention_backward" if "Backward" in name else "attention"
+        return KernelCost((Product(kind, "bf16", sizes, 'CAUSAL"' in instruction.attributes),), moved)
     if name.startswith("mosaic_gpu"):
-        # 2 R K N of a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]
+        # a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]
         floats = [array for array in arrays if not array.dtype.startswith(("s", "u", "pred"))]
         floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # next to their scales
         rows = [array for array in floats if len(array.dims) == 2]
-        flops = 0.0
+        product = None
         if len(rows) == 1 and any(len(array.dims) == 3 for array in floats) and len(result.dims) == 2:
-            flops = 2.0 * result.size * rows[0].dims[1]
+            groups = max(array.dims[0] for array in arrays if array.dtype == "s32" and len(array.dims) == 1)
+            backward = "transpose(" in instruction.op_name
+            sizes = (result.dims[0], rows[0].dims[1], result.dims[1], groups)
+            product = Product("dlhs" if backward else "forward", "bf16", sizes)
         elif len(rows) == 2 and len(result.dims) in (3, 4):
-            flops = 2.0 * rows[0].size * rows[1].dims[1]
+            sizes = (rows[0].dims[0], rows[0].dims[1], rows[1].dims[1], 0)
+            product = Product("drhs", "bf16", sizes)
         # of banks [Rb, K, N] it reads one row for each of its slots [n]
         slots = [array for array in arrays if array.dtype == "s32" and len(array.dims) == 1]
         banks = [operand for operand in operands if operand.arrays and len(operand.arrays[0].dims) == 3]
@@ -234,8 +284,8 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
         if len(slots) == len(banks):
             shares = [min(1.0, slot.size / bank.arrays[0].dims[0]) for slot, bank in zip(slots, banks, strict=True)]
             unread = sum(bank.bytes * (1 - share) for bank, share in zip(banks, shares, strict=True))
-        if flops:
-            return KernelCost((("bf16", flops),), moved - unread)
+        if product:
+            return KernelCost((product,), moved - unread)
     if "triton" in name and "/level/" in instruction.attributes:  # moe/level_kernel.py has no matmuls
         return KernelCost(bytes=moved)
     return KernelCost(bytes=moved, unknown=name)

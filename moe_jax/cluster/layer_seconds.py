@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Sequence
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.collectives import uniform_seconds
+from moe_jax.cluster.collectives import Group, uniform_seconds
 from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
 
@@ -45,6 +45,24 @@ def preceding_flops(*, model_dim: int, length: int, moe_every: int, matrices: in
     attention = 8 * model_dim**2 + 4 * length * model_dim
     dense = 2 * matrices * model_dim * dense_hidden_dim
     return moe_every * attention + (moe_every - 1) * dense
+
+
+def preceding_seconds(cluster: Cluster, tokens: float, *, model_dim: int, length: int, **block) -> float:
+    """Return the forward seconds of what `preceding_flops` counts, for so many tokens of one device.
+
+    Where the cluster's devices have prices, by those: projections as matmuls of [tokens, M] by [M, M], and causal
+    attention of heads of 128; else by the cluster's FLOP/s, of which causal attention is then charged all.
+    """
+    flops = preceding_flops(model_dim=model_dim, length=length, **block)
+    prices, turns = cluster.prices, block["moe_every"]
+    if prices is None:
+        return tokens * flops / cluster.need("flops", "what precedes an MoE layer")
+    head = min(128, model_dim)
+    sizes = (tokens / length, model_dim / head, length, head, head)
+    attention = prices.attention("forward", sizes, causal=True)
+    square = prices.matmul("bf16", 1, tokens, model_dim, model_dim)
+    dense = (turns - 1) * block["matrices"] * square * block["dense_hidden_dim"] / model_dim
+    return turns * (4 * square + attention) + dense
 
 
 class Transfer(typing.NamedTuple):
@@ -367,5 +385,9 @@ def pairwise_seconds(shape: LayerShape, load: tuple[float, float], cluster: Clus
         sent = move.elements * (1.0 if ring else 1 - 1 / shape.span(move.group)[0])
         crosses = ring and not cluster.flat and cluster.nodes != 1
         inside, across = (0.0, sent) if crosses else (sent, 0.0)
-        moving += move.calls * float(uniform_seconds(cluster, inside, across, asked_by))
+        size, stride = shape.span(move.group)
+        group = Group(
+            size, 1 if crosses else size, "collective-permute" if ring else move.collective.replace("_", "-"), stride
+        )
+        moving += move.calls * float(uniform_seconds(cluster, group, inside, across, asked_by))
     return moving, load[0] / cluster.need("flops", asked_by), "its bandwidth and FLOP/s"

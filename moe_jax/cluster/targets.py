@@ -26,15 +26,14 @@ class Target:
     intra_bandwidth: float  # bytes/s one way of one device's link inside its node
     node_bandwidth: float  # bytes/s one way between a node and the network, by all its adapters together
     adapters: int  # network adapters of a node; a device reaches one at a time
-    intra_latency: float  # seconds of one step of a collective inside a node
-    inter_latency: float  # likewise across nodes
-    base_latency: float  # seconds that any collective takes besides its steps
     memory_bandwidth: float  # bytes/s of device memory
+    memory_bytes: float | None = None
     flops_bf16: float  # peak FLOP/s by arithmetic, without sparsity
     flops_tf32: float
     flops_f32: float
     flops_f64: float
     source: str  # where the figures come from
+    tables: tuple[str, ...] = ()  # names in `measured/`, the first that has rows counts; () for none
     dropped_by_cuda: int | None = None  # the first CUDA version that no longer compiles for this device
     nodes: int = 1
     per_node: int = 1
@@ -55,6 +54,10 @@ class Target:
         """Such as '9.0'; '' where the description lacks it."""
         found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", self.config)
         return f"{found.group(1)}.{found.group(2) or 0}" if found else ""
+
+    def flops(self, arithmetic: str) -> float:
+        """Return the peak FLOP/s of 'bf16', 'tf32', 'f32' or 'f64'."""
+        return getattr(self, f"flops_{arithmetic}")
 
     @property
     def cores(self) -> int:

@@ -1,20 +1,17 @@
 """Simulate a scheduled program: which compute runs while which collective is in flight, and how long the device waits.
 
-The device launches instructions in program order. Kernels run one after the other and take
-max(FLOPs / (efficiency x peak), bytes / (efficiency x memory bandwidth), launch); a collective starts when it is
-launched and its links are free (one transfer at a time inside nodes, one across), and a `-done` waits for its end:
-that wait is exposed. A synchronous collective is exposed whole. `scheduler_profile` writes modelled seconds for XLA's
-scheduler, which without them assumes that all fusions take equally long and every collective five times as long.
+The device launches instructions in program order. Kernels run one after the other and take what `prices.py` says of
+their products, or of their bytes where that is longer; a collective starts when it is launched and its links are free
+(one transfer at a time inside nodes, one across), and a `-done` waits for its end: that wait is exposed. A synchronous
+collective is exposed whole. `scheduler_profile` writes modelled seconds for XLA's scheduler, whose own estimates depend
+on its version (docs/results.md compares them).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
 from moe_jax.cluster.collectives import KINDS, traffic
 from moe_jax.cluster.costs import FREE, Buckets, KernelCost, cost_of, exchanged_rows, multiplied_rows, used_share
@@ -29,18 +26,9 @@ from moe_jax.cluster.hlo import (
     role_of,
     scope_of,
 )
+from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import Target
 from moe_jax.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constants:
-    """What the cost model assumes besides a target's figures."""
-
-    matmul_efficiency: float = 0.7  # of the peak FLOP/s, reached by large matmuls
-    memory_efficiency: float = 0.8  # of the memory bandwidth, reached by kernels without matmuls
-    launch: float = 2e-6  # the least seconds of any kernel
-    conditional: float = 0.0  # seconds that the device is idle at each conditional, besides the branch that it takes
 
 
 @dataclasses.dataclass
@@ -176,7 +164,7 @@ class _Player:
     def __init__(
         self, module: Module, target: Target, constants: Constants, buckets=(), expected_rows=False, taken=0.0
     ):
-        self.module, self.target, self.constants = module, target, constants
+        self.module, self.target, self.prices = module, target, Prices(target, constants)
         self.buckets, self.expected_rows, self.taken = buckets, expected_rows, taken
         self.timeline = Timeline()
         self.now = 0.0  # the compute stream's clock
@@ -220,7 +208,7 @@ class _Player:
                     ),
                 }
                 line.skipped.setdefault(name, first)["executions"] += 1
-                self.now += self.constants.conditional
+                self.now += self.prices.conditional
                 self.run(branches[taken], loops)
             elif opcode == "call":
                 self.run(computations[instruction.called()[0]], loops)
@@ -256,7 +244,7 @@ class _Player:
             body = self.module.computations[instruction.attribute("body")]
             return (instruction.trip_count or 1) * self.estimate(body)
         if instruction.opcode == "conditional":
-            return self.constants.conditional + min(map(self.estimate, inner))
+            return self.prices.conditional + min(map(self.estimate, inner))
         if instruction.opcode == "call":
             return self.estimate(inner[0])
         if collective_of(instruction, self.module):
@@ -273,28 +261,27 @@ class _Player:
         if not scope and instruction.called():
             body = self.module.computations[instruction.called()[0]]
             scope = scope_of(next((i.op_name for i in reversed(body.instructions) if i.op_name), ""))
-        if self.buckets and cost.flops and "experts" in scope.split("/"):
+        if self.buckets and cost.products and "experts" in scope.split("/"):
             given = (array for operand in computation.operands(instruction) for array in operand.arrays)
             rows, moved = multiplied_rows([*instruction.arrays, *given])
             if rows:
                 self.rows[instruction.name] = rows
             if rows and self.expected_rows:
                 used = used_share(self.buckets, rows)
-                flops = tuple((kind, used * count) for kind, count in cost.flops)
-                cost = dataclasses.replace(cost, flops=flops, bytes=cost.bytes - (1 - used) * min(moved, cost.bytes))
-        matmul = sum(count / getattr(self.target, f"flops_{kind}") for kind, count in cost.flops)
-        memory = cost.bytes / (self.target.memory_bandwidth * self.constants.memory_efficiency)
-        self.kernels[instruction.name] = (
-            cost,
-            max(matmul / self.constants.matmul_efficiency, memory, self.constants.launch),
-            scope,
-        )
+                products = tuple(product.scaled(rows, used) for product in cost.products)
+                cost = dataclasses.replace(
+                    cost, products=products, bytes=cost.bytes - (1 - used) * min(moved, cost.bytes)
+                )
+        seconds = self.prices.memory(cost.bytes)
+        if cost.products:
+            seconds = max(seconds, sum(product.seconds(self.prices) for product in cost.products))
+        self.kernels[instruction.name] = cost, seconds, scope
         return self.kernels[instruction.name]
 
     def kernel(self, instruction: Instruction, computation: Computation):
         cost, seconds, scope = self.cost(instruction, computation)
         line, begin, label = self.timeline, self.now, scope or "other compute"
-        line.shortest += seconds <= self.constants.launch
+        line.shortest += seconds <= self.prices.launch
         if self.taken and self.open:  # slower for as long as transfers are under way
             now, left, rate = begin, seconds, 1 - self.taken
             for transfer in sorted(self.open, key=lambda transfer: transfer["begin"]):
@@ -312,16 +299,16 @@ class _Player:
         key = (pass_of(instruction.op_name), scope)
         line.by_scope[key] += seconds
         line.overlapped[key] += self.exchanging(begin)
-        line.flops.update(dict(cost.flops))
-        line.matmul_seconds += seconds if cost.flops else 0.0
-        self.count_rows(instruction.name, key, seconds, flops=sum(count for _, count in cost.flops))
+        line.flops.update(cost.flops)
+        line.matmul_seconds += seconds if cost.products else 0.0
+        self.count_rows(instruction.name, key, seconds, flops=cost.flops.total())
         if cost.unknown:
             line.unknown_calls[cost.unknown] += 1
         for transfer in self.open:
             flight = transfer["flight"]
             flight.overlapped[label] += seconds
             transfer["kernel"] = True
-            transfer["matmul"] |= bool(cost.flops)
+            transfer["matmul"] |= bool(cost.products)
 
     def exchanging(self, begin: float) -> float:
         """Return seconds from `begin` until now in which at least one token exchange moved."""
@@ -368,7 +355,7 @@ class _Player:
                 self.rows[instruction.name] = rows
                 used = used_share(self.buckets, rows) if self.expected_rows else 1.0
                 size = size if used == 1.0 else round(used * size)
-        intra_bytes, inter_bytes, alone = traffic(kind, size, groups, self.target)
+        intra_bytes, inter_bytes, alone = traffic(kind, size, groups, self.prices)
         return Flight(
             name=instruction.name,
             computation=computation.name,
@@ -417,38 +404,6 @@ class _Player:
             self.timeline.events.append(Event("wait", flight.name, flight.role, self.now, end))
             flight.exposed_seconds += end - self.now
             self.now = end
-
-
-def read_constants(path: str) -> Constants:
-    """Return the constants of a file; those that it leaves out keep their defaults.
-
-    Args:
-      path: JSON, {"matmul_efficiency": 0.6, ...}, or such a record under "constants" as `gpu_day.json` and a report of
-        `inspect --profile` hold it.
-
-    Raises:
-      UserError: no such file, no constants in it, an unknown name, or a value out of range.
-    """
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--constants ({path!r}) cannot be read as JSON: {error}") from error
-    if isinstance(record, dict) and "constants" in record:
-        record = record["constants"]
-    names = [field.name for field in dataclasses.fields(Constants)]
-    if not isinstance(record, dict) or not record:
-        raise UserError(f"--constants ({path!r}) holds no constants; write some of {', '.join(names)}")
-    for name, value in record.items():
-        if name not in names:
-            raise UserError(f"--constants ({path!r}) names {name!r}; the model has {', '.join(names)}")
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # integers of JSON have no bound
-        least, most, rule = sys.float_info.min, 1, "a share above 0 and at most 1"
-        if not name.endswith("efficiency"):
-            least, most, rule = 0, sys.float_info.max, "seconds, at least 0"
-        if not is_number or not least <= value <= most:
-            raise UserError(f"--constants ({path!r}): {name} ({value!r}) must be {rule}")
-    return Constants(**{name: float(value) for name, value in record.items()})
 
 
 def scheduler_profile(module: Module, target: Target, constants: Constants | None = None) -> str:

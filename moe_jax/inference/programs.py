@@ -23,7 +23,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.cluster import read_cluster
+from moe_jax.cluster import cluster_named
 from moe_jax.cluster.collectives import ALL_TO_ALLS as KINDS
 from moe_jax.cluster.collectives import all_to_all_seconds
 from moe_jax.errors import UserError
@@ -260,10 +260,11 @@ def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: in
     """
     if config.transport != "auto":
         return config
-    if not config.cluster:
+    cluster = cluster_named(config.cluster, roles.device_kind)
+    if cluster is None:
         raise UserError(
-            "MoEConfig.transport ('auto') chooses by a cluster's latencies and bandwidths; set MoEConfig.cluster to "
-            f"its file, such as configs/cluster/h200.gin, or name one of {', '.join(KINDS)}"
+            "MoEConfig.transport ('auto') chooses by a cluster's latencies and bandwidths, unknown here; set "
+            f"MoEConfig.cluster to a file, such as configs/cluster/h200.gin, or name one of {', '.join(KINDS)}"
         )
     shards, devices = roles.size(roles.expert_shard), roles.size(roles.expert + roles.expert_shard)
     # the part of the MP group in which the coordinated exchange has its second and third collective
@@ -271,7 +272,7 @@ def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: in
     near = min(roles.config.devices_per_node, devices)
     if devices % near or near % slicing:
         return dataclasses.replace(config, transport="all_to_all")
-    cluster = read_cluster(config.cluster).sized(None, near)
+    cluster = cluster.sized(None, near)
     sent = -(-tokens // roles.size(roles.model)) * config.top_k * row_bytes * shards
     seconds = all_to_all_seconds(cluster, devices, slicing, shards, sent)
     if config.schedule not in ("s1", "s2"):  # which have it

@@ -86,15 +86,15 @@ def flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length
     return forward, 3 * forward
 
 
-def flops_before_moe(config: ModelConfig, length: int) -> int:
-    """Return the forward FLOPs of one token between two MoE layers; length: Sq."""
-    return preceding_flops(
-        model_dim=config.model_dim,
-        length=length,
-        moe_every=config.moe_every,
-        matrices=matrices_of(config.activation),
-        dense_hidden_dim=config.ffn_dim,
-    )
+def preceding(config: ModelConfig, length: int) -> dict[str, int]:
+    """Return the sizes of what stands between two MoE layers, as `preceding_flops` takes them; length: Sq."""
+    return {
+        "model_dim": config.model_dim,
+        "length": length,
+        "moe_every": config.moe_every,
+        "matrices": matrices_of(config.activation),
+        "dense_hidden_dim": config.ffn_dim,
+    }
 
 
 def half_work(config: ModelConfig, moe: MoEConfig, tokens: int, length: int) -> HalfWork:
@@ -105,7 +105,7 @@ def half_work(config: ModelConfig, moe: MoEConfig, tokens: int, length: int) -> 
     """
     expert = 2 * matrices_of(config.activation) * config.model_dim * config.hidden_dim
     return HalfWork(
-        attention=tokens * flops_before_moe(config, length),
+        attention=tokens * preceding_flops(**preceding(config, length)),
         experts=tokens * moe.top_k * expert,
         recompute=config.recomputes,
     )

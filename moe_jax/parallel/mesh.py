@@ -110,6 +110,7 @@ class Roles:
       mesh: the named mesh; all axes are Auto.
       data, expert, expert_shard, model: axes of one group of that kind, slowest first; () for model = 1.
       dense: axes of dense data parallelism, that is all that are not in `model`.
+      device_kind: what a device calls itself, '' where the mesh is abstract and nobody said.
     """
 
     config: MeshConfig
@@ -119,6 +120,7 @@ class Roles:
     expert_shard: tuple[str, ...]
     model: tuple[str, ...]
     dense: tuple[str, ...]
+    device_kind: str = ""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -238,7 +240,7 @@ def mesh_axes(
     return dict(reversed(axes)), tuple(reversed(inside))
 
 
-def build_mesh(config: MeshConfig, devices: Sequence | int, experts: Collection[int] = ()) -> Roles:
+def build_mesh(config: MeshConfig, devices: Sequence | int, experts: Collection[int] = (), kind: str = "") -> Roles:
     """Lay `devices` out as the config says.
 
     Args:
@@ -246,6 +248,7 @@ def build_mesh(config: MeshConfig, devices: Sequence | int, experts: Collection[
       devices: JAX devices, in the order of the device index (neighbours should share a node), or a number of devices
         that need not exist: then the mesh is abstract, and no backend is started.
       experts: E of each kind of layer that is to lie on the mesh; only those below the expert axis matter.
+      kind: of devices that are a number only, see `Roles.device_kind`.
 
     Returns:
       Roles over one mesh of all the devices.
@@ -263,7 +266,8 @@ def build_mesh(config: MeshConfig, devices: Sequence | int, experts: Collection[
         mesh = Mesh(np.asarray(devices, dtype=object).reshape(shape), tuple(sizes), axis_types=types)
     parts = {name: tuple(axis for axis in sizes if re.fullmatch(rf"{name}(_mp)?(_of_\d+)?", axis)) for name in AXES}
     dense = tuple(axis for axis in sizes if axis not in model)
-    return Roles(config=config, mesh=mesh, model=model, dense=dense, **parts)
+    kind = kind if isinstance(devices, int) else devices[0].device_kind
+    return Roles(config=config, mesh=mesh, model=model, dense=dense, device_kind=kind, **parts)
 
 
 def set_up_devices(count: int | None) -> None:

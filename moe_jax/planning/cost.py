@@ -17,8 +17,7 @@ import math
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError, Cluster, received_seconds, uniform_seconds
-from moe_jax.cluster.fits import fit_name
+from moe_jax.cluster import AbsentFigureError, Cluster, Group, received_seconds, start_up, uniform_seconds
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import routing
@@ -29,6 +28,7 @@ from moe_jax.planning.sizes import TransferSizes, late_price, placement_sizes, t
 
 PRICES = ("executor", "paper")
 FORMS = ("auto", "flat", "by_node")
+MANY = 8  # chunks, over whose transfer the seconds of one are a mean
 MOST_OFFERED = 8  # experts of a layer that a device may offer, where tau is derived
 
 
@@ -113,8 +113,13 @@ class Cost:
     def tokens_per_second(self, requested_by: str) -> float:
         """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices.
 
-        A token takes two FLOPs for each number of the expert; the backward takes twice that.
+        A token takes two FLOPs for each number of the expert; the backward takes twice that. Devices with prices take
+        what a grouped matmul of many rows does.
         """
+        if self.cluster.prices is not None and self.price != "paper":
+            rows, arithmetic = 2.0**17, "bf16" if self.dtype_bytes <= 2 else "tf32"
+            sizes = (rows, self.model_dim, self.hidden_dim / self.shards, 0)
+            return rows / (self.matrices * self.cluster.prices.grouped_matmul(arithmetic, "forward", *sizes))
         return self.cluster.need("flops", f"planner {requested_by!r}") / (2.0 * self.expert_params)
 
     def overlap(self, requested_by: str) -> int:
@@ -156,7 +161,7 @@ class Cost:
         """
         if self.price == "paper":
             return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth(requested_by)
-        return received_seconds(self.cluster, received * self.exchanged_bytes, f"planner {requested_by!r}")
+        return received_seconds(self.cluster, received * self.exchanged_bytes, f"planner {requested_by!r}", self.shards)
 
     def forward(self, computed: np.ndarray, requested_by: str) -> np.ndarray:
         """T_FEC: H [..., D] -> seconds [...]; the backward takes twice that. Source: Pro-Prophet, equations 2 and 3."""
@@ -278,25 +283,14 @@ def _transfer_rates(
     `group` is D, devices of a node Dn, and the devices between neighbours of the group (N_ESP), as fits are named.
     """
     devices, devices_per_node, stride = group
-    by_node, fitted = form == "by_node", dict(cluster.fits)
-    nodes = devices // devices_per_node
-    if by_node:  # what a device hands in for one chunk of each collective, its own slices included
-        inside = fit_name("all_to_all", devices_per_node, stride=stride)
-        across = fit_name("all_to_all", nodes, stride=devices_per_node * stride)
-        names, handed = [inside, across, inside], [1.0, nodes / devices_per_node, 1.0]
-    else:
-        names, handed = [fit_name("all_to_all", devices, stride=stride)] * 2, [1.0, 1.0]
-    if set(names) <= set(fitted):
-        fits = [fitted[name] for name in names]
-        lines = [(fit.alpha, fit.beta * part * chunk_bytes) for fit, part in zip(fits, handed, strict=True)]
-    else:
-        sizes = {"devices": devices, "devices_per_node": devices_per_node, "by_node": by_node}
-        latency = dataclasses.replace(cluster, intra_latency=None, inter_latency=None)
-        lines = []
-        for inside, across in sent_by_collective(1, 1, 1, **sizes):
-            sent = (inside * chunk_bytes, across * chunk_bytes)
-            moving = float(uniform_seconds(latency, *sent, requested_by))
-            lines.append((float(uniform_seconds(cluster, *sent, requested_by)) - moving, moving))
+    by_node, nodes = form == "by_node", devices // devices_per_node
+    near, whole = (Group(size, devices_per_node, stride=stride) for size in (devices_per_node, devices))
+    groups = [near, Group(nodes, 1, stride=devices_per_node * stride), near] if by_node else [whole, whole]
+    sent, lines = sent_by_collective(1, 1, 1, devices=devices, devices_per_node=devices_per_node, by_node=by_node), []
+    for group, (inside, across) in zip(groups, sent, strict=True):
+        start = start_up(cluster, group, across > 0)
+        moved = (MANY * inside * chunk_bytes, MANY * across * chunk_bytes)
+        lines.append((start, (float(uniform_seconds(cluster, group, *moved, requested_by)) - start) / MANY))
     each = [line[1] for line in lines]
     return sum(line[0] for line in lines), each[0], each[-1], each[1] if by_node else 0.0
 

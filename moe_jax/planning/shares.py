@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError, uniform_seconds
+from moe_jax.cluster import AbsentFigureError, group_of, uniform_seconds
 from moe_jax.parallel.bucket_rows import carried
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import NUMPY
@@ -175,7 +175,8 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
         sent = carried(rows, plan.devices, plan.devices_per_node)
         inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
         try:
-            price[name] = float(uniform_seconds(cost.cluster, inside, across, "the split of tokens"))
+            group = group_of(cost.cluster, plan.devices, stride=cost.shards)
+            price[name] = float(uniform_seconds(cost.cluster, group, inside, across, "the split of tokens"))
         except AbsentFigureError:
             price[name] = inside + across  # bytes, where no link's speed is known
     other = {"plan": "even", "even": "plan"}.get(now)

@@ -10,9 +10,9 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.cluster import Cluster
+from moe_jax.cluster import cluster_of
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Constants
 from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedule import find_schedule
@@ -63,18 +63,8 @@ def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[flo
     in two halves with their launches, as `timeline.Constants` has them. config, roles: `segment_runs`.
     """
     members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
-    cluster = Cluster(
-        name=target.name,
-        nodes=target.nodes,
-        devices_per_node=target.per_node,
-        intra_bandwidth=target.intra_bandwidth,
-        inter_bandwidth=target.node_bandwidth,
-        intra_latency=target.base_latency + target.intra_latency,
-        inter_latency=target.base_latency + target.inter_latency,
-        cards_per_node=target.adapters,
-        flops=target.flops_bf16,
-    )
-    cost, asked_by = base_cost(config, roles, cluster), "ModelConfig.overlap = 'auto'"
+    prices = Prices(target)
+    cost, asked_by = base_cost(config, roles, cluster_of(prices)), "ModelConfig.overlap = 'auto'"
     tokens = config.train.batch_size * config.data.sequence_length / config.train.grad_accum_steps / roles.num_devices
     computed = np.full(members, tokens * config.moe.top_k * shards)
     times = Times(
@@ -82,7 +72,7 @@ def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[flo
         experts=float(cost.forward(computed, asked_by)),
         exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
     )
-    launches, recompute = MORE_KERNELS * Constants().launch, config.model.recomputes
+    launches, recompute = MORE_KERNELS * prices.launch, config.model.recomputes
     in_one_piece, in_halves = (
         float(stage_seconds(Prefetch(halves=halves), times, recompute)) for halves in (False, True)
     )

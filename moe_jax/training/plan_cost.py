@@ -11,10 +11,10 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.cluster import Cluster, read_cluster
-from moe_jax.cluster.layer_seconds import matrices_of
+from moe_jax.cluster import HOST, Cluster, cluster_named
+from moe_jax.cluster.layer_seconds import matrices_of, preceding_seconds
 from moe_jax.config.run_config import RunConfig
-from moe_jax.models.counts import device_bytes, flops_before_moe
+from moe_jax.models.counts import device_bytes, preceding
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner, with_late
@@ -23,25 +23,18 @@ from moe_jax.planning.plan_shape import PlanShape, build_shape
 from moe_jax.training.segments import initial_placement, segment_runs, sizes_of
 
 
-def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
-    """Return the modelled forward time of what precedes an MoE layer, for one device's tokens of one microbatch."""
-    model, length = config.model, config.data.sequence_length
-    tokens = config.train.batch_size * length / config.train.grad_accum_steps / roles.num_devices
-    return tokens * flops_before_moe(model, length) / flops
-
-
 def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -> Cost:
     """Return the cost model of a segment before its memory is settled; figures that the cluster lacks stay absent.
 
     Args:
       config, roles: of the segment (`segment_runs`). `PlannerConfig.replica_slots` = 'memory' counts as 0.
-      cluster: None for the one that `PlannerConfig.cluster` names.
+      cluster: None for the one that `PlannerConfig.cluster` names, else that of the mesh's devices.
     """
     planner, model, start = config.planner, config.model, initial_placement(config, roles)
     shards = roles.size(roles.expert_shard)
     if cluster is None:
-        unknown = Cluster(name="of this run; name one in PlannerConfig.cluster")
-        cluster = read_cluster(planner.cluster) if planner.cluster else unknown
+        cluster = cluster_named(planner.cluster, roles.device_kind) or HOST
+    tokens = config.train.microbatch_size * config.data.sequence_length / roles.num_devices
     cluster = cluster.sized(start.nodes, start.devices_per_node).part_of(shards)
     return Cost(
         cluster=cluster,
@@ -54,7 +47,9 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
         param_bytes=np.dtype(model.param_dtype).itemsize,
         replica_slots=0 if planner.replica_slots == "memory" else planner.replica_slots,
         overlap_degree=planner.overlap_degree,
-        attention_seconds=None if cluster.flops is None else attention_seconds(config, roles, cluster.flops),
+        attention_seconds=None
+        if cluster.flops is None
+        else preceding_seconds(cluster, tokens, **preceding(model, config.data.sequence_length)),
         layers_alive=model.replica_layers,
         microbatches=config.train.grad_accum_steps,
         prefetch=model.block_wise,

@@ -106,8 +106,9 @@ def floor_bytes(model, params) -> float:
 def main(_):
     from moe_jax.analysis import compile_ahead
     from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.prices import Constants
     from moe_jax.cluster.targets import parse_target
-    from moe_jax.cluster.timeline import Constants, play
+    from moe_jax.cluster.timeline import play
     from moe_jax.config.gin_files import parse_run_config
 
     target = parse_target(_TARGET.value)

@@ -70,8 +70,9 @@ def compile_case(name: str, schedule: str):
     from moe_jax.analysis import compile_ahead
     from moe_jax.analysis.program_report import build_report
     from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.prices import Constants
     from moe_jax.cluster.targets import parse_target
-    from moe_jax.cluster.timeline import Constants, play, scheduler_profile
+    from moe_jax.cluster.timeline import play, scheduler_profile
     from moe_jax.config.gin_files import parse_run_config
     from moe_jax.training.compiling import compile_with_profile
     from moe_jax.training.program import build_program

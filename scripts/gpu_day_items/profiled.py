@@ -17,7 +17,8 @@ def measure(context):
     from moe_jax.analysis.measured import add_measured, read_spans, record_steps
     from moe_jax.analysis.program_report import build_report
     from moe_jax.cluster.hlo import parse_module
-    from moe_jax.cluster.timeline import Constants, play
+    from moe_jax.cluster.prices import Constants
+    from moe_jax.cluster.timeline import play
 
     choice = context.scratch / whole.CHOICE
     grouped_matmul = json.loads(choice.read_text(encoding="utf-8")) if choice.exists() else "auto"

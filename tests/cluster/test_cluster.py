@@ -10,6 +10,7 @@ import pytest
 from moe_jax.cluster import (
     Cluster,
     Fit,
+    Group,
     exchange_seconds,
     fit_alpha_beta,
     parm_choice,
@@ -68,8 +69,11 @@ def test_wrong_files_are_named(tmp_path, name, text, message):
 def test_bandwidth_is_the_slow_links_and_an_absent_figure_names_its_requester():
     for name, bandwidth in (("flat_3gbs_30tflops", 3e9), ("johnny", 6.25e9), ("hecate_a", 12.5e9)):
         assert read_cluster(PRESETS / f"{name}.gin").bandwidth("test") == bandwidth
-    with pytest.raises(UserError, match=r"the start needs Cluster.intra_latency, which cluster 'johnny' .*: h200$"):
+    with pytest.raises(UserError, match=r"the start needs Cluster.intra_latency, which cluster 'johnny' .* calibrate$"):
         read_cluster(PRESETS / "johnny.gin").need("intra_latency", "the start")
+
+
+EIGHT = Group(8, 4)
 
 
 def test_the_slowest_link_of_the_tree_decides():
@@ -93,17 +97,21 @@ def test_cards_and_switches_are_shared_links():
     slow = Cluster(**links, switches_per_node=2, switch_bandwidth=0.5)
     assert exchange_seconds(slow, pairs, "test") == 16  # 8 bytes at 0.5 a second
     # every device sends 12 bytes to its node and 2 to others: a switch passes 2 x 12 x 2/3 of them, a card 2 x 2
-    assert uniform_seconds(cluster, 12.0, 2.0, "test") == 4
-    assert uniform_seconds(cluster, 12.0, 0.0, "test") == 2 * 12 * 2 / 3 / 4
+    assert uniform_seconds(cluster, EIGHT, 12.0, 2.0, "test") == 4
+    assert uniform_seconds(cluster, EIGHT, 12.0, 0.0, "test") == 2 * 12 * 2 / 3 / 4
     # 14 bytes to each device, 2 from every other one: the same pairs by all three ways
     even = received_seconds(cluster, np.full(8, 14.0), "test")
-    assert even == exchange_seconds(cluster, np.full((8, 8), 2.0), "test") == uniform_seconds(cluster, 6.0, 8.0, "test")
+    assert (
+        even
+        == exchange_seconds(cluster, np.full((8, 8), 2.0), "test")
+        == uniform_seconds(cluster, EIGHT, 6.0, 8.0, "test")
+    )
     # as many cards as devices: each has its own; with more it still reaches only one
     rails = Cluster(**{**links, "cards_per_node": 4})
-    assert uniform_seconds(rails, 0.0, 2.0, "test") == 4
-    assert uniform_seconds(Cluster(**{**links, "cards_per_node": 8}), 0.0, 2.0, "test") == 8
+    assert uniform_seconds(rails, EIGHT, 0.0, 2.0, "test") == 4
+    assert uniform_seconds(Cluster(**{**links, "cards_per_node": 8}), EIGHT, 0.0, 2.0, "test") == 8
     # one of two groups that use the machines at the same time gets half
-    assert uniform_seconds(rails.part_of(2), 0.0, 2.0, "test") == 8
+    assert uniform_seconds(rails.part_of(2), EIGHT, 0.0, 2.0, "test") == 8
 
 
 def test_fit_recovers_its_constants_and_r2():
@@ -201,10 +209,11 @@ def test_all_to_alls_by_hand():
 
 def test_each_of_the_three_wins_where_the_paper_says():
     """On H200s: flat inside a node and where bytes count, hierarchical across nodes, coordinated with slicing."""
-    cluster = dataclasses.replace(read_cluster(str(PRESETS / "h200.gin")), nodes=32)
+    cluster = dataclasses.replace(read_cluster("h200"), nodes=32, devices_per_node=8)
     token, prompts = 8192.0, 4e9
-    cases = [(8, 1, 1, token, "all_to_all"), (16, 1, 1, token, "all_to_all")]  # a second start-up outlasts 7 messages
-    for devices in (32, 128, 256):  # rows go to 8 shards: fewer bytes across
+    # a start-up inside the node outlasts the messages saved
+    cases = [(devices, 1, 1, token, "all_to_all") for devices in (8, 16, 32)]
+    for devices in (64, 128, 256):  # rows go to 8 shards: fewer bytes across
         cases += [(devices, 1, 1, token, "two_level"), (devices, 8, 8, 8 * token, "coordinated")]
     # there bytes count, and two levels send twice
     cases += [(256, 1, 1, prompts, "all_to_all"), (256, 8, 8, prompts, "coordinated")]
@@ -212,4 +221,4 @@ def test_each_of_the_three_wins_where_the_paper_says():
         seconds = all_to_all_seconds(cluster, *sizes)
         assert min(seconds, key=seconds.get) == shortest, sizes  # the flat one among equals
         if sizes[3] == 8 * token:
-            assert (seconds["all_to_all"] > 3 * seconds["coordinated"]) == (sizes[0] == 256)
+            assert (seconds["all_to_all"] > 2.5 * seconds["coordinated"]) == (sizes[0] == 256)

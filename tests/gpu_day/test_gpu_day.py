@@ -17,7 +17,7 @@ import pytest
 from gpu_day_items import children, configs, day
 from gpu_day_items.plan import ITEMS, Item, Part
 
-from moe_jax.cluster.timeline import read_constants
+from moe_jax.cluster.prices import read_constants
 from moe_jax.config.gin_files import parse_run_config
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -13,8 +13,9 @@ from moe_jax.analysis.compile_ahead import read_text, without_places
 from moe_jax.analysis.program_report import build_report
 from moe_jax.cluster.costs import cost_of
 from moe_jax.cluster.hlo import parse_module, pass_of, replica_groups, role_of, scope_of
+from moe_jax.cluster.prices import Constants
 from moe_jax.cluster.targets import parse_target
-from moe_jax.cluster.timeline import Constants, collective_of, play
+from moe_jax.cluster.timeline import collective_of, play
 from moe_jax.errors import UserError
 
 
@@ -111,7 +112,7 @@ def test_dots_count_batch_and_contracted_dims_by_their_precision(dtype, more, ki
   %b = {dtype}[2,5,7]{{2,1,0}} parameter(1)
   ROOT %d = f32[2,3,7]{{2,1,0}} dot(%a, %b), lhs_batch_dims={{0}}, lhs_contracting_dims={{2}}, rhs_batch_dims={{0}}"""
     found = cost(body + more, "d")
-    assert found.flops == ((kind, 420.0),) and found.bytes == {"bf16": 2, "f32": 4}[dtype] * 100 + 4 * 42
+    assert found.flops == {kind: 420.0} and found.bytes == {"bf16": 2, "f32": 4}[dtype] * 100 + 4 * 42
 
 
 FUSED = """
@@ -154,11 +155,11 @@ ARGUMENTS = """  %a = f32[12,8,8]{2,1,0} parameter(0)
     "fusion, flops, bytes_",
     [
         # 12 layers stacked, one of them read: 256 bytes of 3,072; next to it 4 + 256 in and 256 out
-        ("f32[8,8]{1,0} fusion(%a, %i, %b), kind=kCustom, calls=%fused", (("tf32", 1024.0),), 256 + 4 + 256 + 256),
+        ("f32[8,8]{1,0} fusion(%a, %i, %b), kind=kCustom, calls=%fused", {"tf32": 1024.0}, 256 + 4 + 256 + 256),
         # updated in place: 32 bytes read, 4 of the index, 32 written; not the 384 of the whole array
-        ("f32[12,8]{1,0} fusion(%c, %u, %i), kind=kLoop, calls=%stored", (), 32 + 4 + 32),
+        ("f32[12,8]{1,0} fusion(%c, %u, %i), kind=kLoop, calls=%stored", {}, 32 + 4 + 32),
         # one of 12 rows, of 4 that are cut out and cast: 16 bytes of bfloat16 are read, 4 of the index, 32 written
-        ("f32[8]{0} fusion(%h, %i), kind=kLoop, calls=%cast", (), 16 + 4 + 32),
+        ("f32[8]{0} fusion(%h, %i), kind=kLoop, calls=%cast", {}, 16 + 4 + 32),
     ],
 )
 def test_fusions_read_their_slices_and_write_their_updates(fusion, flops, bytes_):
@@ -181,13 +182,13 @@ def test_kernels_written_by_hand_count_by_their_shapes():
   %p = (f32[5,2,4,3]{3,2,1,0}) custom-call(%l, %x, %y), custom_call_target="mosaic_gpu_v2"
   %g = (f32[6,3]{1,0}, s8[99]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
   ROOT %o = f32[6]{0} custom-call(%x), custom_call_target="my_kernel\""""  # noqa: E501
-    assert cost(body, "m").flops == cost(body, "t").flops == cost(body, "g").flops == (("bf16", 144.0),)
+    assert cost(body, "m").flops == cost(body, "t").flops == cost(body, "g").flops == {"bf16": 144.0}
     # a table of tiles first, and banks read by slot: two rows of eight, one of two; five sums over parts of the rows
-    assert cost(body, "k").flops == cost(body, "p").flops == (("bf16", 144.0),)
+    assert cost(body, "k").flops == cost(body, "p").flops == {"bf16": 144.0}
     assert cost(body, "k").bytes == 4 * 36 + 4 * 2 + 4 + 2 * 24 + 2 * 12 * (2 + 1) + 2 * 18
     assert cost(body, "p").bytes == 4 * 36 + 2 * 24 + 2 * 18 + 4 * 5 * 24
     unknown = cost(body, "o")
-    assert (unknown.unknown, unknown.flops, unknown.bytes) == ("my_kernel", (), 48 + 24)
+    assert (unknown.unknown, unknown.flops, unknown.bytes) == ("my_kernel", {}, 48 + 24)
 
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"

@@ -19,8 +19,9 @@ from moe_jax.analysis.measured import Span, add_measured, compare_instructions, 
 from moe_jax.analysis.program_report import build_report, overflow_record, report_text, what_if
 from moe_jax.cluster.costs import Buckets, exchanged_rows, multiplied_rows
 from moe_jax.cluster.hlo import arrays_of, parse_module
+from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import parse_target
-from moe_jax.cluster.timeline import Constants, play
+from moe_jax.cluster.timeline import play
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import build_mesh
@@ -48,10 +49,10 @@ def test_report_sums_and_prints(tmp_path):
     # each turn's matmul of 16 s runs in the 20 s of its exchange
     assert [own["overlapped_seconds"] for own in report["compute_by_scope"]] == pytest.approx([48.0])
     json.dumps(report)
-    text = report_text({**report, "model": dataclasses.asdict(Constants(matmul_efficiency=0.6))})
+    text = report_text({**report, "model": {**report["model"], "matmul_efficiency": 0.6}})
     for said in (
         "3 kernels, 0 of them at the floor",
-        "constants of the cost model: matmul_efficiency 0.6 (default 0.7)\n",
+        "constants of the cost model: matmul_efficiency 0.6, ",
         "all-to-all-start",
         "compute overlapped with an exchange of tokens: forward moe/experts 100%\n",
         "20%",  # 12 of 60 s exposed
@@ -96,7 +97,10 @@ def test_fewer_cores_slow_what_runs_next_to_a_transfer():
     assert sum(flight.exposed_seconds for flight in half.flights.values()) == 0
     slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, next to which the matmul takes 32
     assert play(module, slow, MODEL, taken=0.5).seconds == pytest.approx(3 * 40.0)
-    assert what_if(module, TARGET, MODEL) == {"cores": []}  # the toy's cores are not known
+    found = what_if(module, TARGET, MODEL)
+    assert found["cores"] == []  # the toy's cores are not known
+    steps = {level: own["step_seconds"] for level, own in found["range"].items()}
+    assert steps == pytest.approx({"low": 48.0, "middle": 48.0, "high": 48.0})  # nothing is assumed of the toy
     described = dataclasses.replace(TARGET, config="core_count: 64")
     records = what_if(module, described, MODEL, (HALF,))["cores"]
     assert [record["taken"] for record in records] == [0, 16, 32]
@@ -243,7 +247,7 @@ def test_a_trace_of_the_model_itself_has_ratio_one(tmp_path):
     report = add_measured(report, program, H200, Constants(), spans, 2, 1.0)
     assert report["constants"] == report["instructions"]["constants"] == pytest.approx({"launch": REAL.launch})
     text = report_text(report)
-    assert "instructions that differ most" in text and "launch 2e-06 -> 4e-06" in text
+    assert "instructions that differ most" in text and "launch 2.4e-06 -> 4e-06" in text
     json.dumps(report)
 
 
@@ -280,7 +284,7 @@ def test_pauses_around_conditionals_are_their_cost():
         spans.append(Span("gpu", "conditional.1", start + 1.1e-3, start + 1.2e-3))
         spans.append(Span("gpu", "after", start + 1.5e-3, start + 2e-3))
     record = compare_instructions(module, H200, Constants(), spans, steps=4)
-    assert record["constants"]["conditional"] == pytest.approx(0.5e-3 - 2e-6)
+    assert record["constants"]["conditional"] == pytest.approx(0.5e-3 - Prices(H200).launch)
     loops = next(group for group in record["groups"] if group["group"] == "loop overhead")
     assert loops["measured_seconds"] == pytest.approx(1e-4) and record["step_seconds"] is None
 
@@ -310,6 +314,8 @@ def test_fit_finds_the_constants_of_a_device():
     # of its FLOPs at the peak, of its bytes at the full bandwidth, measured, executions
     samples = [(1e-3, 1e-5, 2e-3, 1), (0.0, 1e-4, 1.25e-4, 2), (0.0, 1e-8, 4e-6, 3)] * 20
     samples += [(1e-3, 1e-5, 2e-2, 1), (0.0, 1e-4, 1.25e-3, 2)]
-    fit = fit_constants(samples, Constants(), pauses=[2e-5 + 2e-6] * 5)
-    assert {name: own["value"] for name, own in fit.items()} == pytest.approx(dataclasses.asdict(real))
-    assert fit["launch"]["before"] == Constants().launch and fit["launch"]["samples"] == 20
+    fit = fit_constants(samples, Prices(H200), pauses=[2e-5 + Prices(H200).launch] * 5)
+    assert {name: own["value"] for name, own in fit.items()} == pytest.approx(
+        {name: getattr(real, name) for name in fit}
+    )
+    assert fit["launch"]["before"] == Prices(H200).launch and fit["launch"]["samples"] == 20

@@ -7,19 +7,22 @@ On the toy target (2 nodes of 2; 100 bytes/s inside, 10 bytes/s between a node a
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 from support.toy import HEAD, LOOP, MODEL, TARGET
 
 from moe_jax.analysis.compile_ahead import read_text
-from moe_jax.cluster.collectives import traffic
+from moe_jax.cluster import cluster_of, exchange_seconds, group_of, received_seconds, uniform_seconds
+from moe_jax.cluster.collectives import all_to_all_seconds, exchange_fits, traffic
 from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.prices import Constants, Prices, read_constants
 from moe_jax.cluster.targets import parse_target
-from moe_jax.cluster.timeline import Constants, play, read_constants, scheduler_profile, unguided_share
+from moe_jax.cluster.timeline import play, scheduler_profile, unguided_share
 from moe_jax.errors import UserError
 
 ALL = ((0, 1, 2, 3),)
 TWO_ADAPTERS = {"adapters": 2, "node_bandwidth": 20.0}
-LATENCIES = {"base_latency": 1.0, "intra_latency": 2.0, "inter_latency": 5.0}
+STARTS = dataclasses.replace(MODEL, start=1.0, step=2.0, node_start=10.0, node_step=5.0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ LATENCIES = {"base_latency": 1.0, "intra_latency": 2.0, "inter_latency": 5.0}
     ],
 )
 def test_traffic_by_hand(kind, groups, inside, leaving, seconds):
-    assert traffic(kind, 160, groups, TARGET) == (inside, leaving, pytest.approx(seconds, rel=1e-12))
+    assert traffic(kind, 160, groups, Prices(TARGET, MODEL)) == (inside, leaving, pytest.approx(seconds, rel=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -53,14 +56,42 @@ def test_traffic_by_hand(kind, groups, inside, leaving, seconds):
         (TWO_ADAPTERS, "collective-permute", 160, ((0, 2), (1, 3)), 16.0),
         (TWO_ADAPTERS, "collective-permute", 160, ((0, 2),), 16.0),  # one adapter of the two
         (TWO_ADAPTERS, "all-to-all", 160, ALL, 8.0),
-        (LATENCIES, "all-gather", 0, ALL, 1 + 2 * 2),  # nothing leaves: log2(4) steps inside
-        (LATENCIES, "all-gather", 1e-9, ALL, 1 + 2 * 5),
-        (LATENCIES, "all-reduce", 1e-9, ((0, 1),), 1 + 2 * 2),
-        (LATENCIES, "all-to-all", 1e-9, ALL, 1 + 5),
     ],
 )
-def test_adapters_are_shared_and_latency_counts_steps(figures, kind, size, groups, seconds):
-    assert traffic(kind, size, groups, dataclasses.replace(TARGET, **figures))[2] == pytest.approx(seconds)
+def test_adapters_are_shared(figures, kind, size, groups, seconds):
+    prices = Prices(dataclasses.replace(TARGET, **figures), MODEL)
+    assert traffic(kind, size, groups, prices)[2] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "kind, groups, seconds",
+    [
+        ("all-gather", ((0, 1), (2, 3)), 1 + 2),
+        ("all-gather", ALL, 10 + 2 * 5),  # log2(4) rounds
+        ("all-reduce", ((0, 1),), 1 + 2 * 2),
+        ("all-to-all", ((0, 1), (2, 3)), 1 + 2),
+        ("all-to-all", ALL, 10 + 2 + 2 * 5),  # one message inside and two to the other node
+        ("collective-permute", ((0, 1),), 1 + 2),
+        ("collective-permute", ((0, 2),), 10 + 5),
+    ],
+)
+def test_a_collective_starts_once_wherever_it_is_asked(kind, groups, seconds):
+    """By a program, a planner, a replay, `parm` and inference: one start and a step for each message or round."""
+    prices = Prices(TARGET, STARTS)
+    assert traffic(kind, 1e-9, groups, prices)[2] == pytest.approx(seconds)
+    if kind != "all-to-all":
+        return
+    cluster, members = dataclasses.replace(cluster_of(prices), nodes=len(groups[0]) // 2), len(groups[0])
+    few = np.full((members, members), 1e-12)
+    group, across = group_of(cluster, members), 1e-12 * (members > 2)
+    asked = {
+        "replay": exchange_seconds(cluster, few, "test"),
+        "planner": received_seconds(cluster, few.sum(0), "test"),
+        "transfer": uniform_seconds(cluster, group, 1e-12, across, "test"),
+        "inference": all_to_all_seconds(cluster, members, 1, 1, 1e-12)["all_to_all"],
+        "parm": exchange_fits(cluster, members, 1, 2, "aas", "all_to_all", "test")[0].seconds(1e-12),
+    }
+    assert {name: float(value) for name, value in asked.items()} == pytest.approx(dict.fromkeys(asked, seconds))
 
 
 def only(timeline):

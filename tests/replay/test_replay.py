@@ -14,8 +14,8 @@ from support.commands import run_command_here
 
 from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
-from moe_jax.analysis.replay_inputs import DEFAULT_CLUSTER, GivenFlags, attention_seconds, build_inputs, layer_of
-from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.analysis.replay_inputs import GivenFlags, attention_seconds, build_inputs, layer_of
+from moe_jax.cluster import HOST, UNNAMED, Cluster, read_cluster
 from moe_jax.errors import UserError
 from moe_jax.observe import LoadsOrigin, LoadsRecorder, LoadsTrace, read_loads
 from moe_jax.planning import NAMES
@@ -237,7 +237,7 @@ def test_run_folder_needs_no_other_flag(tmp_path, capsys):
         "trace: M 16, F 32, K 2, bfloat16, mesh data 2 x expert 4, 2 devices of an expert-parallel group on a node"
     )
     assert "assumed because the run named none; --cluster names one" in lines[1]
-    assert read_cluster(FLAT) == DEFAULT_CLUSTER
+    assert read_cluster(FLAT) == UNNAMED and read_cluster("configs/cluster/host_devices.gin") == HOST
     answer = json.loads(lines[-1])
     assert answer["trace"] == {"name": "loads.npz", "shape": [6, 2, 4, EXPERTS]}
     assert answer["model"] == {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype_bytes": 2} | answer["model"]

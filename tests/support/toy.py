@@ -1,7 +1,7 @@
 """A device whose times are whole numbers, and small schedules written for it by hand."""
 
+from moe_jax.cluster.prices import Constants
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import Constants
 
 # 2 nodes of 2 devices; 100 bytes/s inside, 10 bytes/s a node by one adapter; 1 FLOP/s, 1000 bytes/s of memory
 TARGET = Target(
@@ -10,9 +10,6 @@ TARGET = Target(
     intra_bandwidth=100.0,
     node_bandwidth=10.0,
     adapters=1,
-    intra_latency=0.0,
-    inter_latency=0.0,
-    base_latency=0.0,
     memory_bandwidth=1000.0,
     flops_bf16=64.0,
     flops_tf32=32.0,
@@ -22,7 +19,10 @@ TARGET = Target(
     nodes=2,
     per_node=2,
 )
-MODEL = Constants(matmul_efficiency=1.0, memory_efficiency=1.0, launch=0.0)
+MODEL = Constants(
+    matmul_efficiency=1.0, memory_efficiency=1.0, launch=0.0, start=0.0, step=0.0, node_start=0.0, node_step=0.0,
+    node_share=1.0,
+)  # fmt: skip
 
 HEAD = "HloModule toy, is_scheduled=true, entry_computation_layout={()->()}\n\n"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
+from moe_jax.cluster import Cluster, Fit, ParmChoice, cluster_named, parm_choice
 from moe_jax.cluster.collectives import exchange_fits
 from moe_jax.cluster.layer_seconds import LayerShape, layer_seconds
 from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, find_schedule, layout_of, register
@@ -58,9 +58,10 @@ def _decide(roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
     Raises:
       UserError: the cluster is of other devices or lacks collectives.
     """
-    cluster, config = None, sizes.config
-    if config.cluster:
-        cluster = read_cluster(config.cluster).on_mesh(roles.num_devices, roles.config.devices_per_node)
+    config = sizes.config
+    cluster = cluster_named(config.cluster, roles.device_kind)
+    if cluster is not None:
+        cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
         _fits(cluster, roles, config.gather, config.transport)
     # without MP s1 and s2 are one, and without ESP deepspeed is the same too
     if roles.size(roles.model) == 1 and (roles.size(roles.expert_shard) == 1 or not _knows_layers(cluster)):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.fits import fit_name
 from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_tokens
@@ -156,8 +156,10 @@ def choose_gather(
 def choose_return(roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
     """Return ('saa' or 'aas', a sentence that says so and why); a calibration is read only where it is asked."""
     config, cluster = sizes.config, None
-    if config.gather == "auto" and config.cluster:
-        cluster = read_cluster(config.cluster).on_mesh(roles.num_devices, roles.config.devices_per_node)
+    if config.gather == "auto":
+        cluster = cluster_named(config.cluster, roles.device_kind)
+    if cluster is not None:
+        cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
     far_rows = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles)).rows.far
     gather, why = choose_gather(config.gather, roles, far_rows, sizes.row_bytes, cluster, config.transport)
     return gather, f"schedule 's2' returns by {gather!r}: {why}"

@@ -1,0 +1,181 @@
+"""What a device takes: seconds of matmuls, grouped matmuls, attention, other kernels and collectives, and their basis.
+
+Enter: a `Target` (data sheet and the names of its tables) and `Constants` (a level for what nobody measured, and what a
+user measured). Leave: seconds. `BASES` is the order in which figures are looked for: those of the user, public tables,
+the data sheet with a share that is assumed to be reached. `collectives.py` asks here for what links take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from moe_jax.cluster import tables
+from moe_jax.cluster.tables import Line, assumed, fitted
+from moe_jax.cluster.targets import Target
+from moe_jax.errors import UserError
+
+BASES = ("calibrated", "measured", "data sheet")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The level of assumed prices, and a user's own measurements in place of tables; None: not measured."""
+
+    level: str = "middle"
+    matmul_efficiency: float | None = None  # of the peak FLOP/s, reached by all matmuls
+    memory_efficiency: float | None = None  # of the memory bandwidth, reached by kernels without matmuls
+    launch: float | None = None  # the least seconds of any kernel
+    conditional: float | None = None  # seconds that the device is idle at each conditional, besides its branch
+    start: float | None = None  # seconds of an empty collective inside a node
+    step: float | None = None  # that each message adds to it
+    node_start: float | None = None  # likewise of one that leaves its node
+    node_step: float | None = None
+    node_share: float | None = None  # of the adapters' bytes/s, reached between nodes
+
+
+def read_constants(path: str) -> Constants:
+    """Return the constants of a file; those that it leaves out keep their defaults.
+
+    Args:
+      path: JSON, {"matmul_efficiency": 0.6, ...}, or such a record under "constants" as `gpu_day.json` and a report of
+        `inspect --profile` hold it.
+
+    Raises:
+      UserError: no such file, no constants in it, an unknown name, or a value out of range.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--constants ({path!r}) cannot be read as JSON: {error}") from error
+    if isinstance(record, dict) and "constants" in record:
+        record = record["constants"]
+    names = [field.name for field in dataclasses.fields(Constants) if field.name != "level"]
+    if not isinstance(record, dict) or not record:
+        raise UserError(f"--constants ({path!r}) holds no constants; write some of {', '.join(names)}")
+    for name, value in record.items():
+        if name not in names:
+            raise UserError(f"--constants ({path!r}) names {name!r}; the model has {', '.join(names)}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # integers of JSON have no bound
+        least, most, rule = sys.float_info.min, 1, "a share above 0 and at most 1"
+        if not name.endswith(("efficiency", "share")):
+            least, most, rule = 0, sys.float_info.max, "seconds, at least 0"
+        if not is_number or not least <= value <= most:
+            raise UserError(f"--constants ({path!r}): {name} ({value!r}) must be {rule}")
+    return Constants(**{name: float(value) for name, value in record.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """Seconds on one kind of device, at one level."""
+
+    target: Target
+    constants: Constants = Constants()
+
+    def assumed(self, name: str) -> float:
+        """Return a row of `measured/assumed.csv`, or what the user measured of it."""
+        own = {"memory_share": "memory_efficiency", "matmul_share": "matmul_efficiency"}.get(name, name)
+        given = getattr(self.constants, own, None)
+        return assumed(name, self.constants.level) if given is None else given
+
+    def table(self, name: str, kind: str):
+        """Return the fit of a public table for this device (`tables.fitted`); None without one."""
+        return fitted(name, self.target.tables, kind) if self.target.tables else None
+
+    @property
+    def launch(self) -> float:
+        """The least seconds of a kernel."""
+        return self.assumed("launch")
+
+    @property
+    def conditional(self) -> float:
+        """Seconds that the device is idle at a conditional."""
+        return self.assumed("conditional")
+
+    def memory(self, moved: float) -> float:
+        """Return the seconds of a kernel that reads and writes so many bytes of device memory and computes little."""
+        return max(moved / (self.target.memory_bandwidth * self.assumed("memory_share")), self.launch)
+
+    def basis(self, name: str, kind: str) -> str:
+        """Return on what the seconds of a table's kind rest, one of `BASES`."""
+        if name != "collectives" and self.constants.matmul_efficiency is not None:
+            return "calibrated"
+        return "data sheet" if self.table(name, kind) is None else "measured"
+
+    def matmul(self, arithmetic: str, b: float, m: float, n: float, k: float) -> float:
+        """Return the seconds of [b, m, k] x [b, k, n]; arithmetic: 'bf16' (up to 16 bits), 'tf32', 'f32', 'f64'."""
+        fit = self._fit("matmuls", arithmetic)
+        if fit is None:
+            return self._by_peak("matmul_share", arithmetic, 2.0 * b * m * n * k)
+        # the table's start holds a launch; inside a command buffer it may be shorter
+        start = min(fit[0], self.launch) if self.constants.level == "low" else fit[0]
+        return float(start + tables.matmul_columns(b, m, n, k)[1:] @ fit[1:])
+
+    def grouped_matmul(self, arithmetic: str, kind: str, rows: float, k: float, n: float, groups: float) -> float:
+        """Return the seconds of rows [R, K] by [G, K, N]; kind: 'forward', 'dlhs', 'drhs' (see `tables`)."""
+        fit = self._fit("grouped_matmuls", kind)
+        if fit is None:
+            return self._by_peak("grouped_share", arithmetic, 2.0 * rows * k * n)
+        slower = self.target.flops_bf16 / self.target.flops(arithmetic)
+        return max(float(tables.grouped_columns(rows, k, n, groups) @ fit) * slower, self.launch)
+
+    def attention(self, kind: str, sizes: tuple[float, ...], causal: bool) -> float:
+        """Return the seconds of fused attention; kind: 'forward', 'backward'.
+
+        Args:
+          sizes: batch, heads, length, head dim of q and k, head dim of v. Causal counts half of the FLOPs.
+        """
+        fit = self._fit("attention", kind)
+        if fit is None:
+            batch, heads, length, head_dim, value_dim = sizes
+            times = (5.0 if kind == "backward" else 2.0) * (0.5 if causal else 1.0)
+            flops = times * batch * heads * length**2 * (head_dim + value_dim)
+            return self._by_peak("attention_share", "bf16", flops)
+        return max(float(tables.attention_columns(*sizes, float(causal)) @ fit), self.launch)
+
+    def described(self) -> dict[str, str]:
+        """Return {what: on what its seconds rest}."""
+        from_table = f"measured ({', '.join(self.target.tables)}; cluster/measured)"
+        found = {}
+        for what, table, kind in (
+            ("matmuls (bf16)", "matmuls", "bf16"),
+            ("matmuls (tf32)", "matmuls", "tf32"),
+            ("grouped matmuls", "grouped_matmuls", "forward"),
+            ("attention", "attention", "forward"),
+            ("exchanges inside a node", "collectives", "all-to-all"),
+        ):
+            basis = self.basis(table, kind)
+            found[what] = from_table if basis == "measured" else basis
+        found["exchanges between nodes"] = f"data sheet x {self.assumed('node_share'):g}, start-up assumed"
+        found["other kernels"] = f"data sheet x {self.assumed('memory_share'):g}, launch {self.launch * 1e6:g} us"
+        return found
+
+    def collective(self, kind: str, members: int) -> Line | None:
+        """Return the measured line of a collective inside a node, over its Z bytes; None without a table.
+
+        A permute sends Z where an all-to-all of two sends half of it, and counts as such a one of 2 Z.
+        """
+        if kind == "collective-permute":
+            pair = self.collective("all-to-all", 2)
+            return None if pair is None else Line(pair.start, pair.root * 2**0.5, pair.slope * 2)
+        if members < 2:
+            return None
+        lines = self.table("collectives", "all-gather" if kind == "collective-broadcast" else kind)
+        return None if lines is None else tables.collective_line(lines, members, kind)
+
+    def reached(self, arithmetic: str) -> float:
+        """Return the FLOP/s that a large matmul reaches."""
+        size = 4096.0
+        return 8 * size**3 / self.matmul(arithmetic, 4, size, size, size)
+
+    def _fit(self, table: str, kind: str) -> np.ndarray | None:
+        return None if self.constants.matmul_efficiency is not None else self.table(table, kind)
+
+    def _by_peak(self, share: str, arithmetic: str, flops: float) -> float:
+        given = self.constants.matmul_efficiency
+        return max(flops / (self.target.flops(arithmetic) * (given or self.assumed(share))), self.launch)
