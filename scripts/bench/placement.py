@@ -206,13 +206,10 @@ def main(_):
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
     units = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
-    # what scripts/bench/predicted.py fits here: a start-up, and about 1.5 GB/s between the devices of one process
-    cluster = {
-        "name": "lab", "nodes": _HOSTS.value, "devices_per_node": _DEVICES.value, "flops": 4e9,
-        "inter_bandwidth": float(_RATE.value[:-4]) * units[_RATE.value[-4:]] / 8, "inter_latency": 1.2e-3,
-        "intra_bandwidth": 1.5e9, "intra_latency": 1.2e-3,
-    }  # fmt: skip
-    (folder / "lab_cluster.gin").write_text("".join(f"Cluster.{name} = {value!r}\n" for name, value in cluster.items()))
+    rate = float(_RATE.value[:-4]) * units[_RATE.value[-4:]] / 8
+    own = {"nodes": _HOSTS.value, "devices_per_node": _DEVICES.value, "inter_bandwidth": rate}
+    text = (ROOT / "scripts/lab/cluster.gin").read_text() + "".join(f"Cluster.{k} = {v!r}\n" for k, v in own.items())
+    (folder / "lab_cluster.gin").write_text(text)
     command = [
         sys.executable, str(ROOT / "scripts/lab/cluster.py"), f"--hosts={_HOSTS.value}",
         f"--devices_per_host={_DEVICES.value}", f"--rate={_RATE.value}", f"--timeout={_TIMEOUT.value}", "--",

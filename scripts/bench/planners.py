@@ -14,7 +14,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-from moe_jax.cluster import Cluster
+from moe_jax.cluster import UNNAMED
 from moe_jax.planning import NAMES
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
@@ -41,10 +41,13 @@ def skewed_loads(layers: int, devices: int, experts: int, seed: int) -> np.ndarr
 
 def time_planner(name: str, experts: int, devices: int, per_node: int) -> float:
     """Return milliseconds per layer of one propose, after one proposal that sets the placement in force."""
-    cluster = Cluster(
-        name="bench", nodes=devices // per_node, devices_per_node=per_node, flat=True, intra_bandwidth=3e9, flops=3e13
+    cost = Cost(
+        cluster=UNNAMED.sized(devices // per_node, per_node),
+        model_dim=1024,
+        hidden_dim=2048,
+        replica_slots=4,
+        overlap_degree=16,
     )
-    cost = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, replica_slots=4, overlap_degree=16)
     planner = build_planner(PlannerConfig(name=name, bounded=False))
     placement = Placement.even(FLAGS.layers, experts, devices, per_node)
     placement = planner.propose(skewed_loads(FLAGS.layers, devices, experts, 0), placement, cost)

@@ -158,7 +158,7 @@ def after_gate(context, planner: str):
     import jax.numpy as jnp
     import numpy as np
 
-    from moe_jax.cluster import Cluster
+    from moe_jax.cluster import UNNAMED
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import play
@@ -170,9 +170,7 @@ def after_gate(context, planner: str):
     from moe_jax.planning.plan_shape import build_shape, fill_tables
 
     devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
-    cluster = Cluster(
-        name="day", nodes=devices // node, devices_per_node=node, flat=True, intra_bandwidth=3e9, flops=3e13
-    )
+    cluster = UNNAMED.sized(devices // node, node)
     cost = Cost(cluster=cluster, model_dim=768, hidden_dim=1536, replica_slots=replicas, overlap_degree=8)
     rng = np.random.default_rng(0)
     share = rng.dirichlet(np.full(experts, 0.3))

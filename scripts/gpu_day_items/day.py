@@ -1,4 +1,4 @@
-"""Run the items of a day and write what is known after each. Standard library alone.
+"""Run the items of a day and write what is known after each. Standard library and the tables of prices alone.
 
 Inputs: items, a folder, a limit in seconds. Outputs: gpu_day.json and gpu_day.md in the folder, complete at any moment.
 Children share one compilation cache, `cache` in the folder; it is a link to a temporary folder, so the folder itself
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from gpu_day_items import children
 from gpu_day_items.plan import PROBE, Item
+from moe_jax.cluster.tables import rows_of
 
 PATIENCE = 8  # of a day at tiny sizes
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -41,6 +42,7 @@ def run(items: Sequence[Item], out: pathlib.Path, *, limit: float, tiny: bool, c
         "seconds": 0.0,
         "finished": False,
         "constants": {},
+        "assumed": [dict(row) for row in rows_of("assumed")],  # what no public table has, and what would measure it
         "items": [],
         "unfinished": None,
     }
@@ -184,6 +186,16 @@ def page(day: dict) -> str:
         lines += [f"Constants for `inspect --constants=gpu_day.json`: {fitted}.", ""]
     for item in day["items"]:
         lines += item_lines(item)
+    lines += [
+        "#### Prices that no public table has",
+        "",
+        "| price | low to high | today | what measures it |",
+        "|---|---|---|---|",
+    ]
+    for row in day["assumed"]:
+        today = day["constants"].get(row["name"].replace("share", "efficiency"), day["constants"].get(row["name"]))
+        said = "not measured" if today is None else f"{today:.3g}"
+        lines.append(_cell_row(row["name"], f"{row['low']} to {row['high']} {row['unit']}", said, row["measured_by"]))
     return "\n".join(lines)
 
 
@@ -199,6 +211,10 @@ def item_lines(item: dict) -> list[str]:
         if part["status"] != "ok":
             lines.append(f"| {_cell(part['name'])} | {part['status']}: {_cell(part.get('reason', ''))} |")
     return [*lines, ""]
+
+
+def _cell_row(*texts: str) -> str:
+    return f"| {' | '.join(map(_cell, texts))} |"
 
 
 def _cell(text: str) -> str:
