@@ -48,7 +48,8 @@ _CONSTANTS = flags.DEFINE_string(
     "constants",
     "",
     "JSON with the cost model's constants: report.json of --profile, gpu_day.json, or your own; names: "
-    "matmul_efficiency, memory_efficiency (shares), launch, conditional (seconds).",
+    "matmul_efficiency, memory_efficiency, node_share (shares), launch, conditional, start, step, node_start, "
+    "node_step (seconds).",
 )
 _RATES = flags.DEFINE_string("rates", "", "Without --target: DEVICE whose rates the model takes, if it cannot tell.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Without --target: the CPU, split into so many devices.")

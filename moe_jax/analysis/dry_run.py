@@ -148,9 +148,12 @@ def _choice_lines(
     for name, own in segment_runs(run, roles).items() if hidden else ():
         in_one_piece, in_halves = compare_halves(*own, target)
         lines.append(
-            f"modelled at peak rates, even loads, an MoE block of {name}, forward and backward: "
+            f"modelled by middle prices, even loads, an MoE block of {name}, forward and backward: "
             f"{1e3 * in_one_piece:.3g} ms in one piece, {1e3 * in_halves:.3g} ms in two halves"
         )
+    cluster = cluster_named(run.planner.cluster or run.moe.cluster, roles.device_kind)
+    if cluster is not None:
+        lines.append(f"prices of {cluster.name}: {cluster.basis()}")
     for name, replanner in replanners.items():
         remark = replanner.plans.planner.remark(replanner.plans.cost)
         lines += [f"PlannerConfig.name {run.planner.name!r} for {name}: {remark}"] if remark else []

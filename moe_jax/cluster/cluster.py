@@ -137,6 +137,13 @@ class Cluster:
             inter /= self.need("devices_per_node", requested_by)
         return inter if self.intra_bandwidth is None else min(inter, self.intra_bandwidth)
 
+    def basis(self) -> str:
+        """Return on what its seconds rest, in words."""
+        named = [f"calibrated ({len(self.fits)} fits)"] if self.fits else []
+        if self.prices is not None:
+            named += [f"{what} {basis}" for what, basis in self.prices.described().items()]
+        return "; ".join(named) or "the figures of its file"
+
     def part_of(self, sharers: int) -> Cluster:
         """Return what one of `sharers` groups that use the machines at the same time gets of the links they share."""
         return dataclasses.replace(

@@ -165,7 +165,7 @@ def test_a_slow_compilation_stalls_nothing_and_the_old_plan_goes_on(started):
 
 
 def test_swap_after_is_exact(started):
-    engine = started(name="topk_all", top_k=1, swap_after=3, swap_seconds=0.0)
+    engine = started(name="balanced", swap_after=3, swap_seconds=0.0)
     seen = drive(engine, drifting_loads(10))
     # loads of step 0 are read before step 1, planned with during step 1
     assert [shape.ahead is not None for shape, *_ in seen].index(True) == 1 + 3
