@@ -100,8 +100,8 @@ class TrainConfig:
         for the compiler's scheduler (`training/compiling.py`). Where that is not possible it is left out, logged once.
       optimistic: run a program without later passes, which has no conditionals, and run a step again by the complete
         one where a bucket of its dropless layers overflowed (`training/stepper.py`); results are the same, and both
-        programs are compiled. None: on GPUs, where each conditional waits for the host to read a flag. If that other
-        program does not compile, or not fit, None saves and stops the run, and True goes on until a bucket overflows.
+        programs are compiled. For GPUs, where each conditional waits for the host to read a flag. If the complete
+        program cannot be compiled, the run goes on until a bucket overflows, then saves and stops.
       deterministic: on GPUs, compile every program of the model with kernels that give the same bits every time
         (`xla_gpu_deterministic_ops`), which is slower; docs/determinism.md says what holds where. CPUs always do.
       profile_steps: (first, last) steps whose trace is recorded, or None.
@@ -135,8 +135,8 @@ class TrainConfig:
     evaluate_windows: int = 256
     loads_every: int = 10
     log_every: int = 10
-    guide_scheduler: bool = True
-    optimistic: bool | None = None
+    guide_scheduler: bool = False
+    optimistic: bool = False
     deterministic: bool = False
     profile_steps: tuple[int, int] | None = None
 

@@ -39,7 +39,7 @@ CHOICES = {
     ),
     "prefetch": SCHEDULES,
     "prefetch_case": CASES,
-    "overlap": ("auto", "none", "halves"),
+    "overlap": ("none", "halves", "auto"),
     "stack": ("scan", "unrolled"),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ class ModelConfig:
     remat: str = "none"
     prefetch: str = "none"
     prefetch_case: str = "split"
-    overlap: str = "auto"
+    overlap: str = "none"
     sequence_parallel: bool = False
     refetch_replicas: bool = False
     stack: str = "scan"

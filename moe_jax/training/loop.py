@@ -18,7 +18,7 @@ import numpy as np
 
 from moe_jax.data import held_out_entropy
 from moe_jax.data.stream import prefetch
-from moe_jax.errors import NonFiniteError, UserError
+from moe_jax.errors import NonFiniteError
 from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.language_model import flatten
 from moe_jax.observe import (
@@ -36,7 +36,7 @@ from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.program import Programs, Session
 from moe_jax.training.segments import sizes_of
-from moe_jax.training.stepper import Stepper
+from moe_jax.training.stepper import NoCompleteProgramError, Stepper
 
 
 class Loop:
@@ -61,7 +61,6 @@ class Loop:
         self.compile_seconds: float | None = None
         self.profiling = False
         self.watched: Programs | None = None  # whose complete program was looked at, once it was compiled
-        self.ends_at_overflow = ""  # why, if the run stops because of it
         self.clock = time.monotonic()
         stepper.before_wait = self.before_wait
         config, train = session.config, session.config.train
@@ -99,6 +98,11 @@ class Loop:
         with StopSignal(processes=self.hosts.process_count, lag=self.stepper.lag) as stop, self.progress:
             try:
                 return self.train(stop)
+            except NoCompleteProgramError:
+                self.read_metrics(stop)
+                self.save()
+                self.checkpoints.wait()
+                raise
             finally:
                 if self.is_main:
                     self.loads.merge()
@@ -161,8 +165,6 @@ class Loop:
         if not stopped:
             self.evaluate()
         self.checkpoints.wait()
-        if stopped and self.ends_at_overflow:
-            raise UserError(self.ends_at_overflow)
         self.hosts.rest()  # the others may have to wait for process 0's pictures
         return not stopped
 
@@ -181,17 +183,14 @@ class Loop:
         programs = self.stepper.programs
         if programs is not self.watched and programs.common is not None and programs.complete.done():
             self.watched = programs
-            self.judge_complete(programs.complete, stop)
+            self.judge_complete(programs.complete)
         for step, metrics in self.stepper.finished(until):
             stop.observe(int(metrics["stop"]), step)
             self.hosts.touch(step)
             self.take_in(step + 1, metrics)
 
-    def judge_complete(self, complete: concurrent.futures.Future, stop: StopSignal):
-        """Say so if a step that overflows could not run the complete program, which is done compiling.
-
-        The run is then stopped, unless `train.optimistic` asks to go on until a bucket overflows.
-        """
+    def judge_complete(self, complete: concurrent.futures.Future):
+        """Say so if a step that overflows could not run the complete program, which is done compiling."""
         session = self.stepper.session
         limits = memory_counts(session.roles.mesh.local_devices, "bytes_limit")
         if (error := complete.exception()) is not None:
@@ -201,13 +200,7 @@ class Loop:
             why = f"needs {with_prefix(needed)}B of each device's memory, which has {there}"
         else:
             return
-        line = f"the complete program {why}, so the first bucket that overflows ends the run"
-        if session.config.train.optimistic is None:
-            line = f"step {self.stepper.step}: {line}"
-            self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
-            stop.requested = True
-        else:
-            self.note(f"{line}; it goes on until then (train.optimistic = True)")
+        self.note(f"the complete program {why}, so the first bucket that overflows ends the run")
 
     def take_in(self, step: int, metrics: dict):
         """Check, record and show the finished step number `step` (from 1)."""

@@ -71,7 +71,7 @@ class Program:
         return self.model.even_homes
 
     def resolved(self) -> dict[str, str | bool]:
-        """Return what 'auto' and None are on these devices, under the names of the bindings."""
+        """Return what the bindings that depend on devices come to on these, under their names."""
         model = self.model.config
         return {
             "ModelConfig.attention": model.attention,
@@ -100,10 +100,7 @@ class Program:
 
     def is_optimistic(self, shape: Shapes | None = None) -> bool:
         """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
-        wanted = self.config.train.optimistic
-        if wanted is None:
-            wanted = self.devices[0].platform != "cpu"
-        if not wanted:
+        if not self.config.train.optimistic:
             return False
         rows = self.config.train.microbatch_size // self.roles.size(self.roles.dense)
         tokens = rows * self.config.data.sequence_length  # t, of an MP group in a microbatch

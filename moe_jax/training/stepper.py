@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from moe_jax.config.run_config import RunConfig
+from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.program import Programs, Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
@@ -32,6 +33,10 @@ from moe_jax.training.teacher import load_teacher
 # rare again. Which program a step runs depends on the passes of earlier steps only: all processes, and a resumed run,
 # do the same.
 WINDOW, MOST = 8, 1
+
+
+class NoCompleteProgramError(UserError):
+    """A step overflowed, and there is no complete program to run it."""
 
 
 @dataclasses.dataclass
@@ -132,13 +137,28 @@ class Stepper:
             yield step, metrics
 
     def _run(self, sent: StepInFlight, common: bool) -> None:
-        """Run the common program of a step, or the complete one, waiting until that is compiled."""
+        """Run the common program of a step, or the complete one, waiting until that is compiled.
+
+        Raises:
+          NoCompleteProgramError: it could not be compiled; the stepper is back at that step.
+        """
         if common:
             self.executable, state = sent.programs.common, (self.state, self.halted)
         else:
             if not sent.programs.complete.done():
                 self.before_wait()
-            self.executable, state = sent.programs.complete.result(), (self.state,)
+            try:
+                self.executable, state = sent.programs.complete.result(), (self.state,)
+            except Exception as error:
+                while self.in_flight and self.in_flight[-1].step >= sent.step:  # they changed nothing
+                    self.in_flight.pop()
+                self.step = sent.step
+                moe, (line, *_) = self.session.config.moe, [*str(error).splitlines(), type(error).__name__]
+                raise NoCompleteProgramError(
+                    f"step {sent.step}: a bucket overflowed, and the complete program could not be compiled ({line}); "
+                    f"saved and stopped; larger buckets overflow less often: MoEConfig.bucket_slack "
+                    f"({moe.bucket_slack}), MoEConfig.overflow_chance ({moe.overflow_chance})"
+                ) from error
         self.state, sent.metrics = self.executable(*state, *sent.inputs)
         self.halted = sent.metrics.get("halted", self.halted)
 

@@ -1,4 +1,4 @@
-"""Each run file as a GPU takes it: every 'auto' and default resolved for one, and both programs of its step traced.
+"""Each run file as a GPU takes it: every 'auto' resolved for one, and its step traced, plain and with more.
 
 The devices are stand-ins that say what a GPU says of itself, so nothing here needs one. The tests marked gpu_compile
 compile ahead of time by the real compiler: `bash scripts/test.sh --gpu-compile` runs them.
@@ -20,6 +20,7 @@ from moe_jax.analysis import compile_ahead
 from moe_jax.cluster.targets import parse_target, read_device, target_names
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.training.hosts import Hosts
+from moe_jax.training.overlap import why_not_halves
 from moe_jax.training.program import Program, build_program
 from moe_jax.training.run import run
 
@@ -27,6 +28,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 FILES = {path.stem: str(path) for path in sorted((ROOT / "configs" / "run").glob("*.gin"))}
 # with these a Hopper GPU takes cuDNN's attention and the Hopper kernels
 SIZES = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.model_dim = 128", "ModelConfig.hidden_dim = 128")
+# the files whose layers ModelConfig.overlap = 'auto' leaves in one piece: by their schedule, teacher or gate
+WHOLE = ("base", "fastermoe", "gshard", "mos", "topology")
 OWN = {"gpt_moe_s_h200": ("ModelConfig.layers = 2", "ModelConfig.model_dim = 768", "ModelConfig.hidden_dim = 1536")}
 
 
@@ -58,6 +61,11 @@ def teacher(tmp_path_factory):
     return folder / "run"
 
 
+def all_three(overlap):
+    """Return the bindings of what is off by default."""
+    return "train.optimistic = True", "train.guide_scheduler = True", f"ModelConfig.overlap = {overlap!r}"
+
+
 def bindings_of(name, request):
     """Return the bindings of a run file's small model."""
     taught = [f"DistillationConfig.teacher = {str(request.getfixturevalue('teacher'))!r}"] if name == "mos" else []
@@ -78,30 +86,34 @@ def cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_both_programs_are_traced_as_on_gpus(name, request, cudnn):
+@pytest.mark.parametrize("wanted", ["as it says", "all three on"])
+def test_programs_are_traced_as_on_gpus(wanted, name, request, cudnn):
+    """What a step starts with as the file says, which is plain but for one; and both programs with all three on."""
     target = parse_target("h200:4x8" if name == "gpt_moe_s_h200" else "h200:2x4")
-    config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings_of(name, request))[0], target)
+    overlap, on = "auto" if name in WHOLE else "halves", wanted == "all three on" or name == "gpt_moe_s_h200"
+    bindings = [*bindings_of(name, request), *(all_three(overlap) if wanted == "all three on" else ())]
+    config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings)[0], target)
     program = build_program(config, stand_ins(target))  # as training builds it
+    assert bool(why_not_halves(config, program.roles)) == (name in WHOLE)
     overflows = config.moe.capacity_factor is None
     assert program.resolved() == {
         "ModelConfig.attention": "cudnn",
-        "ModelConfig.overlap": "halves" if name == "gpt_moe_s_h200" else "none",
+        "ModelConfig.overlap": "halves" if on and name not in WHOLE else "none",
         "MoEConfig.grouped_matmul": "hopper",
-        "train.optimistic": overflows,
-        "train.guide_scheduler": True,
+        "train.optimistic": on and overflows,
+        "train.guide_scheduler": on,
     }
     stop = mock.patch.object(Program, "trace_step", autospec=True, side_effect=RuntimeError("traced"))
     with stop as traced, pytest.raises(RuntimeError, match="traced"):
         compile_ahead.compile_step(config, stand_ins(target), skew=1.0, options={}, real=False)
     of_inspect, shape, starts_common = traced.call_args.args
     assert program.resolved() == of_inspect.resolved()
-    assert program.is_optimistic(shape) == starts_common == overflows
-    complete = primitives_of(program.trace_step(shape))
-    assert "dot_product_attention_bwd_wrapper" in complete  # cuDNN's
-    assert "wgmma_ref" in complete  # of the Hopper kernels
-    if overflows:
-        common = primitives_of(program.trace_step(shape, common=True))
-        assert common.count("cond") < complete.count("cond")
+    assert program.is_optimistic(shape) == starts_common == (on and overflows)
+    starts = primitives_of(program.trace_step(shape, starts_common))
+    assert "dot_product_attention_bwd_wrapper" in starts  # cuDNN's
+    assert "wgmma_ref" in starts  # of the Hopper kernels
+    if wanted == "all three on" and overflows:
+        assert starts.count("cond") < primitives_of(program.trace_step(shape)).count("cond")
 
 
 def reported(target, folder, *bindings, flags=()):
@@ -127,7 +139,9 @@ MESHES = {
 def test_run_files_compile_for_gpus(target, name, tmp_path, request):
     """Both programs by the compiler; its described devices and the stand-ins resolve alike."""
     described = parse_target(target)
-    bindings = [*bindings_of(name, request), *MESHES[target], f"MeshConfig.devices_per_node = {described.per_node}"]
+    on = all_three("halves" if name == "gpt_moe_s_h200" else "auto")
+    bindings = [*bindings_of(name, request), *MESHES[target], *on]
+    bindings.append(f"MeshConfig.devices_per_node = {described.per_node}")
     config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings)[0], described)
     report, _ = reported(target, tmp_path, *bindings, flags=(f"--gin_file={FILES[name]}", "--complete"))
     program = build_program(config, stand_ins(described))
@@ -140,7 +154,7 @@ TINY = (
     "ModelConfig.layers = 3", "ModelConfig.model_dim = 64", "ModelConfig.heads = 2", "ModelConfig.hidden_dim = 128",
     "ModelConfig.dtype = 'bfloat16'", "ModelConfig.vocab_size = 256", "ModelConfig.max_length = 64",
     "ModelConfig.loss_chunk = 64", "MoEConfig.num_experts = 8", "DataConfig.sequence_length = 64",
-    "train.batch_size = 8",
+    "train.batch_size = 8", *all_three("auto"),
 )  # fmt: skip
 # what lays the step out in another way, around the call of cuDNN
 FORMS = {
@@ -208,7 +222,7 @@ def test_default_attention_compiles_in_every_form(form, tmp_path):
 
 @pytest.mark.gpu_compile
 def test_what_overflows_cost_is_compiled_too(tmp_path):
-    """Two halves of 4 buckets of 128 rows' choices; steps are optimistic on GPUs, and the complete program follows."""
+    """Two halves of 4 buckets of 128 rows' choices; steps are optimistic, and the complete program follows."""
     bindings = ("MoEConfig.overflow_chance = 0.001", "ModelConfig.overlap = 'halves'")
     report = inspect("h200:2x2", tmp_path, *bindings, flags=["--complete"])
     assert report["program"] == "common" and report["step"]["conditionals"] == 0

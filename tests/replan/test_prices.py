@@ -150,7 +150,7 @@ def settled(target="h200:4x8", batch=256, **changes):
     run = dataclasses.replace(
         run,
         mesh=MeshConfig(expert=described.devices, devices_per_node=described.per_node),
-        model=ModelConfig(layers=12, model_dim=768, hidden_dim=1536, heads=12, dtype="bfloat16"),
+        model=ModelConfig(layers=12, model_dim=768, hidden_dim=1536, heads=12, dtype="bfloat16", overlap="auto"),
         moe=MoEConfig(num_experts=64, top_k=2),
         data=dataclasses.replace(run.data, sequence_length=2048),
         train=dataclasses.replace(run.train, batch_size=batch),
