@@ -152,8 +152,7 @@ def _choice_lines(
             f"{1e3 * in_one_piece:.3g} ms in one piece, {1e3 * in_halves:.3g} ms in two halves"
         )
     cluster = cluster_named(run.planner.cluster or run.moe.cluster, roles.device_kind)
-    if cluster is not None:
-        lines.append(f"prices of {cluster.name}: {cluster.basis()}")
+    lines.append(f"prices of {cluster.name}: {cluster.basis()}")
     for name, replanner in replanners.items():
         remark = replanner.plans.planner.remark(replanner.plans.cost)
         lines += [f"PlannerConfig.name {run.planner.name!r} for {name}: {remark}"] if remark else []
@@ -244,8 +243,6 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     shape = layer_shape("pairwise", roles, sizes, groups)
     lines = [f"pairwise: {shape.ep_size} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
     cluster = cluster_named(moe.cluster or run.planner.cluster, roles.device_kind)
-    if cluster is None:
-        return [*lines, "bound (comm + comp) / max(comm, comp) unknown: name a file in MoEConfig.cluster"]
     arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
     even = [round(arriving / sizes.groups)] * sizes.groups
     flops, _, step_bytes = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)

@@ -18,7 +18,7 @@ from moe_jax.cluster.collectives import (
     start_up,
     uniform_seconds,
 )
-from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, parm_choice
+from moe_jax.cluster.fits import Fit, fit_alpha_beta, fit_layers
 
 __all__ = [
     "AbsentFigureError",
@@ -26,7 +26,6 @@ __all__ = [
     "Fit",
     "Group",
     "HOST",
-    "ParmChoice",
     "UNNAMED",
     "cluster_named",
     "cluster_of",
@@ -34,7 +33,6 @@ __all__ = [
     "fit_alpha_beta",
     "fit_layers",
     "group_of",
-    "parm_choice",
     "read_cluster",
     "received_seconds",
     "start_up",

@@ -220,15 +220,15 @@ HOST = Cluster(name="host_devices", flat=True, intra_bandwidth=1e9, flops=1e9)
 UNNAMED = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
 
 
-def cluster_named(path: str, device_kind: str) -> Cluster | None:
-    """Return the cluster of a file or, where none is named, of the devices at hand; None where those have no prices.
+def cluster_named(path: str, device_kind: str) -> Cluster:
+    """Return the cluster of a file or, where none is named, of the devices at hand; `HOST` where those have no prices.
 
     Args:
       path: as `read_cluster` takes it, or ''; device_kind: what a device calls itself.
     """
     known = device_named(device_kind)
     if not path:
-        return None if known is None else Cluster(name=known, kind=known)
+        return HOST if known is None else Cluster(name=known, kind=known)
     cluster = read_cluster(path)
     if cluster.fits and device_kind and not cluster.device.endswith(device_kind):
         _LOG.warning("%s was calibrated on %r, and the devices here are %r", path, cluster.device, device_kind)

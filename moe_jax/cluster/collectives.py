@@ -2,9 +2,8 @@
 
     exchange_seconds      bytes of every pair of devices are known     a replayed sample
     received_seconds      what every device receives is known          a planner's search
-    uniform_seconds       all devices send the same                    transfers, padded exchanges
+    uniform_seconds       all devices send the same                    transfers, padded exchanges, `parm`
     all_to_all_seconds    likewise, in one to three collectives        tokens at inference
-    exchange_fits         a layer's collectives as lines               `parm`
     traffic               groups of a compiled program                 `inspect`, XLA's scheduler
 
 All of them ask `link_seconds`: the fit of a user's calibration where there is one; else one start-up of the collective,
@@ -237,7 +236,7 @@ def all_to_all_seconds(cluster: Cluster, devices: int, slicing: int, shards: int
     Raises:
       AbsentFigureError: the cluster lacks a start-up, a step or a bandwidth.
     """
-    asked_by, seconds = "the choice of an all-to-all", {}
+    asked_by, seconds = "MoEConfig.transport 'auto' (by MoEConfig.cluster)", {}
     per_node = cluster.need("devices_per_node", asked_by)
     for kind, collectives in messages(devices, per_node, slicing, shards, sent).items():
         seconds[kind] = 0
@@ -309,60 +308,3 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], prices:
     shared = (None, by_card if leaving else None)
     seconds = link_seconds(cluster, Group(widest, near, kind), inside, outside, shared, "a program")
     return inside, leaving, float(seconds)
-
-
-class LinkSeconds:
-    """Stands for a `Fit` of a collective where a cluster has links and no fits; sizes are bytes.
-
-    Args:
-      share: what a device sends of a byte of x, to its own node and to others; gathered: likewise of y.
-      groups: of x and of y.
-      rounds, gathers: of SAA, x in `rounds` rounds of messages with y in `gathers` all-gathers next to them, each after
-        the round that it needs: all share the links but the last one, next to which nothing is left.
-    """
-
-    def __init__(self, cluster: Cluster, groups: tuple[Group, Group], share, gathered=(0.0, 0.0), rounds=1, gathers=1):
-        self.cluster, self.groups, self.share, self.gathered = cluster, groups, share, gathered
-        self.rounds, self.gathers = rounds, gathers
-
-    def seconds(self, x: float, y: float = 0.0) -> float:
-        """Return the time of sizes x and y, with a start-up for each round where the cluster has one."""
-        start = start_up(self.cluster, self.groups[0], bool(self.share[1]))
-        last, total = y / self.gathers, (self.rounds - 1) * start
-        for of_x, of_y, group in ((x, y - last, self.groups[0]), (0.0, last, self.groups[1])):
-            inside, across = (a * of_x + b * of_y for a, b in zip(self.share, self.gathered, strict=True))
-            total += float(uniform_seconds(self.cluster, group, inside, across, "MoEConfig.schedule 'parm'"))
-        return total
-
-
-def exchange_fits(
-    cluster: Cluster, ep_size: int, esp_size: int, mp_size: int, gather: str, transport: str, requested_by: str
-) -> tuple[Fit | LinkSeconds, Fit | LinkSeconds, Fit | LinkSeconds | None]:
-    """Return the times of the EP&ESP all-to-all, the MP all-gather, and of SAA if s2 uses it.
-
-    By the cluster's fits; where it has none at all, by its links, whatever the transport.
-
-    Args:
-      ep_size: D; esp_size: N_ESP; mp_size: N_MP; gather: 'saa' or 'aas'; transport: as in `MoEConfig`.
-
-    Raises:
-      UserError: the file has fits, but lacks one of them.
-    """
-    size = ep_size * esp_size
-    if size == 1 or mp_size == 1:
-        none = Fit(0.0, 0.0)
-        return none, none, None
-    if not cluster.fits:
-        per_node = cluster.need("devices_per_node", requested_by)
-        near, near_mp = min(per_node, size), min(per_node, mp_size)
-        share, across = ((near - 1) / size, (size - near) / size), (mp_size - near_mp) / (mp_size * near_mp)
-        gathered = ((mp_size - 1) / mp_size - across, across)  # a ring over the nodes, each device with its part
-        swap, mp = Group(size, near), Group(mp_size, near_mp, "all-gather")
-        rounds = (swap._replace(kind="collective-permute"), mp)
-        saa = LinkSeconds(cluster, rounds, share, gathered, size - 1, ep_size) if gather == "saa" else None
-        return LinkSeconds(cluster, (swap, swap), share), LinkSeconds(cluster, (mp, mp), gathered), saa
-    a2a = cluster.fit(fit_name(transport, size), requested_by)
-    gathers = cluster.fit(fit_name("all_gather", mp_size), requested_by)
-    if gather != "saa":
-        return a2a, gathers, None
-    return a2a, gathers, cluster.fit(fit_name("saa", size, mp_size, esp_size), requested_by)

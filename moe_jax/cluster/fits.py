@@ -1,4 +1,4 @@
-"""Times of collectives as straight lines (seconds = alpha + beta x + gamma y), their names, and Parm's choice by them.
+"""Times of collectives as straight lines (seconds = alpha + beta x + gamma y) and their names.
 
 Sizes are in whatever unit the caller measured; alpha is in seconds. A group of n devices is n neighbours in the order
 of the device index, or n devices a stride apart; MP, ESP and EP&ESP are neighbours and EP stands N_ESP apart, so one
@@ -8,8 +8,6 @@ calibration serves all meshes of a machine.
 from __future__ import annotations
 
 import dataclasses
-import typing
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,18 +35,6 @@ class Fit:
     def seconds(self, x: float, y: float = 0.0) -> float:
         """Return the predicted time of sizes x and y."""
         return self.alpha + self.beta * x + self.gamma * y
-
-
-class ParmChoice(typing.NamedTuple):
-    """The faster of Parm's two schedules, and the predicted seconds of both."""
-
-    schedule: str
-    s1_seconds: float
-    s2_seconds: float
-    deepspeed_seconds: float | None = None  # of the baseline, where it was asked for
-    # what was compared: 'equations' (Parm's 13 and 14 on fits), 'links' (on bandwidths and start-ups), 'bytes' (without
-    # a cluster), 'parts' or 'layers' (`layer_seconds`, the latter with fits of whole layers)
-    rule: str = "equations"
 
 
 def fit_alpha_beta(sizes, seconds, second_sizes=None) -> Fit:
@@ -97,31 +83,6 @@ def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
     r2 = _r2(times, matrix @ answer)
     beta, gamma = (float(value) for value in answer[-2:])
     return {kind: Fit(float(alpha), beta, gamma, r2) for kind, alpha in zip(kinds, answer, strict=False)}
-
-
-def parm_choice(
-    x: tuple[float, float], y: float, gathered: float, a2a: Fit, gather: Fit, saa: Fit | None = None,
-    waits: Callable[[Sequence[float]], float] = sum,
-) -> ParmChoice:  # fmt: skip
-    """Pick s1 or s2 for one layer from fitted collectives.
-
-    Args:
-      x: sizes of the EP&ESP all-to-alls there and back, E C M N_ESP / N_MP each, less where rows leave as float8.
-      y: size gathered by s2, E C M.
-      gathered: size gathered by s1, N M.
-      a2a, gather: fits of the all-to-all over EP&ESP and the all-gather over MP.
-      saa: fit of the simultaneous form; without it s2 runs the two one after the other.
-      waits: seconds of the exchanges there and back -> those that a layer waits for: all, unless something hides them.
-
-    Returns:
-      the pick (s1 when equal) and both times.
-
-    Source: Parm, equations 13 and 14.
-    """
-    there, back = (a2a.seconds(size) for size in x)
-    s1 = waits((there, back)) + gather.seconds(gathered)
-    s2 = waits((there, back + gather.seconds(y) if saa is None else saa.seconds(x[1], y)))
-    return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
 
 
 def _least_squares(matrix: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Sequence
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.collectives import Group, uniform_seconds
+from moe_jax.cluster.collectives import ALL_TO_ALLS, Group, start_up, uniform_seconds
 from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
 
@@ -150,6 +150,7 @@ class LayerShape:
 
 
 _BOTH = "expert+expert_shard"
+_PARM = "MoEConfig.schedule 'parm'"  # who asks
 
 
 def _plain_transfers(shape: LayerShape, gather: str) -> tuple[list[Transfer], list[Transfer]]:
@@ -298,30 +299,17 @@ def layer_seconds(
     transport: str = "all_to_all",
     waits: Callable[[Sequence[float]], float] = sum,
 ) -> LayerSeconds:
-    """Predict one layer; where whole layers were timed (fit `layer:SCHEDULE`), its parts cost what they cost in those.
+    """Predict one layer by fits; where whole layers were timed (`layer:SCHEDULE`), its parts cost what they did there.
 
     Args:
-      shape: its schedule and sizes, with bytes of a row.
       load: (FLOPs, bytes touched) of one device's experts, forward and backward, None leaves them out.
-      gather, transport: as in `MoEConfig`; a transport is looked up under its name.
-      waits: seconds of the exchanges of one direction, there and back -> those that the layer waits for: all, unless
-        something hides them. There and back count as equally long; what an MP group gathers before or after is none.
+      shape, gather, transport, waits: see `moving_seconds`.
 
     Raises:
       UserError: the cluster lacks a fit; it names the fit.
     """
-    asked_by, moving = "MoEConfig.schedule 'parm'", 0.0
-    # 'coordinated' is made of other collectives; any other transport is looked up in place of its all-to-alls
-    made_of = transport if transport == "coordinated" else "all_to_all"
-    for way in layer_transfers(shape, gather, made_of):
-        outside = [move for move in shape.whole_gather() if move in way]
-        for move in outside:
-            way.remove(move)
-        if transport != made_of:
-            way = [move._replace(collective=transport) if move.collective == "all_to_all" else move for move in way]
-        seconds = _transfer_seconds(way, shape, cluster, asked_by)
-        moving += _transfer_seconds(outside, shape, cluster, asked_by) + waits((seconds / 2, seconds / 2))
-    moving += _transfer_seconds(index_transfers(shape, transport=transport), shape, cluster, asked_by)
+    moving = moving_seconds(shape, cluster, gather, transport, waits)
+    moving += transfer_seconds(index_transfers(shape, transport=transport), shape, cluster, _PARM)
     # tokens gated and combined, rows packed to be sent, and rows received, on one device
     gated = shape.tokens if shape.gates_group else shape.tokens // shape.mp_size
     packed = shape.sent_rows * (1 if shape.cuts_buckets else shape.esp_size)
@@ -329,10 +317,10 @@ def layer_seconds(
     row, fit = shape.model_dim, cluster.fit
     alone = LayerSeconds(
         communication=moving,
-        experts=0.0 if load is None else fit("expert_step", asked_by).seconds(*load),
-        gate=fit("gate", asked_by).seconds(gated, 2 * row * (packed + shape.top_k * gated)),
-        rows=fit("regroup", asked_by).seconds(received, 4 * row * received) if received else 0.0,
-        call=fit("call", asked_by).alpha,
+        experts=0.0 if load is None else fit("expert_step", _PARM).seconds(*load),
+        gate=fit("gate", _PARM).seconds(gated, 2 * row * (packed + shape.top_k * gated)),
+        rows=fit("regroup", _PARM).seconds(received, 4 * row * received) if received else 0.0,
+        call=fit("call", _PARM).alpha,
     )
     whole = dict(cluster.fits).get(f"layer:{shape.schedule}")
     if whole is None:
@@ -341,26 +329,98 @@ def layer_seconds(
     return LayerSeconds(whole.beta * alone.communication, *computation, whole.alpha)
 
 
-def _transfer_seconds(transfers: list[Transfer], shape: LayerShape, cluster: Cluster, requested_by: str) -> float:
-    """Return the time of transfers one after the other; the rounds and gathers of SAA count as one collective."""
+def moving_seconds(
+    shape: LayerShape,
+    cluster: Cluster,
+    gather: str = "saa",
+    transport: str = "all_to_all",
+    waits: Callable[[Sequence[float]], float] = sum,
+) -> float:
+    """Predict what a layer waits for its rows, forward and backward, by `transfer_seconds`.
+
+    With buckets of one length it is Parm's equation 13 (s1) or 14 (s2), once in each direction.
+
+    Args:
+      shape: its schedule and sizes, with bytes of a row.
+      gather, transport: as in `MoEConfig`; a transport's fit is looked up under its name, by links all are all-to-alls.
+      waits: seconds of the exchanges of one direction, there and back -> those that the layer waits for: all, unless
+        something hides them. There and back count as equally long; what an MP group gathers before or after is none.
+    """
+    moving = 0.0
+    # 'coordinated' is made of other collectives; any other transport is looked up in place of its all-to-alls
+    made_of = transport if transport == "coordinated" else "all_to_all"
+    for way in layer_transfers(shape, gather, made_of):
+        outside = [move for move in shape.whole_gather() if move in way]
+        for move in outside:
+            way.remove(move)
+        if transport != made_of:
+            way = [move._replace(collective=transport) if move.collective == "all_to_all" else move for move in way]
+        seconds = transfer_seconds(way, shape, cluster, _PARM)
+        moving += transfer_seconds(outside, shape, cluster, _PARM) + waits((seconds / 2, seconds / 2))
+    return moving
+
+
+def transfer_seconds(transfers: Sequence[Transfer], shape: LayerShape, cluster: Cluster, requested_by: str) -> float:
+    """Return the time of transfers of one direction, one after the other: by fits, or by links where there are none.
+
+    The rounds and gathers of SAA count as one collective. By links each round starts, and all share the links but the
+    last gather, next to which nothing is left.
+
+    Raises:
+      UserError: the cluster has fits, but lacks one of them, or lacks the speed of a link; it names the figure.
+    """
     seconds, rest = 0.0, list(transfers)
-    rounds = [t for t in rest if t.collective == "permute" and shape.mp_size > 1]
+    rounds = [t for t in rest if t.collective == "permute" and t.group == _BOTH]
     gathers = [t for t in rest if t.collective == "all_gather" and t.group == "model" and t.calls == shape.ep_size]
     if rounds and gathers:
-        size = shape.ep_size * shape.esp_size
-        fit = cluster.fit(fit_name("saa", size, shape.mp_size, shape.esp_size), requested_by)
-        seconds += fit.seconds(rounds[0].elements * size, gathers[0].elements * gathers[0].calls)
-        rest.remove(rounds[0])
-        rest.remove(gathers[0])
+        (rounds, *_), (gathers, *_) = rounds, gathers
+        rest.remove(rounds)
+        rest.remove(gathers)
+        size, _ = shape.span(_BOTH)
+        if cluster.fits:
+            fit = cluster.fit(fit_name("saa", size, shape.mp_size, shape.esp_size), requested_by)
+            seconds = fit.seconds(rounds.elements * size, gathers.elements * gathers.calls)
+        else:
+            swap = Transfer("all_to_all", _BOTH, rounds.elements * size)
+            group, *sent = _on_links(swap, shape, cluster, requested_by)
+            mp_group, *last = _on_links(gathers, shape, cluster, requested_by)
+            group = group._replace(kind="collective-permute")
+            shared = (own + (gathers.calls - 1) * next_to for own, next_to in zip(sent, last, strict=True))
+            seconds = (rounds.calls - 1) * start_up(cluster, group, sent[1] > 0)
+            seconds += float(uniform_seconds(cluster, group, *shared, requested_by))
+            seconds += float(uniform_seconds(cluster, mp_group, *last, requested_by))
     for move in rest:
-        size, stride = shape.span(move.group)
-        fit = cluster.fit(fit_name(move.collective, size, stride=stride), requested_by)
-        seconds += move.calls * max(0.0, fit.seconds(move.elements * (move.item or 1)))
+        if cluster.fits:
+            fit = cluster.fit(_fit_of(move, shape), requested_by)
+            one = max(0.0, fit.seconds(move.elements * (move.item or 1)))
+        else:
+            one = float(uniform_seconds(cluster, *_on_links(move, shape, cluster, requested_by), requested_by))
+        seconds += move.calls * one
     return seconds
 
 
+def _fit_of(move: Transfer, shape: LayerShape) -> str:
+    size, stride = shape.span(move.group)
+    return fit_name(move.collective, size, stride=stride)
+
+
+def _on_links(move: Transfer, shape: LayerShape, cluster: Cluster, requested_by: str) -> tuple[Group, float, float]:
+    """Return the group of a transfer, and the bytes of one call that a device sends to its own node and to others."""
+    size, stride = shape.span(move.group)
+    per_node = size * stride if cluster.flat else cluster.need("devices_per_node", requested_by)
+    near, handed = max(1, min(size, per_node // stride)), move.elements * (move.item or 1)
+    if move.collective == "permute":  # one other device, as far away as any
+        return Group(size, near, "collective-permute"), *((handed, 0.0) if near == size else (0.0, handed))
+    if move.collective in ALL_TO_ALLS:
+        return Group(size, near), handed * (near - 1) / size, handed * (size - near) / size
+    times = 2 if move.collective == "all_reduce" else 1
+    across = times * handed * (size - near) / (size * near)  # a ring over the nodes, each device with its part
+    inside = times * handed * (size - 1) / size - across
+    return Group(size, near, move.collective.replace("_", "-")), inside, across
+
+
 def pairwise_seconds(shape: LayerShape, load: tuple[float, float], cluster: Cluster) -> tuple[float, float, str]:
-    """Predict what `pairwise` pipelines: by the fits of a calibration, else by bandwidths and FLOP/s of a preset.
+    """Predict what `pairwise` pipelines: by a calibration that has all of its fits, else by links and FLOP/s.
 
     Args:
       shape: of the layer, with bytes of a row; load: (FLOPs, bytes touched) of the experts of one device.
@@ -372,22 +432,10 @@ def pairwise_seconds(shape: LayerShape, load: tuple[float, float], cluster: Clus
       UserError: the cluster lacks a figure; it names the figure.
     """
     asked_by = "the bound of MoEConfig.schedule 'pairwise'"
-    ways = layer_transfers(shape)
-    named = [(t.collective, *shape.span(t.group)) for way in ways for t in way if t.group != "model"]
-    steps = {fit_name(collective, size, stride=stride) for collective, size, stride in named}
-    if steps | {"expert_step"} <= {name for name, _ in cluster.fits}:
-        moving = sum(_transfer_seconds(way, shape, cluster, asked_by) for way in ways)
-        return moving, cluster.fit("expert_step", asked_by).seconds(*load), "its fits"
-    moving = 0.0
-    for move in (move for way in ways for move in way):
-        # steps of the ring cross nodes, where there are some; of the other groups' collectives 1 / n stays on a device
-        ring = move.group == "pairwise_ring"
-        sent = move.elements * (1.0 if ring else 1 - 1 / shape.span(move.group)[0])
-        crosses = ring and not cluster.flat and cluster.nodes != 1
-        inside, across = (0.0, sent) if crosses else (sent, 0.0)
-        size, stride = shape.span(move.group)
-        group = Group(
-            size, 1 if crosses else size, "collective-permute" if ring else move.collective.replace("_", "-"), stride
-        )
-        moving += move.calls * float(uniform_seconds(cluster, group, inside, across, asked_by))
-    return moving, load[0] / cluster.need("flops", asked_by), "its bandwidth and FLOP/s"
+    moves = [move for way in layer_transfers(shape) for move in way]
+    if {_fit_of(move, shape) for move in moves} | {"expert_step"} <= {name for name, _ in cluster.fits}:
+        experts, by = cluster.fit("expert_step", asked_by).seconds(*load), "its fits"
+    else:
+        cluster = dataclasses.replace(cluster, fits=())
+        experts, by = load[0] / cluster.need("flops", asked_by), "its bandwidth and FLOP/s"
+    return transfer_seconds(moves, shape, cluster, asked_by), experts, by

@@ -24,7 +24,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.cluster import cluster_named
-from moe_jax.cluster.collectives import ALL_TO_ALLS as KINDS
 from moe_jax.cluster.collectives import all_to_all_seconds
 from moe_jax.errors import UserError
 from moe_jax.inference import few_tokens
@@ -253,7 +252,7 @@ _LOG = logging.getLogger(__name__)
 def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: int) -> MoEConfig:
     """Return the config with another transport than 'auto'; every other one stays.
 
-    A UserError for 'auto' without a cluster file, or with one that lacks a latency, step or bandwidth.
+    A UserError for 'auto' by a cluster that lacks a latency, step or bandwidth.
 
     Args:
       tokens: of an MP group; row_bytes: of one row of M elements.
@@ -261,11 +260,6 @@ def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: in
     if config.transport != "auto":
         return config
     cluster = cluster_named(config.cluster, roles.device_kind)
-    if cluster is None:
-        raise UserError(
-            "MoEConfig.transport ('auto') chooses by a cluster's latencies and bandwidths, unknown here; set "
-            f"MoEConfig.cluster to a file, such as configs/cluster/h200.gin, or name one of {', '.join(KINDS)}"
-        )
     shards, devices = roles.size(roles.expert_shard), roles.size(roles.expert + roles.expert_shard)
     # the part of the MP group in which the coordinated exchange has its second and third collective
     slicing = shards * roles.size(tuple(axis for axis in roles.expert if axis in roles.model))

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.cluster import HOST, Cluster, cluster_named
+from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.layer_seconds import matrices_of, preceding_seconds
 from moe_jax.config.run_config import RunConfig
 from moe_jax.models.counts import device_bytes, preceding
@@ -33,7 +33,7 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
     planner, model, start = config.planner, config.model, initial_placement(config, roles)
     shards = roles.size(roles.expert_shard)
     if cluster is None:
-        cluster = cluster_named(planner.cluster, roles.device_kind) or HOST
+        cluster = cluster_named(planner.cluster, roles.device_kind)
     tokens = config.train.microbatch_size * config.data.sequence_length / roles.num_devices
     cluster = cluster.sized(start.nodes, start.devices_per_node).part_of(shards)
     return Cost(

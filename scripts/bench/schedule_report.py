@@ -2,11 +2,12 @@
 
 Inputs: measured seconds per layer and schedule, and the calibration file of the same place. Outputs: tables on the
 screen, a plot, one JSON line. `parm` is whichever schedule the file makes `MoEConfig.schedule = 'parm'` take; by it
-both rules are judged: the closed form of Parm's equations 13 and 14 on fits of collectives, and `layer_seconds`.
+both rules are judged: Parm's equations 13 and 14 on fits of collectives, and `layer_seconds`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import pathlib
@@ -24,7 +25,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     from moe_jax.analysis.timed import predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
-    from moe_jax.moe.schedules.parm import by_equations, by_layers, choose
+    from moe_jax.moe.schedules.parm import choose, rule_of
 
     if not rows:
         raise SystemExit(f"error: {path} holds no measured layer; run the sweep first")
@@ -35,6 +36,9 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
         cluster.check_devices(DEVICES, "the sweep")
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
+    collectives = dataclasses.replace(
+        cluster, fits=tuple(fit for fit in cluster.fits if ":" in fit[0] and not fit[0].startswith("layer:"))
+    )
     knows_layers = any(name == "layer:deepspeed" for name, _ in cluster.fits)
     candidates = ("s1", "s2", "deepspeed") if knows_layers else ("s1", "s2")  # what parm chooses from
     pairs: dict[str, list[dict]] = {}  # measured seconds of a layer by schedule and 'parm', by (N_MP, N_ESP)
@@ -46,12 +50,11 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
         for name in SCHEDULES:
             predicted[name].append((predict(name, layer, DEVICES, cluster), times[name]))
         roles, sizes = layer.sizes(DEVICES)
-        asked = (roles, sizes, cluster)
-        for rule in (by_equations, by_layers):
-            choice = rule(*asked)
-            rules.setdefault(choice.rule, []).append((layer, dict(times), choice))
+        for known in (collectives, cluster):
+            seconds = choose(roles, sizes, known)
+            rules.setdefault(rule_of(known), []).append((layer, dict(times), seconds))
         chooses = layer.mp_size > 1 or knows_layers
-        times["parm"] = times[choose(*asked).schedule if chooses else "s1"]
+        times["parm"] = times[min(seconds, key=seconds.get) if chooses else "s1"]
         if chooses:
             behind.append(times["parm"] / min(times[name] for name in candidates) - 1)
         if layer.mp_size > 1:
@@ -100,13 +103,13 @@ def _hit_rates(judged) -> dict:
     those with N_MP > 1, where the rule's times of these two differ, for the shorter of them: what Parm's rule is for.
 
     Args:
-      judged: (layer, measured {schedule: seconds}, the rule's ParmChoice) of each layer.
+      judged: (layer, measured {schedule: seconds}, the rule's {schedule: seconds}) of each layer.
     """
-    three = [times[choice.schedule] / min(times[name] for name in SCHEDULES) for _, times, choice in judged]
+    three = [times[min(ours, key=ours.get)] / min(times[name] for name in SCHEDULES) for _, times, ours in judged]
     two = []
-    for layer, times, choice in judged:
+    for layer, times, ours in judged:
         if layer.mp_size > 1:
-            pick = "s1" if choice.s1_seconds <= choice.s2_seconds else "s2"
+            pick = "s1" if ours["s1"] <= ours["s2"] else "s2"
             two.append(times[pick] / min(times["s1"], times["s2"]))
     found = {}
     for name, behind in (("of_three", three), ("of_s1_and_s2", two)):

@@ -13,7 +13,6 @@ from moe_jax.cluster import (
     Group,
     exchange_seconds,
     fit_alpha_beta,
-    parm_choice,
     read_cluster,
     received_seconds,
     uniform_seconds,
@@ -132,18 +131,6 @@ def test_fit_needs_different_sizes():
         fit_alpha_beta([5, 5, 5], [1, 2, 3])
     with pytest.raises(UserError, match="a fit of layers needs at least 3 measurements, got 2"):
         fit_layers(["s1", "s1"], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
-
-
-def test_parm_choice_by_hand():
-    # a2a(4) = 1 + 2*4 = 9, gather(10) = 10, gather(2) = 2: s1 = 2*9 + 10 = 28, s2 = 9 + (9 + 2) = 20.
-    a2a, gather = Fit(1.0, 2.0), Fit(0.0, 1.0)
-    assert parm_choice((4, 4), 2, 10, a2a, gather)[:4] == ("s2", 28.0, 20.0, None)
-    # With K f > 1 s2 gathers more than s1 and loses: gather(20) = 20 -> s2 = 9 + 29 = 38. SAA hides it: 11 -> s2 = 20.
-    assert parm_choice((4, 4), 20, 10, a2a, gather)[:3] == ("s1", 28.0, 38.0)
-    assert parm_choice((4, 4), 20, 10, a2a, gather, Fit(1.0, 2.0, 0.1))[:3] == ("s2", 28.0, 20.0)
-    # Sent as a quarter of its bytes, a row leaves in 1 + 2 = 3. Of what remains s1 waits for its gather alone.
-    assert parm_choice((1, 4), 2, 10, a2a, gather)[1:3] == (22.0, 14.0)
-    assert parm_choice((4, 4), 2, 10, a2a, gather, waits=lambda seconds: max(seconds) - 9)[:3] == ("s2", 10.0, 2.0)
 
 
 def test_fit_starts_at_zero_or_above():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moe_jax.cluster import (
+    HOST,
     UNNAMED,
     Cluster,
     Group,
@@ -124,7 +125,7 @@ def test_a_name_of_a_device_is_a_cluster(tmp_path, caplog):
     """In place of a file, in a file, and as the devices at hand; figures of the file stay."""
     named, at_hand = read_cluster("h200"), cluster_named("", "NVIDIA H200")
     assert (named.intra_bandwidth, named.flops) == (at_hand.intra_bandwidth, at_hand.flops)
-    assert cluster_named("", "cpu") is None and named.prices.target.tables == ("H100",)
+    assert cluster_named("", "cpu") is HOST and named.prices.target.tables == ("H100",)
     path = tmp_path / "own.gin"
     path.write_text("Cluster.kind = 'h100'\nCluster.flops = 5e14\n")
     assert read_cluster(path).flops == 5e14 and read_cluster(path).memory_bytes == 80e9

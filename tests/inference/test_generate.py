@@ -254,5 +254,8 @@ def test_auto_takes_the_shortest(tmp_path):
     assert transport(1 << 20, few, transport="two_level") == "two_level"
     # L = 4 though experts are cut by 2: 1 message across, 1 + 1 in the group; with L = 2 it would be 2 across, and lose
     assert transport(4, {"expert": 4, "expert_shard": 2, "model": 4}, **slow) == "coordinated"
-    with pytest.raises(UserError, match="set MoEConfig.cluster to its file"):
+    with pytest.raises(
+        UserError,
+        match=r"by MoEConfig.cluster\) needs Cluster.inter_latency, which cluster 'host_devices' leaves absent",
+    ):
         transport(1, few, cluster="")

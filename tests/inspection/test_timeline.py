@@ -13,8 +13,9 @@ from support.toy import HEAD, LOOP, MODEL, TARGET
 
 from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster import cluster_of, exchange_seconds, group_of, received_seconds, uniform_seconds
-from moe_jax.cluster.collectives import all_to_all_seconds, exchange_fits, traffic
+from moe_jax.cluster.collectives import all_to_all_seconds, traffic
 from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds
 from moe_jax.cluster.prices import Constants, Prices, read_constants
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play, scheduler_profile, unguided_share
@@ -84,12 +85,13 @@ def test_a_collective_starts_once_wherever_it_is_asked(kind, groups, seconds):
     cluster, members = dataclasses.replace(cluster_of(prices), nodes=len(groups[0]) // 2), len(groups[0])
     few = np.full((members, members), 1e-12)
     group, across = group_of(cluster, members), 1e-12 * (members > 2)
+    shape = LayerShape(tokens=1, model_dim=1, rows=1, ep_size=members)
     asked = {
         "replay": exchange_seconds(cluster, few, "test"),
         "planner": received_seconds(cluster, few.sum(0), "test"),
         "transfer": uniform_seconds(cluster, group, 1e-12, across, "test"),
         "inference": all_to_all_seconds(cluster, members, 1, 1, 1e-12)["all_to_all"],
-        "parm": exchange_fits(cluster, members, 1, 2, "aas", "all_to_all", "test")[0].seconds(1e-12),
+        "parm": transfer_seconds([Transfer("all_to_all", "expert", 1e-12)], shape, cluster, "test"),
     }
     assert {name: float(value) for name, value in asked.items()} == pytest.approx(dict.fromkeys(asked, seconds))
 

@@ -20,8 +20,7 @@ from support.program_order import overtaking
 from moe_jax.cluster import Cluster, write_cluster
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.reference import reference_expert, reference_moe
-from moe_jax.moe.schedule import find_schedule, schedules
-from moe_jax.moe.schedules.parm import choose
+from moe_jax.moe.schedule import build_schedule, find_schedule, schedules
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 SCHEDULES = tuple(name for name in schedules() if find_schedule(name).moves_tokens)
@@ -97,7 +96,7 @@ def which(case, config, roles):
     """Return the schedule that runs: parm's choice, whose drop groups the reference needs."""
     if case["schedule"] != "parm" or roles.size(roles.model) == 1:
         return case["schedule"]
-    return choose(roles, layer_sizes(config, roles, 64 // roles.size(roles.dense), None, 4, 8), None).schedule
+    return build_schedule("parm", roles, layer_sizes(config, roles, 64 // roles.size(roles.dense), None, 4, 8)).name
 
 
 def test_covering_set_is_complete():

@@ -32,7 +32,6 @@ def test_the_shorter_by_fits_is_taken(roles, saa, gather):
 
 
 def test_without_fits_it_is_aas_and_a_name_is_obeyed(roles):
-    assert choose_gather("auto", roles, 8, 4, None) == ("aas", "MoEConfig.gather 'auto' without MoEConfig.cluster")
     lacking = choose_gather("auto", roles, 8, 4, Cluster(fits=IN_TURN))
     assert lacking[0] == "aas" and "has no fit 'saa:8,2,2'" in lacking[1]
     other = choose_gather("auto", roles, 8, 4, Cluster(fits={**IN_TURN, "saa:8,2,2": (0, 0, 0)}), "two_level")

@@ -38,7 +38,7 @@ class RouterOptions:
         each microbatch's probabilities meet the loads of all microbatches of the step up to it, so that with
         train.grad_accum_steps experts need not be even in each (Qiu et al. 2025, Demons in the Detail).
       cluster: file written by `python -m moe_jax.calibrate`, by which the schedule 'parm' and `gather` 'auto' choose;
-        without one 'parm' compares bytes. The router 'topology' takes bandwidths from it, or from a preset's file.
+        without one by the devices at hand. The router 'topology' takes bandwidths from it, or from a preset's file.
       router_dtype: dtype in which logits are computed: 'float32', 'bfloat16', 'float64', or 'auto', the compute dtype's
         but at least float32. What follows is computed in at least float32.
       record_choices: let every token's choices leave with the statistics of a microbatch (`StepStats.choices`), for

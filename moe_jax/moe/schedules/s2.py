@@ -123,7 +123,7 @@ class PauseAfterGate(ExpertParallel):
 
 
 def choose_gather(
-    gather: str, roles: Roles, far_rows: int, row_bytes: int, cluster: Cluster | None, transport: str = "all_to_all"
+    gather: str, roles: Roles, far_rows: int, row_bytes: int, cluster: Cluster, transport: str = "all_to_all"
 ) -> tuple[str, str]:
     """Return how s2 brings its rows home, 'saa' or 'aas', and why, as the rest of a sentence.
 
@@ -136,8 +136,6 @@ def choose_gather(
     """
     if gather != "auto":
         return gather, "as MoEConfig.gather says"
-    if cluster is None:
-        return "aas", "MoEConfig.gather 'auto' without MoEConfig.cluster"
     ep_size, esp_size = roles.size(roles.expert), roles.size(roles.expert_shard)
     mp_size, size = roles.size(roles.model), ep_size * esp_size
     names = fit_name(transport, size), fit_name("all_gather", mp_size), fit_name("saa", size, mp_size, esp_size)
@@ -155,11 +153,9 @@ def choose_gather(
 
 def choose_return(roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
     """Return ('saa' or 'aas', a sentence that says so and why); a calibration is read only where it is asked."""
-    config, cluster = sizes.config, None
-    if config.gather == "auto":
-        cluster = cluster_named(config.cluster, roles.device_kind)
-    if cluster is not None:
-        cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
+    config = sizes.config
+    cluster = cluster_named(config.cluster if config.gather == "auto" else "", roles.device_kind)
+    cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
     far_rows = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles)).rows.far
     gather, why = choose_gather(config.gather, roles, far_rows, sizes.row_bytes, cluster, config.transport)
     return gather, f"schedule 's2' returns by {gather!r}: {why}"
