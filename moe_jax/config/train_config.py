@@ -96,8 +96,8 @@ class TrainConfig:
       evaluate_windows: held-out windows of an evaluation at most; 0 takes all.
       loads_every: steps between recorded expert loads.
       log_every: steps between lines of progress where there is no terminal.
-      guide_scheduler: on GPUs, compile twice, the second time with modelled seconds of the first program's instructions
-        for the compiler's scheduler (`training/compiling.py`). Where that is not possible it is left out, logged once.
+      guide_scheduler: on GPUs whose rates are known here, compile twice, the second time with modelled seconds of the
+        first program's instructions for the compiler's scheduler (`training/compiling.py`).
       optimistic: run a program without later passes, which has no conditionals, and run a step again by the complete
         one where a bucket of its dropless layers overflowed (`training/stepper.py`); results are the same, and both
         programs are compiled. For GPUs, where each conditional waits for the host to read a flag. If the complete

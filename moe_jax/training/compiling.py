@@ -221,26 +221,23 @@ PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 # that the scheduler knows it by, so the compiler uses its own estimate for it: 11% of the seconds of a tiny model on
 # a100:2x2 with jax 0.11.2.
 UNGUIDED_LIMIT = 0.5
-_unguided: set[str] = set()  # kinds of devices without known rates that were logged
 
 
 def find_target(devices, per_node: int) -> Target | None:
-    """Return the target that these devices are, real or described, `per_node` on a node; None where the scheduler
-    cannot be guided. A GPU's reason is logged.
+    """Return the target that these devices are, real or described, `per_node` on a node; None of CPUs.
+
+    Raises:
+      UserError: a GPU whose rates are not known.
     """
     if devices[0].platform not in ("gpu", "cuda"):
         return None
     name = device_named(devices[0].device_kind)
     if name is None:
-        if devices[0].device_kind not in _unguided:
-            _unguided.add(devices[0].device_kind)
-            _LOG.warning(
-                "train.guide_scheduler and ModelConfig.overlap = 'auto' have no effect on %r, whose rates are not "
-                "known here (%s are); the compiler schedules by its own estimates",
-                devices[0].device_kind,
-                ", ".join(target_names()),
-            )
-        return None
+        kind, known = devices[0].device_kind, ", ".join(target_names())
+        raise UserError(
+            f"train.guide_scheduler (True) and ModelConfig.overlap ('auto') need the rates of {kind!r}, which are not "
+            f"known here ({known} are); set False and 'none'"
+        )
     nodes = -(-len(devices) // per_node)
     return dataclasses.replace(read_device(name), nodes=nodes, per_node=min(per_node, len(devices)))
 

@@ -23,17 +23,13 @@ def gpus(kind, number):
     return [types.SimpleNamespace(platform="cuda", device_kind=kind, process_index=i // 4) for i in range(number)]
 
 
-def test_target_follows_the_devices_and_unknown_rates_are_said_once(caplog):
+def test_target_follows_the_devices_and_unknown_rates_are_refused():
     target = compiling.find_target(gpus("NVIDIA H200", 8), 4)
     assert (target.name, target.nodes, target.per_node) == ("h200", 2, 4)
     assert compiling.find_target(gpus("NVIDIA H200", 2), 8).devices == 2
     assert compiling.find_target(jax.devices(), 8) is None
-    compiling._unguided.clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert compiling.find_target(gpus("NVIDIA B9", 8), 8) is None
-    (record,) = caplog.records
-    assert "'NVIDIA B9', whose rates are not known here (2080ti, " in record.getMessage()
+    with pytest.raises(UserError, match=r"the rates of 'NVIDIA B9', which are not known here \(2080ti, .*; set False"):
+        compiling.find_target(gpus("NVIDIA B9", 8), 8)
 
 
 class Lowered:
