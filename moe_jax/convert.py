@@ -20,7 +20,7 @@ from moe_jax.errors import UserError
 _FROM_HF = flags.DEFINE_string("from_hf", "", "Folder of a checkpoint of transformers, from which --workdir is made.")
 _TO_HF = flags.DEFINE_string("to_hf", "", "Folder to be made from the last checkpoint of --workdir.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder, made with --from_hf and read with --to_hf.")
-_DTYPE = flags.DEFINE_string("dtype", "", "With --to_hf: float32 or bfloat16; '' takes ModelConfig.dtype.")
+_DTYPE = flags.DEFINE_string("dtype", "", "With --to_hf: float32, bfloat16 or float16; '' takes ModelConfig.dtype.")
 _UPCYCLE = flags.DEFINE_integer("upcycle", 0, "With --from_hf of a dense checkpoint: experts that each FFN becomes.")
 _UPCYCLE_TOP_K = flags.DEFINE_integer("upcycle_top_k", 2, "Experts of a token then.")
 _UPCYCLE_NOISE = flags.DEFINE_float("upcycle_noise", 0.0, "Noise on each copy, over the spread of its matrix.")

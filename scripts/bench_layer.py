@@ -23,7 +23,7 @@ _TOP_K = flags.DEFINE_integer("top_k", 2, "K.")
 _TOKENS = flags.DEFINE_integer("tokens", 2048, "Tokens.")
 _MODEL_DIM = flags.DEFINE_integer("model_dim", 512, "M.")
 _HIDDEN_DIM = flags.DEFINE_integer("hidden_dim", 1024, "F.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Compute dtype.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Compute dtype.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", "auto", "Grouped matmul; see moe_jax.moe.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Interleaved rounds.", lower_bound=2)  # quartiles need two
 

@@ -22,7 +22,7 @@ from moe_jax.observe.run_folder import RunFolder
 LAYER = {"model_dim": 1024, "hidden_dim": 2048, "dtype_bytes": 4, "activation": "gelu", "expert_shards": 1}
 LAYER |= {"moe_every": 1, "dense_hidden_dim": None, "sequence_length": 1024}
 TOP_K = 2  # of a trace that does not say
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,9 @@ class Target:
         if self.dropped_by_cuda is not None and cuda >= self.dropped_by_cuda:
             raise UserError(
                 f"target {self.name!r} ({self.device}) was dropped by CUDA {self.dropped_by_cuda}, and the wheels here "
-                f"are of CUDA {cuda}; choose one of {', '.join(name for name in target_names() if name != self.name)}"
+                f"are of CUDA {cuda}; give the command in an environment with the wheels of jax[cuda"
+                f"{self.dropped_by_cuda - 1}], which compile for it, or choose one of "
+                f"{', '.join(name for name in target_names() if name != self.name)}"
             )
 
 
@@ -106,4 +108,4 @@ def read_device(name: str) -> Target:
 def device_named(kind: str) -> str | None:
     """Return the name of the target for a real device of this kind, None where there is none."""
     plain = kind.lower().replace(" ", "")
-    return next((name for name in target_names() if name in plain), None)
+    return max((name for name in target_names() if name in plain), key=len, default=None)

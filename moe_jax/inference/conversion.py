@@ -55,7 +55,11 @@ NOT_NEEDED = (".rotary_emb.inv_freq",)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2**27
 READ_DTYPES = ("F32", "BF16", "F16")
-NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 
 
 def import_folder(
@@ -164,7 +168,7 @@ def export_folder(
     """Write the folder `target` for transformers from the last checkpoint of a run; return what kind it is.
 
     Args:
-      dtype: of the tensors, 'float32' or 'bfloat16'; '' takes ModelConfig.dtype.
+      dtype: of the tensors, 'float32', 'bfloat16' or 'float16'; '' takes ModelConfig.dtype.
       shard_bytes: of one file, at most, but for a tensor that is larger by itself.
 
     Raises:

@@ -148,7 +148,7 @@ REFUSED = {
     name: "its attention is multi-head latent attention (MLA), which moe_jax does not have"
     for name in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 }
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 FIXED = {
     "kind": "gpt", "norm": "rms", "activation": "swiglu", "positions": "rotary", "ffn_bias": False, "qk_norm": "none",
 }  # fmt: skip

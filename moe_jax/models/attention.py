@@ -19,6 +19,7 @@ from jax import lax
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.residuals import residuals_of
+from moe_jax.parallel.varying import match_varying
 
 _LOG = logging.getLogger(__name__)
 LARGEST_HEAD = 128  # of cuDNN on every generation; Hopper has 256, which JAX refuses where no such GPU is at hand
@@ -26,7 +27,10 @@ CAPABILITY = (8, 0)  # Ampere: the first with flash attention in cuDNN
 
 
 def attend(q, k, v, causal: bool, implementation: str, documents=None):
-    """Return softmax(q k^T / sqrt(Dh)) v; float64 stays float64, unlike in JAX's function.
+    """Return softmax(q k^T / sqrt(Dh)) v.
+
+    In float64 and float16 `xla` is written out here: JAX's function leaves the one, and asks in the other for a matmul
+    that CPUs do not have.
 
     Args:
       q: [b, Sq, H, Dh]; k, v: [b, Sq, Hkv, Dh]; query head i reads k and v of head i // (H / Hkv).
@@ -37,18 +41,35 @@ def attend(q, k, v, causal: bool, implementation: str, documents=None):
     if implementation == "cudnn":
         return _attend_cudnn(causal, q, k, v, documents)
     mask = None if documents is None else same_document(documents)
-    if q.dtype != jnp.float64:
+    if q.dtype not in (jnp.float64, jnp.float16):
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
-    if k.shape[2] != q.shape[2]:
-        k, v = (jnp.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # by key head
+    scores = _scores(*match_varying(grouped, k)) * q.shape[-1] ** -0.5
     if causal:
         index = jnp.arange(q.shape[1])
         earlier = (index[:, None] >= index[None])[None, None]
         mask = earlier if mask is None else mask & earlier
     if mask is not None:
-        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+        scores = jnp.where(mask[:, None], scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bngqk,bknd->bqngd", weights, v).reshape(q.shape)
+
+
+# In the backward the cotangent is rounded to 16 bits again, as every operand of a matmul; else that would be one of
+# float32.
+@jax.custom_vjp
+def _scores(q, k):
+    """Return q k^T [b, Hkv, H / Hkv, Sq, Sq] in at least float32; q: [b, Sq, Hkv, H / Hkv, Dh], k: [b, Sq, Hkv, Dh]."""
+    return jnp.einsum("bqngd,bknd->bngqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+
+
+def _scores_bwd(saved, d):
+    q, k = saved
+    d = d.astype(q.dtype)
+    return jnp.einsum("bngqk,bknd->bqngd", d, k), jnp.einsum("bngqk,bqngd->bknd", d, q)
+
+
+_scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_bwd)
 
 
 def _cudnn(causal: bool, bias):
@@ -68,11 +89,12 @@ def _attend_cudnn(causal: bool, q, k, v, documents):
 def _bias_of(documents, dtype):
     """Return what cuDNN adds to scores [b, H, Sq, Sq]: [b, 1, Sq, Sq], 0 within a document, else far below any score.
 
-    Not the dtype's least number: cuDNN errs where it subtracts two of those, so JAX takes this one too.
+    Not the dtype's least number: cuDNN errs where it subtracts two of those, so JAX takes these too.
     """
     if documents is None:
         return None
-    return jnp.where(same_document(documents), jnp.zeros((), dtype), jnp.asarray(-(2.0**41), dtype))
+    below = jnp.asarray(-(2.0**15) if dtype == jnp.float16 else -(2.0**41), dtype)
+    return jnp.where(same_document(documents), jnp.zeros((), dtype), below)
 
 
 def _forward_cudnn(causal: bool, q, k, v, documents):
@@ -131,7 +153,7 @@ def missing_for_cudnn(config: ModelConfig, device=None) -> str:
                 f"cuDNN's attention needs compute capability {'.'.join(map(str, CAPABILITY))}, and "
                 f"{device.device_kind} has {capability or 'none'}"
             )
-    if config.dtype != "bfloat16":
+    if config.dtype not in ("bfloat16", "float16"):
         return f"cuDNN's attention takes 16-bit floats, and ModelConfig.dtype is {config.dtype!r}"
     if config.head_size > LARGEST_HEAD or config.head_size % 8:
         return f"cuDNN's attention takes heads of a multiple of 8 up to {LARGEST_HEAD}, and {config.head_size_in_words}"

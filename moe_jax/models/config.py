@@ -32,7 +32,7 @@ CHOICES = {
     "norm": ("layer", "rms"),
     "qk_norm": ("none", "head", "width"),
     "attention": ("auto", "xla", "cudnn"),
-    "dtype": ("float32", "bfloat16", "float64"),
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
     "remat": (
         "none", "block", "dots", "everything_saveable", "nothing_saveable", "dots_saveable",
         "dots_with_no_batch_dims_saveable",
@@ -79,7 +79,8 @@ class ModelConfig:
       tied_head: whether the token table serves as the output head, or the head [V, M] is a parameter of its own.
       attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn'; 'auto' is 'cudnn' on the GPUs that
         have it for this dtype and head size, else 'xla' (`models/attention.py`).
-      dtype: compute dtype; parameters are float32 (float64 where this is float64).
+      dtype: compute dtype, 'float32', 'bfloat16', 'float16' or 'float64'; parameters are float32 (float64 where this is
+        float64). In float16 the loss is scaled, dynamically (`training/step.py`).
       remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything), or
         the name of a policy in `jax.checkpoint_policies`. With a `prefetch` or `overlap` it is applied to each stage:
         'block' saves the inputs of attention and of the MoE layer.

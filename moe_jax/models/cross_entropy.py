@@ -7,7 +7,8 @@ Letters: docs/notation.md.
 # first can leave next to the second. Where the loss is differentiated its gradients are formed in the same pass, while
 # the logits of a chunk are there: no logits are kept, and none are computed twice. Their derivatives are rounded to the
 # compute dtype, like every operand of a matmul; sums over tokens and vocabulary are in at least float32. The backward
-# multiplies by the loss's cotangent.
+# multiplies by the loss's cotangent, which in float16 comes too late for what has been rounded to zero: there the
+# derivatives, 1 at most, are formed RAISED times as large (a table's entries may then be up to 32).
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from jax import lax
 
 from moe_jax.models.model_group import in_dtype, project
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
+
+RAISED = {"float16": 2.0**10}  # by compute dtype
 
 
 def token_losses(logits, targets):
@@ -69,7 +72,7 @@ def _loss(chunk, table_dtype, x, held, table, targets, weights):
 
 def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
     """Return the loss and (its gradients by the parts of x and by the table, and the parts of the token losses)."""
-    sum_dtype = _sum_dtype(x[0])
+    sum_dtype, raised = _sum_dtype(x[0]), RAISED.get(x[0].dtype.name)
 
     def piece(carry, rows):
         total, dtable = carry
@@ -81,7 +84,8 @@ def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
         losses = log_z - jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         counted = weights.astype(sum_dtype)
         is_target = targets[:, None] == jnp.arange(held.shape[0], dtype=targets.dtype)[None]
-        dlogits = ((jnp.exp(logits - log_z[:, None]) - is_target) * counted[:, None]).astype(x.dtype)
+        dlosses = counted if raised is None else counted * raised
+        dlogits = ((jnp.exp(logits - log_z[:, None]) - is_target) * dlosses[:, None]).astype(x.dtype)
         dx = jnp.einsum("tv,vm->tm", dlogits, held, preferred_element_type=sum_dtype).astype(x.dtype)
         dtable += jnp.einsum("tv,tm->vm", dlogits, x, preferred_element_type=dtable.dtype)
         return (total + losses * counted, dtable), (dx, losses)
@@ -103,7 +107,10 @@ def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
 def _loss_bwd(chunk, table_dtype, residuals, d):
     del chunk
     dx, dtable, losses = residuals
-    dx, dweights = (tuple((part * d).astype(part.dtype) for part in parts) for parts in (dx, losses))
+    dweights = tuple((part * d).astype(part.dtype) for part in losses)
+    if (raised := RAISED.get(dx[0].dtype.name)) is not None:
+        d = d / raised
+    dx = tuple((part * d).astype(part.dtype) for part in dx)
     return dx, None, (dtable * d).astype(table_dtype), None, dweights
 
 

@@ -228,9 +228,10 @@ def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
         "device_load_mean": number(metrics, "device_load_max_over_mean", np.mean),
         "device_load_worst": number(metrics, "device_load_max_over_mean", np.max),
         "dropped_fraction": number(metrics, "dropped_fraction", np.mean),
-        # what happened in each record's step; the two below count from the start of the run
+        # what happened in each record's step; the three below count from the start of the run
         "overflow_steps": whole("overflow_steps", np.sum),
         "skipped_steps": whole("skipped_steps", np.max),
+        "overflowed_updates": whole("overflowed_updates", np.max),
         "steps_run_again": whole("steps_run_again", np.max),
         "compilations": int(np.count_nonzero(compilations)),
         "compile_seconds": float(np.nansum(compilations)),

@@ -161,6 +161,7 @@ def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:
         ("dropped tokens", "dropped_fraction", ".3%", "mean over steps"),
         ("overflow steps", "overflow_steps", ",.0f", "took more than one pass"),
         ("skipped steps", "skipped_steps", "some", "loss or gradient not finite"),
+        ("updates left out", "overflowed_updates", "some", "gradients overflowed float16, the loss scale was halved"),
         ("steps run again", "steps_run_again", "some", "a bucket overflowed in the common program"),
         ("compilations", "compilations", "some", f"{summary['compile_seconds']:.1f} s in all"),
         ("re-jit stall", "rejit_stall_seconds", ".1f", "seconds waited"),

@@ -49,8 +49,8 @@ class Loop:
         """Open the files that grow while training.
 
         Args:
-          host: JSON data for all checkpoints: 'config', its text; 'skipped_steps' so far, as read from metrics; and
-            'teacher', its identity, kept after it has left too; None without one.
+          host: JSON data for all checkpoints: 'config', its text; 'skipped_steps' and 'overflowed_updates' so far, as
+            read from metrics; and 'teacher', its identity, kept after it has left too; None without one.
           latest: step of the last finished checkpoint, None before the first.
         """
         self.stepper, self.host, self.checkpoint, self.folder = stepper, host, latest, folder
@@ -209,6 +209,7 @@ class Loop:
         session, config = self.stepper.session, self.stepper.session.config
         allowed = config.train.max_skipped_steps
         skipped = self.host["skipped_steps"] = self.host["skipped_steps"] + int(metrics.get("skipped", 0))
+        self.host["overflowed_updates"] += int(metrics.get("overflowed", 0))
         check_finite(step, metrics, self.names, self.checkpoint, skipped=skipped, allowed=allowed)
         # by now the step is done, and grows the peak no more
         peak = max(memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use"), default=self.compiled_peak)
@@ -227,6 +228,9 @@ class Loop:
             record["compile_seconds"], self.compile_seconds = self.compile_seconds, None
         if allowed:
             record["skipped"], record["skipped_steps"] = int(metrics["skipped"]), skipped
+        if "loss_scale" in metrics:
+            record["loss_scale"] = float(metrics["loss_scale"])
+            record["overflowed_updates"] = self.host["overflowed_updates"]
         if "run_again" in metrics:
             record["run_again"], record["steps_run_again"] = metrics["run_again"], self.stepper.overflows["run_again"]
         if self.engine is not None:
@@ -237,6 +241,8 @@ class Loop:
         self.tensorboard.write(step, record)
         if self.loads.due(step):
             self.loads.record(step, metrics["loads"])
+        if metrics.get("overflowed"):
+            self.progress.note(f"step {step}: gradients overflowed, loss scale {record['loss_scale']:g} is halved")
         if record.get("skipped"):
             self.progress.note(f"step {step}: not finite, skipped ({skipped} of at most {allowed})")
         self.progress.update(
@@ -357,6 +363,8 @@ def check_finite(
     finite = np.isfinite(metrics["square_norms"])
     if allowed and skipped <= allowed:
         return
+    if metrics.get("overflowed", False):
+        return  # of a scaled loss, whose scale is lowered
     if np.isfinite(metrics["loss"]) and finite.all() and not metrics.get("skipped", False):
         return
     gradient = "every gradient is finite"

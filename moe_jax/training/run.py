@@ -75,7 +75,8 @@ def run(
             say(hosts, line)
         if session.teacher is not None:
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
-        host = {"config": config_text, "skipped_steps": past.get("skipped_steps", 0), "teacher": identity}
+        counts = {name: past.get(name, 0) for name in ("skipped_steps", "overflowed_updates")}
+        host = {"config": config_text, **counts, "teacher": identity}
         finished = Loop(stepper, host, latest, folder, checkpoints, hosts).run()
         if not finished:
             say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")

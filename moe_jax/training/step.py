@@ -1,9 +1,9 @@
 """The training step: what is compiled, with every leaf's place on the mesh fixed.
 
-Inputs: state {'step', 'params', 'opt_state'} and, where it is kept, 'ema' (donated), one step's batch [Nm, B / Nm, Sq],
-the plan's tables, and the hosts' signals. Outputs: the new state and a dictionary of metrics. The gradient is taken
-outside the model's `shard_map`; clipping and the optimizer see global arrays, split over the mesh by the layout's specs
-(ZeRO).
+Inputs: state {'step', 'params', 'opt_state'} and, where they are kept, 'ema' and 'loss_scale' (donated), one step's
+batch [Nm, B / Nm, Sq], the plan's tables, and the hosts' signals. Outputs: the new state and a dictionary of metrics.
+The gradient is taken outside the model's `shard_map`; clipping and the optimizer see global arrays, split over the mesh
+by the layout's specs (ZeRO).
 Letters: docs/notation.md.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from flax.training.dynamic_scale import DynamicScale
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,7 +37,10 @@ def make_gradients(
     model: LanguageModel, config: TrainConfig, length: int, plan: Shapes | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
-    """Return gradients(params, batch, tables, key, *teacher_params) -> (gradients, StepStats [Nm, ...])."""
+    """Return gradients(params, batch, tables, key, *teacher_params, scale=None) -> (gradients, StepStats [Nm, ...]).
+
+    With `scale`, float [], the backward starts from it instead of from 1, and what it returns is divided by it.
+    """
     microbatches = config.grad_accum_steps
     rows = config.batch_size // microbatches
     roles = model.roles
@@ -45,22 +49,29 @@ def make_gradients(
         apart = "none"
     layout = model.layout(apart)
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
-    def gradients(params, batch, tables, key, *frozen):
+    def scaled_loss(params, scale, *inputs):
+        total, stats = loss(params, *inputs)
+        return (total if scale is None else total * scale), stats
+
+    value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
+
+    def gradients(params, batch, tables, key, *frozen, scale=None):
         normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
         if apart != "none":
             params = with_own_leaves(params, layout, roles)
         if microbatches == 1:
             microbatch = jax.tree.map(lambda array: array[0], batch)
-            (_, stats), grads = value_and_grad(params, microbatch, tables, key, jnp.int32(0), normalizer, *frozen)
+            inputs = microbatch, tables, key, jnp.int32(0), normalizer
+            (_, stats), grads = value_and_grad(params, scale, *inputs, *frozen)
             stats = jax.tree.map(lambda leaf: leaf[None], stats)
         else:
 
             def body(carry, inputs):
                 (total, counted), (microbatch, index) = carry, inputs
                 microbatch = dataclasses.replace(microbatch, counted=counted)
-                (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer, *frozen)
+                inputs = microbatch, tables, key, index * rows, normalizer
+                (_, stats), grads = value_and_grad(params, scale, *inputs, *frozen)
                 counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1, dtype=jnp.int32)
                 return (jax.tree.map(jnp.add, total, grads), counted), stats
 
@@ -68,9 +79,31 @@ def make_gradients(
             counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
             start = jax.tree.map(jnp.zeros_like, params), counted
             (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
-        return grads if apart == "none" else summed(grads, layout, roles), stats
+        grads = grads if apart == "none" else summed(grads, layout, roles)
+        return (grads if scale is None else jax.tree.map(lambda leaf: leaf / scale, grads)), stats
 
     return gradients
+
+
+# float16 has no number above 65,504 and none but zero below 6e-8 (bfloat16 has float32's range), and gradients are
+# smaller than that. So the backward of a float16 model starts from a large factor, which is halved where that was too
+# much and doubled after DynamicScale.growth_interval updates without. Source: Micikevicius et al., "Mixed Precision
+# Training" (2018), section 3.2; record and rule are flax's.
+LEAST_SCALE = 1.0  # gradients that are not finite without scaling are an error, not an overflow
+
+
+def first_scale() -> DynamicScale:
+    """Return the loss scale of step 0."""
+    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(2**16), minimum_scale=LEAST_SCALE)
+
+
+def next_scale(held: DynamicScale, finite) -> DynamicScale:
+    """Return the loss scale after an update; finite: bool [], of its gradients.
+
+    The rule is a part of `DynamicScale.value_and_grad`, which takes no gradients that are there already: it is given a
+    function whose gradient is as finite as they are.
+    """
+    return held.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.float32(1)).dynamic_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +131,12 @@ def build_state_shardings(
     rows = NamedSharding(mesh, P(None, roles.dense))
     replicated = NamedSharding(mesh, P())
     state = {"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)}
+    if ema:
+        state["ema"] = named(layout.state)
+    if model.config.dtype == "float16":
+        state["loss_scale"] = jax.tree.map(lambda _: replicated, jax.eval_shape(first_scale))
     return StateShardings(
-        state={**state, "ema": named(layout.state)} if ema else state,
+        state=state,
         batch=Batch(rows, rows, rows, documents=rows if model.config.document_mask else None),
         tables=named(model.tables_specs),
         host_signals=NamedSharding(mesh, P(roles.all)),
@@ -122,7 +159,11 @@ def abstract_state(
 def first_state(params, optimizer: optax.GradientTransformation, state_shardings: StateShardings) -> dict:
     """Return the state of step 0; traced."""
     state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
-    return {**state, "ema": jax.tree.map(jnp.copy, params)} if "ema" in state_shardings.state else state
+    if "ema" in state_shardings.state:
+        state["ema"] = jax.tree.map(jnp.copy, params)
+    if "loss_scale" in state_shardings.state:
+        state["loss_scale"] = first_scale()
+    return state
 
 
 def make_train_step(
@@ -172,7 +213,8 @@ def make_update(
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
     of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
     and `plan_hash_most`. With a teacher metrics have `kl` float [], nats per target token: KL(teacher || student),
-    which is no part of `loss`; the teacher's parameters are not donated.
+    which is no part of `loss`; the teacher's parameters are not donated. Of a float16 model they have `loss_scale`
+    float [], of this step, and `overflowed` bool [], whether its update was left out because that was too large.
     """
     optimizer, schedule = build_optimizer(config), build_learning_rate(config)
     gradients = make_gradients(model, config, length, plan, teacher)
@@ -180,7 +222,9 @@ def make_update(
 
     def train_step(state, batch, tables, host_signals, *frozen):
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
-        grads, stats = gradients(state["params"], batch, tables, key, *frozen)
+        held = state.get("loss_scale")
+        scale = None if held is None else held.scale
+        grads, stats = gradients(state["params"], batch, tables, key, *frozen, scale=scale)
         grads = lax.with_sharding_constraint(grads, moments)
 
         # The state after the optimizer, the routers and the moving average.
@@ -221,20 +265,33 @@ def make_update(
             metrics["plan_hash_least"] = jnp.min(host_signals[:, 2])
             metrics["plan_hash_most"] = jnp.max(host_signals[:, 2])
 
-        # A step that is not finite in any microbatch leaves the state as it was but for `step`: the batch is left out,
-        # and neither moments nor schedule move. The choice is made on the device, so it does not involve the host and
-        # has no limit: the host counts. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets
-        # them through.)
-        if config.max_skipped_steps > 0:
-            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-            kept = {name: leaf for name, leaf in state.items() if name != "step"}
-            found = {name: new_state[name] for name in kept}
-            new_state |= jax.tree.map(functools.partial(jnp.where, finite), found, kept)
-            # the updates that the optimizer has seen: the step that its learning rate is taken at
-            is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
-            nodes = jax.tree.leaves(state["opt_state"], is_leaf=is_schedule)
-            updates_seen = next(node.count for node in nodes if is_schedule(node))
-            metrics |= {"skipped": ~finite, "learning_rate": schedule(updates_seen)}
+        if config.max_skipped_steps > 0 or held is not None:
+            return _or_left_out(state, new_state, metrics, schedule)
         return new_state, metrics
 
     return train_step
+
+
+# A step that is not finite in any microbatch leaves the state as it was but for `step`: the batch is left out, and
+# neither moments nor schedule move. The choice is made on the device, so it does not involve the host and has no limit:
+# the host counts. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets them through.) Where only
+# the gradients of a scaled loss are not finite, the scale is lowered, and the step does not count as skipped.
+def _or_left_out(state, new_state, metrics, schedule) -> tuple[dict, dict]:
+    """Return what a step leaves and its metrics, by its state before and after the update."""
+    sound = jnp.isfinite(metrics["loss"])
+    finite = sound & jnp.isfinite(metrics["grad_norm"])
+    skipped = ~finite
+    kept = {name: state[name] for name in new_state if name != "step"}
+    found = {name: new_state[name] for name in kept}
+    new_state = new_state | jax.tree.map(functools.partial(jnp.where, finite), found, kept)
+    if "loss_scale" in state:
+        held = state["loss_scale"]
+        overflowed = sound & ~finite & (held.scale > LEAST_SCALE)
+        skipped, adapted = skipped & ~overflowed, next_scale(held, finite)
+        new_state["loss_scale"] = jax.tree.map(functools.partial(jnp.where, sound), adapted, held)
+        metrics = metrics | {"loss_scale": held.scale, "overflowed": overflowed}
+    # the updates that the optimizer has seen: the step that its learning rate is taken at
+    is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+    nodes = jax.tree.leaves(state["opt_state"], is_leaf=is_schedule)
+    updates_seen = next(node.count for node in nodes if is_schedule(node))
+    return new_state, metrics | {"skipped": skipped, "learning_rate": schedule(updates_seen)}

@@ -149,7 +149,7 @@ WRONG = {
         lambda f: change_config(f, rope_parameters={"rope_type": "yarn", "factor": 2.0}),
         "rope_parameters.rope_type .'yarn'. must be",
     ),
-    "dtype": (lambda f: change_config(f, dtype="float16"), "config.json: dtype .'float16'."),
+    "dtype": (lambda f: change_config(f, dtype="float64"), "config.json: dtype .'float64'."),
     "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(Q)), f"the tensor {re.escape(Q)} is missing"),
     "unknown tensor": (lambda f: rewrite(f, lambda t: t.update(more=t[Q])), "the tensor more is unknown"),
     "transposed expert": (lambda f: rewrite(f, transpose_expert), "experts.2.up_proj.weight is .16, 8., but .8, 16."),
@@ -280,7 +280,7 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     assert f"starting from the parameters of {made}, step 0" in said
     cache = build_cache(config.data)
     assert cache.ends.size == DOCUMENTS and np.flatnonzero(cache.tokens == 2).tolist() == (cache.ends - 1).tolist()
-    export_folder(tmp_path / "run", tmp_path / "back", dtype="bfloat16")
+    export_folder(tmp_path / "run", tmp_path / "back", dtype="float16")
     before, after = TensorFolder(FOLDER / "olmoe"), TensorFolder(tmp_path / "back")
     assert before.names == after.names
     moved = [np.max(np.abs(before.read(t) - after.read(t).astype(np.float32))) for t in before.names]

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_every_device_has_figures_and_a_description():
-    assert set(target_names()) == {"b200", "h100", "h200", "a100", "v100", "2080ti", "3090", "4090"}
+    assert set(target_names()) == {"gb200", "b200", "h100", "h200", "a100", "v100", "2080ti", "3090", "4090"}
     for name in target_names():
         target = read_device(name)
         assert target.source and target.device in target.config
@@ -42,14 +42,19 @@ def test_runs_fit_their_target():
         assert on_target(dataclasses.replace(run, mesh=mesh), target).mesh.devices_per_node == 8
     with pytest.raises(UserError, match="has 8 devices a node, but MeshConfig.devices_per_node is 4; set it to 8 or 0"):
         on_target(dataclasses.replace(run, mesh=MeshConfig(devices_per_node=4)), target)
-    on_target(dataclasses.replace(run, model=ModelConfig(dtype="float32")), turing)
-    with pytest.raises(UserError, match="'2080ti' .* has no bfloat16 matmuls, .* set ModelConfig.dtype = 'float32'"):
+    for dtype in ("float16", "float32"):
+        on_target(dataclasses.replace(run, model=ModelConfig(dtype=dtype)), turing)
+    with pytest.raises(
+        UserError, match="'2080ti' .* has no bfloat16 matmuls, .* set ModelConfig.dtype = 'float16', or"
+    ):
         on_target(run, turing)
     turing.check_compilable(13)
     parse_target("v100:1x8").check_compilable(12)
-    with pytest.raises(UserError, match="'v100' .* was dropped by CUDA 13"):
+    with pytest.raises(
+        UserError, match=r"'v100' .* was dropped by CUDA 13, .* the wheels of jax\[cuda12\], which comp"
+    ):
         parse_target("v100:1x8").check_compilable(13)
-    with pytest.raises(UserError, match="names no known device; choose one of 2080ti, 3090, 4090, a100, b200"):
+    with pytest.raises(UserError, match="names no known device; choose one of 2080ti, 3090, 4090, a100, b200, gb200"):
         parse_target("h300:4x8")
     for text in ("h200", "h200:0x8"):
         with pytest.raises(UserError, match="needs a topology NODESxDEVICES.*h200:4x8"):

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny_run import assert_same_run, evaluate_here, run_here
@@ -10,6 +11,7 @@ from support.tiny_run import assert_same_run, evaluate_here, run_here
 from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
 from moe_jax.errors import UserError
 from moe_jax.observe import read_loads, read_metrics, summarize_run
+from moe_jax.training import step
 
 EMA = "train.ema_decay = 0.75"
 
@@ -54,14 +56,24 @@ def test_loads_say_which_run_they_are_of(finished):
     assert (inputs.model_dim, inputs.hidden_dim, inputs.cluster.devices) == (16, 16, origin.sources)
 
 
-def test_resume_equals_a_run_that_never_stopped(finished):
-    """Three steps, then six: every metric and every parameter bit for bit as in one go."""
+def test_resume_equals_a_run_that_never_stopped(finished, monkeypatch, capsys):
+    """Three steps, then six: every metric and every leaf of the state bit for bit as in one go, with a loss scale that
+    is too large for the first two and one later."""
+    first = step.first_scale()
+    monkeypatch.setattr(step, "first_scale", lambda: first.replace(scale=jnp.float32(2**22)))
     # the cosine ends at train.steps, so a run that is to be compared must see the same rate: flat from here on
     flat = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
+    flat += ("ModelConfig.dtype = 'float16'",)
     assert run_here(finished, finished / "whole", *flat)
     assert run_here(finished, finished / "parts", *flat, "train.steps = 3")
     assert run_here(finished, finished / "parts", *flat)
-    assert_same_run(finished / "whole", finished / "parts", 6, "device_load_max_over_mean")
+    fields = ("device_load_max_over_mean", "loss_scale", "overflowed_updates")
+    assert_same_run(finished / "whole", finished / "parts", 6, *fields)
+    scales, counts = ([record[name] for record in read_metrics(finished / "parts")] for name in fields[1:])
+    left_out = np.diff([0, *counts])
+    assert scales == [2.0**22 / 2.0**before for before in [0, *counts[:-1]]] and left_out[0] == 1 > min(left_out)
+    assert summarize_run(finished / "parts")["overflowed_updates"] == counts[-1] > counts[2] > 1
+    assert "step 1: gradients overflowed, loss scale 4.1943e+06 is halved" in capsys.readouterr().out
     np.testing.assert_array_equal(
         read_loads(finished / "whole" / "loads.npz").loads, read_loads(finished / "parts" / "loads.npz").loads
     )
