@@ -110,11 +110,7 @@ def select_verified_kernels(session: Session, hosts: Hosts) -> tuple[Session, di
             raise UserError(f"MoEConfig.grouped_matmul ({used!r}) {what}; {remedy}")
         said = f"MoEConfig.grouped_matmul ({used!r}) {what}; the run goes on with it, unchecked"
     else:
-        try:  # an invalid access of a kernel ends CUDA for its whole process
-            usable = int(jnp.sum(jax.device_put(jnp.ones(4, jnp.int32), device))) == 4
-        except Exception:  # any error of the backend
-            usable = False
-        if not usable:
+        if not device_answers(device):
             raise UserError(
                 f"MoEConfig.grouped_matmul ('auto': {used!r}) {what}; the device does not answer any more: give the "
                 f"same command again, or {remedy}"
@@ -158,12 +154,33 @@ def check_experts(unchecked: list[tuple[str, ModelConfig]], device: jax.Device, 
     except UserError:
         raise
     except Exception as error:  # whatever lowering, compiling or running it may raise
-        # A lack of a kernel's shared memory has one size on every start, so the kernel fails always.
-        text = str(error).lower()
-        full = isinstance(error, MemoryError) or "resource_exhausted" in text or "out of memory" in text
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # some have only their name
-        return NO_MEMORY if full and "shared memory" not in text else FAILS, (lines or [type(error).__name__])[0]
+        return verdict_of(error)
     return PASSES, ""
+
+
+def verdict_of(error: Exception) -> Verdict:
+    """Return NO_MEMORY or FAILS, and the first line of what a compiler or a device raised."""
+    # A lack of a kernel's shared memory has one size on every start, so the kernel fails always.
+    text = str(error).lower()
+    full = isinstance(error, MemoryError) or "resource_exhausted" in text or "out of memory" in text
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # some have only their name
+    return NO_MEMORY if full and "shared memory" not in text else FAILS, (lines or [type(error).__name__])[0]
+
+
+def device_answers(device: jax.Device) -> bool:
+    """Say whether a device still works: an invalid access of a kernel ends CUDA for its whole process."""
+    try:
+        return int(jnp.sum(jax.device_put(jnp.ones(4, jnp.int32), device))) == 4
+    except Exception:  # any error of the backend
+        return False
+
+
+def source_digest() -> str:
+    """Return a hash of the package's source."""
+    source, package = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for path in sorted(package.rglob("*.py")):
+        source.update(path.read_bytes())
+    return source.hexdigest()[:16]
 
 
 def verdict_key(device: jax.Device, options: dict | None, unchecked: list[tuple[str, ModelConfig]]) -> dict:
@@ -173,9 +190,6 @@ def verdict_key(device: jax.Device, options: dict | None, unchecked: list[tuple[
     except OSError:  # no NVIDIA driver
         driver = ""
     fields = ("model_dim", "hidden_dim", "dtype", "param_dtype", "activation")
-    source, package = hashlib.sha256(), Path(__file__).resolve().parents[1]
-    for path in sorted(package.rglob("*.py")):
-        source.update(path.read_bytes())
     return {
         "check": "expert",
         "compared": [[name, *(getattr(config, field) for field in fields)] for name, config in unchecked],
@@ -186,7 +200,7 @@ def verdict_key(device: jax.Device, options: dict | None, unchecked: list[tuple[
         "flags": os.environ.get("XLA_FLAGS", ""),  # kernels depend on them too
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "source": source.hexdigest()[:16],
+        "source": source_digest(),
     }
 
 

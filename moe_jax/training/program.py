@@ -206,12 +206,16 @@ class Session(Program):
     def fresh_state(self, params=None) -> dict:
         """Return the state of step 0, from given parameters or from new ones."""
         start = jax.random.key(self.config.train.seed) if params is None else params
+        return self.state_maker(params is None)(start)
 
-        def init(start):  # traced: each device makes its own part
-            made = self.model.init(start) if params is None else start
+    def state_maker(self, of_key: bool = True) -> Callable:
+        """Return make(start) -> the state of step 0, jitted; start: a random key, or else parameters."""
+
+        def make(start):  # traced: each device makes its own part
+            made = self.model.init(start) if of_key else start
             return first_state(made, self.optimizer, self.state_shardings)
 
-        return jax.jit(init, out_shardings=self.state_shardings.state)(start)
+        return jax.jit(make, out_shardings=self.state_shardings.state)
 
     def evaluation_step(self, shape: Shapes | None = None):
         """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / Nm, Sq], jitted.

@@ -77,6 +77,7 @@ class RejitEngine:
         self.share = functools.cache(lambda move: self.session.shared(move))
         self.thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="rejit")
         self.tables, self.hash = None, 0
+        self.frozen = False  # plan no more: what times steps of one plan sets it
 
     # Around a step.
 
@@ -118,7 +119,7 @@ class RejitEngine:
             record |= self._swap(self.pending)
         if homes_differ(self.placement, self.stored):
             began = time.perf_counter()
-            state = self._move_homes(state if settle is None else settle())
+            state = self._move_homes(state if settle is None else settle(), self.placement)
             record["reshard_seconds"] = time.perf_counter() - began
         if self.tables is None:
             self.tables = self._on_devices(self.shape, self.placement)
@@ -148,13 +149,17 @@ class RejitEngine:
             self.executables.popitem(last=False)
         return record
 
-    def _move_homes(self, state: dict) -> dict:
-        """Return the state, which is donated, with its experts where the next step's placement has them."""
+    def at_first_homes(self, state: dict) -> dict:
+        """Return the state, which is donated, with its experts where a run starts, for another engine to go on."""
+        return self._move_homes(state, {name: own.start for name, own in self.replanner.items()})
+
+    def _move_homes(self, state: dict, placement: Placements) -> dict:
+        """Return the state, which is donated, with its experts where a placement has them."""
         for name, old in self.stored.items():
-            if (old.home != self.placement[name].home).any():
+            if (old.home != placement[name].home).any():
                 rows = self.shape[name].bank_rows
-                state = reshard(state, old, self.placement[name], rows, name, self.share)
-        self.stored = self.placement
+                state = reshard(state, old, placement[name], rows, name, self.share)
+        self.stored = placement
         return state
 
     def _host_signals(self, flag: int):
@@ -168,6 +173,8 @@ class RejitEngine:
 
     def after_dispatch(self, step: int):
         """Plan for step `step` + 1 while the devices work on `step`."""
+        if self.frozen:
+            return
         began = time.perf_counter()
         for ready in sorted(at for at in self.waiting if at <= step - self.lag):
             for name, own in self.waiting.pop(ready).items():

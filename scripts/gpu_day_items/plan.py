@@ -153,5 +153,9 @@ ITEMS = (
             _part("tf32", "layer:tf32_error", limit=20),
         ),
     ),
+    Item(
+        number=10, name="tune", title="moe_jax.tune at 4 layers: what measuring chooses", budget=150, least=60,
+        parts=(_part("search", "tuned:measure", arguments={"seconds": 120}, limit=150),),
+    ),
 )  # fmt: skip
 PROBE = _part("machine", "configs:describe_machine", limit=90)

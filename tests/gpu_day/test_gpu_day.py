@@ -60,7 +60,7 @@ def test_every_item_runs_and_the_folder_is_small_and_flat(finished):
     out, day, said, (early, early_page) = finished
     assert day["finished"] and day["sizes"] == "tiny" and day["unfinished"] is None
     failed = [part for item in day["items"] for part in item["parts"] if part["status"] not in ("ok", "skipped")]
-    assert [(item["number"], item["status"]) for item in day["items"]] == [(n, "ok") for n in range(1, 10)], (
+    assert [(item["number"], item["status"]) for item in day["items"]] == [(n, "ok") for n in range(1, 11)], (
         said,
         failed,
     )
@@ -130,12 +130,14 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_layers_are_measured(finished)
     parts = parts_of(finished[1], 9)
     assert parts["bfloat16"]["layers"][0]["ratio_over_dense"] > 0
     assert parts["tf32"]["HIGHEST"]["relative_error"] < 1e-6
+    search = parts_of(finished[1], 10)["search"]
+    assert search["tried"][0][0] == "plain" and search["ratio_to_plain"] <= 1 and search["best"]
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (("--items=10",), "--items ('10') names '10'; items are 1, 2, 3, 4, 5, 6, 7, 8, 9"),
+        (("--items=11",), "--items ('11') names '11'; items are 1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
         (("--out=/proc/nowhere",), "--out ('/proc/nowhere') cannot be written"),
     ],
 )

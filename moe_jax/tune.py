@@ -1,0 +1,104 @@
+"""Choose a run's settings by measuring on the machine at hand, and write them as a gin file.
+
+    python -m moe_jax.tune --gin_file=configs/run/demo.gin --out=tuned.gin --host_devices=8
+    python -m moe_jax.train --gin_file=tuned.gin --workdir=runs/tuned --host_devices=8
+
+Times steps of one candidate against the best so far, knob by knob: schedule, transport, two halves, optimistic steps,
+the guided scheduler, grouped matmul, rows of buckets, remat, stack, prefetch, microbatches; with --trace also the
+planner that suits recorded loads. What the file binds may change too; what changes the mathematics (router, capacity,
+dtypes, batch size, learning rate) does not, and a candidate whose first loss differs is left out. On one host only.
+
+What was measured is kept beside --out (tuned.journal.jsonl) under machine, versions, commit and config: the same
+command goes on where it was interrupted, and times nothing twice. A candidate is noted there before it runs, so one
+that ends the process is marked 'crashed' by the next start and left out; delete its lines to try it again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import signal
+from pathlib import Path
+
+from absl import flags, logging
+
+from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.errors import UserError
+
+_GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
+_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.batch_size = 64'; may repeat.")
+_OUT = flags.DEFINE_string("out", "tuned.gin", "File to write; it repeats what is bound, and binds what was chosen.")
+_BUDGET = flags.DEFINE_float("budget_seconds", 1200, "Seconds to measure in, those of an interrupted command too.")
+_TRACE = flags.DEFINE_string("trace", "", "Run folder or loads.npz: a planner is chosen by replaying these loads.")
+_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
+
+
+def command(argv: list[str]) -> int:
+    """Carry out the command line and return the exit code 0, or 130 after an interruption; errors are raised."""
+    parse_flags(argv, "moe_jax.tune", "gin_file")
+    logging.set_verbosity(logging.ERROR)
+    from moe_jax.config.gin_files import parse_run_config
+    from moe_jax.config.run_config import BOUND, bound_in, config_text
+
+    config, text, _ = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)
+    bound, out = bound_in(text), Path(_OUT.value)
+    if not out.parent.is_dir():
+        raise UserError(f"--out={out} lies in a folder that does not exist; make {out.parent} first")
+    import jax
+
+    from moe_jax.analysis import tuning
+    from moe_jax.observe import write_atomically
+    from moe_jax.parallel.mesh import set_up_devices
+    from moe_jax.training.compiling import set_up_compilation_cache
+    from moe_jax.training.hosts import HostsConfig, resolve_hosts
+
+    if resolve_hosts(HostsConfig())[0].num_processes != 1:
+        raise UserError("moe_jax.tune runs in one process, and the environment names several; start it on one host")
+    set_up_devices(_HOST_DEVICES.value)
+    jax.config.update("jax_enable_x64", config.model.dtype == "float64")
+    try:
+        set_up_compilation_cache(None)
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise UserError(
+            f"jax finds no devices ({str(error).splitlines()[0]}); --host_devices=8 takes the CPU"
+        ) from error
+    config, plain, candidates = tuning.prepare(config, bound, devices, _TRACE.value)
+    key, path = tuning.journal_key(config_text(config, bound), devices), out.with_suffix(".journal.jsonl")
+    journal, bench = tuning.Journal(path, key, print), tuning.Bench(config, devices)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        found = tuning.search(plain, candidates, bench, journal, _BUDGET.value, functools.partial(print, flush=True))
+    except KeyboardInterrupt:
+        print(f"interrupted; {path} keeps what was measured, and the same command goes on from there", flush=True)
+        return 130
+    print(table(found["rows"]))
+    best, answer = found["best"], found["answer"]
+    gain = f"{tuning.text_of(best, plain)}: {answer['ratio']:.3f} of plain's seconds a step, {answer['rounds']} rounds"
+    gain = gain if best != plain else "nothing beat plain, which this is"
+    moved = ", ".join(f"{name} = {plain[name]!r}" for name in best if name in bound and best[name] != plain[name])
+    marked = config_text(tuning.with_bindings(config, best), bound | best.keys()).splitlines()
+    lines = [
+        f"# {gain}",
+        f"# {datetime.date.today()}: python {' '.join(['-m moe_jax.tune', *argv[1:]])}",
+        *(f"# {name}: {json.dumps(value)}" for name, value in key.items() if value and name != "config"),
+        f"# The run file binds, and this changes: {moved or 'nothing'}",
+        *(line.removesuffix(BOUND) for line in marked if line.endswith(BOUND)),
+    ]
+    write_atomically(out, "\n".join(lines))
+    print(f"{gain}\n{out} written; {journal.asked} of {len(journal.answers)} measurements are new")
+    return 0
+
+
+def table(rows: list[tuple]) -> str:
+    """Return the rows of `search` as aligned lines."""
+    lines = [("seconds a step", "to plain", "setting")]
+    for text, seconds, ratio, said in rows:
+        shown = ("-", "-") if seconds is None else (f"{seconds:.4g}", f"{ratio:.3f}")
+        lines.append((*shown, f"{text} ({said})" if said else text))
+    return "\n".join(f"{seconds:>14}  {ratio:>8}  {what}" for seconds, ratio, what in lines)
+
+
+if __name__ == "__main__":
+    run_command(command)
