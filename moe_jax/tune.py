@@ -64,8 +64,8 @@ def command(argv: list[str]) -> int:
         raise UserError(
             f"jax finds no devices ({str(error).splitlines()[0]}); --host_devices=8 takes the CPU"
         ) from error
-    config, plain, candidates = tuning.prepare(config, bound, devices, _TRACE.value)
-    key, path = tuning.journal_key(config_text(config, bound), devices), out.with_suffix(".journal.jsonl")
+    plain, candidates = tuning.prepare(config, devices, _TRACE.value)
+    key, path = tuning.journal_key(text, devices), out.with_suffix(".journal.jsonl")
     journal, bench = tuning.Journal(path, key, print), tuning.Bench(config, devices)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

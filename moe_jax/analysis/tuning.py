@@ -14,7 +14,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax import __version__
-from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
 from moe_jax.analysis.replay_report import summarize
 from moe_jax.analysis.simulate import simulate
-from moe_jax.cluster import AbsentFigureError
+from moe_jax.cluster import AbsentFigureError, cluster_of
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target
 from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig
 from moe_jax.errors import UserError
@@ -34,7 +34,7 @@ from moe_jax.models.config import CHOICES
 from moe_jax.models.counts import flops_per_token
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedule import find_schedule, schedules
-from moe_jax.observe import disk_errors_named, environment_record
+from moe_jax.observe import RunFolder, disk_errors_named, environment_record, read_loads
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import NAMES
 from moe_jax.planning.config import PlannerConfig
@@ -50,8 +50,6 @@ from moe_jax.training.teacher import mesh_experts
 
 Setting = dict[str, Any]  # {binding: value}
 
-# what is plain, where the default is another
-PLAIN: Setting = {"ModelConfig.overlap": "none", "train.optimistic": False, "train.guide_scheduler": False}
 SLACKS, CHANCE = (1.25, 1.5, 2.0, 3.0), 0.001
 MARGIN = 0.01  # of the seconds that a candidate must save
 NEAR = 1.25  # what took more times the best's seconds is not tried again beside other settings
@@ -81,15 +79,13 @@ def text_of(setting: Setting, plain: Setting) -> str:
 
 
 def prepare(
-    config: RunConfig, bound: Collection[str], devices, trace: str = "", say: Callable[[str], None] = print
-) -> tuple[RunConfig, Setting, dict[str, list[Setting]]]:
-    """Return the config with what is plain, that setting, and {knob: values}, the most promising knob first.
+    config: RunConfig, devices, trace: str = "", say: Callable[[str], None] = print
+) -> tuple[Setting, dict[str, list[Setting]]]:
+    """Return plain, which is the run as it is, and {knob: values}, the most promising knob first.
 
     Args:
-      bound: bindings that the user set, from which the search starts as they are.
       trace: run folder or file of loads to choose a planner by; '' leaves the planner as it is.
     """
-    config = with_bindings(config, {name: value for name, value in PLAIN.items() if name not in bound})
     roles = build_mesh(config.mesh, devices, mesh_experts(config, len(devices)))
     gains = modelled_gains(config, roles, find_target(devices, roles.config.devices_per_node))
     candidates = {"PlannerConfig.name": planners_by_trace(config, roles, trace)} if trace else {}
@@ -98,7 +94,7 @@ def prepare(
     parts, names = config.by_name(), [name for values in candidates.values() for name in values[0]]
     priced = (f"{knob} (modelled: {1e3 * gains[knob]:.3g} ms)" if knob in gains else knob for knob in candidates)
     say(f"in this order: {', '.join(priced)}")
-    return config, {name: getattr(parts[name.split(".")[0]], name.split(".")[1]) for name in names}, candidates
+    return {name: getattr(parts[name.split(".")[0]], name.split(".")[1]) for name in names}, candidates
 
 
 def find_candidates(config: RunConfig, roles: Roles, device) -> dict[str, list[Setting]]:
@@ -141,7 +137,7 @@ def modelled_gains(config: RunConfig, roles: Roles, target: Target | None) -> di
     model, length, gains = config.model, config.data.sequence_length, {}
     tokens = config.train.batch_size * length / roles.num_devices
     forward, _ = flops_per_token(model, config.moe, model.vocab_size or USUAL_VOCABULARY, length)
-    gains["ModelConfig.remat"] = model.recomputes * tokens * forward / target.flops_bf16
+    gains["ModelConfig.remat"] = model.recomputes * tokens * forward / cluster_of(Prices(target)).flops
     if not why_not_halves(config, roles):
         saved = 0.0
         for own, own_roles in segment_runs(config, roles).values():
@@ -154,16 +150,14 @@ def modelled_gains(config: RunConfig, roles: Roles, target: Target | None) -> di
 def planners_by_trace(config: RunConfig, roles: Roles, trace: str) -> list[Setting]:
     """Return the run's planner and the one of least modelled seconds over a run folder's loads, as bindings."""
     (own, own_roles), *others = segment_runs(config, roles).values()
-    start = initial_placement(own, own_roles)
-    sizes = {"nodes": start.nodes, "devices_per_node": start.devices_per_node}
-    given = build_inputs(GivenFlags(trace=trace, cluster=config.planner.cluster or None, **sizes))
-    found = given.trace.loads.shape[1:]
-    if others or found != start.home.shape[:1] + (start.devices, start.home.shape[1]):
+    recorded = read_loads(RunFolder(trace, create=False).loads if Path(trace).is_dir() else trace)
+    start, cost = initial_placement(own, own_roles), base_cost(own, own_roles)
+    found, base, seconds = recorded.loads.shape[1:], None, {}
+    if others or recorded.sources is not None or found != (*start.home.shape[:1], start.devices, start.home.shape[1]):
         raise UserError(f"--trace={trace} has loads [L, S, E] = {list(found)}; name a trace of this model and mesh")
-    cost, base, seconds = base_cost(own, own_roles, given.cluster), None, {}
     for name in NAMES:  # 'none' comes first
         try:
-            records = simulate(name, given.trace, config.planner, start, cost, 1, 1)
+            records = simulate(name, recorded, config.planner, start, cost, 1, 1)
             base = base or records
             seconds[name] = summarize(records, base, cost)["layer_seconds"] or math.inf
         except AbsentFigureError:
