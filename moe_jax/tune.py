@@ -1,16 +1,15 @@
 """Choose a run's settings by measuring on the machine at hand, and write them as a gin file.
 
     python -m moe_jax.tune --gin_file=configs/run/demo.gin --out=tuned.gin --host_devices=8
-    python -m moe_jax.train --gin_file=tuned.gin --workdir=runs/tuned --host_devices=8
 
-Times steps of one candidate against the best so far, knob by knob: schedule, transport, two halves, optimistic steps,
-the guided scheduler, grouped matmul, rows of buckets, remat, stack, prefetch, microbatches; with --trace also the
-planner that suits recorded loads. What the file binds may change too; what changes the mathematics (router, capacity,
-dtypes, batch size, learning rate) does not, and a candidate whose first loss differs is left out. On one host only.
+Times steps of a candidate against the best so far, binding by binding: schedule, transport, two halves, optimistic
+steps, the guided scheduler, grouped matmul, rows of buckets, remat, stack, prefetch, microbatches; with --trace also
+the planner. What the file binds may change too; what changes the mathematics (router, capacity, dtypes, batch size,
+learning rate) does not, and a candidate whose first loss differs is left out. One process only.
 
-What was measured is kept beside --out (tuned.journal.jsonl) under machine, versions, commit and config: the same
-command goes on where it was interrupted, and times nothing twice. A candidate is noted there before it runs, so one
-that ends the process is marked 'crashed' by the next start and left out; delete its lines to try it again.
+A journal beside --out (tuned.journal.jsonl) keeps what was measured under machine, versions, commit and config: the
+same command goes on where it was interrupted, and times nothing twice. A candidate is noted there before it runs, so
+one that ends the process is 'crashed' for the next start, and left out; delete its line to try it again.
 """
 
 from __future__ import annotations
@@ -64,7 +63,10 @@ def command(argv: list[str]) -> int:
         raise UserError(
             f"jax finds no devices ({str(error).splitlines()[0]}); --host_devices=8 takes the CPU"
         ) from error
-    plain, candidates = tuning.prepare(config, devices, _TRACE.value)
+    plain, candidates, gains = tuning.prepare(config, devices, _TRACE.value)
+    print(
+        "in this order: " + ", ".join(f"{name} ({gains[name]:.2g} s)" if name in gains else name for name in candidates)
+    )
     key, path = tuning.journal_key(text, devices), out.with_suffix(".journal.jsonl")
     journal, bench = tuning.Journal(path, key, print), tuning.Bench(config, devices)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -73,7 +75,10 @@ def command(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"interrupted; {path} keeps what was measured, and the same command goes on from there", flush=True)
         return 130
-    print(table(found["rows"]))
+    print(f"{'seconds a step':>14}  {'to plain':>8}  setting")
+    for setting, seconds, ratio, said in found["rows"]:
+        numbers = f"{'-':>14}  {'-':>8}" if seconds is None else f"{seconds:14.4g}  {ratio:8.3f}"
+        print(f"{numbers}  {setting}{f' ({said})' if said else ''}")
     best, answer = found["best"], found["answer"]
     gain = f"{tuning.text_of(best, plain)}: {answer['ratio']:.3f} of plain's seconds a step, {answer['rounds']} rounds"
     gain = gain if best != plain else "nothing beat plain, which this is"
@@ -81,23 +86,14 @@ def command(argv: list[str]) -> int:
     marked = config_text(tuning.with_bindings(config, best), bound | best.keys()).splitlines()
     lines = [
         f"# {gain}",
-        f"# {datetime.date.today()}: python {' '.join(['-m moe_jax.tune', *argv[1:]])}",
+        f"# {datetime.date.today()}: python -m moe_jax.tune {' '.join(argv[1:])}",
         *(f"# {name}: {json.dumps(value)}" for name, value in key.items() if value and name != "config"),
-        f"# The run file binds, and this changes: {moved or 'nothing'}",
+        f"# Bound by the run file, and changed here: {moved or 'nothing'}",
         *(line.removesuffix(BOUND) for line in marked if line.endswith(BOUND)),
     ]
     write_atomically(out, "\n".join(lines))
     print(f"{gain}\n{out} written; {journal.asked} of {len(journal.answers)} measurements are new")
     return 0
-
-
-def table(rows: list[tuple]) -> str:
-    """Return the rows of `search` as aligned lines."""
-    lines = [("seconds a step", "to plain", "setting")]
-    for text, seconds, ratio, said in rows:
-        shown = ("-", "-") if seconds is None else (f"{seconds:.4g}", f"{ratio:.3f}")
-        lines.append((*shown, f"{text} ({said})" if said else text))
-    return "\n".join(f"{seconds:>14}  {ratio:>8}  {what}" for seconds, ratio, what in lines)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ RUN = {
     "python -m moe_jax.data.train_tokenizer": (),
     "python -m moe_jax.replay --trace=runs": (),
     "python -m moe_jax.calibrate": ("--help",),  # a minute of measurements
+    "python -m moe_jax.tune": ("--help",),  # twenty
 }
 NOT_RUN = {
     "bash scripts/demo.sh": "makes an environment and trains for minutes",

@@ -18,7 +18,7 @@ def measure(context, seconds: float):
 
     logging.getLogger("absl").setLevel(logging.ERROR)
     config, devices = configs.gpt_moe_s(context, batch=8, layers=context.of_size(4, 1), steps=20), jax.devices()[:1]
-    plain, candidates = tuning.prepare(config, devices)
+    plain, candidates, _ = tuning.prepare(config, devices)
     first = ["ModelConfig.stack"] if context.tiny else [knob for knob in FIRST if knob in candidates]
     candidates = {knob: candidates[knob] for knob in (*first, *(() if context.tiny else candidates))}
     key = tuning.journal_key(config_text(config), devices)
