@@ -25,7 +25,6 @@ from absl import flags
 from moe_jax.analysis import replay_inputs as inputs
 from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
-from moe_jax.cluster import AbsentFigureError
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
@@ -129,7 +128,7 @@ def replay() -> dict:
     if FLAGS.transfer == "by_node":  # which nodes of one device, or one node, refuse
         TransferShape(devices=sources, devices_per_node=placement.devices_per_node, offers=1, slots=1, by_node=True)
     attention = FLAGS.attention_seconds
-    if attention is None and given.cluster.flops is not None:
+    if attention is None:
         attention, note = inputs.attention_seconds(given)
         given = dataclasses.replace(given, messages=(*given.messages, note))
     cost = Cost(
@@ -144,15 +143,9 @@ def replay() -> dict:
         print(note, flush=True)
     # Plain EP is the base of RB and speed-up, others of the RB ratio: run them even if the flags do not name them.
     references = [name for name, found in BALANCERS.items() if found.reference]
-    records = {}
-    for name in dict.fromkeys(["none", *asked, *references]):
-        try:
-            records[name] = simulate.simulate(name, given.trace, _config(), placement, cost, FLAGS.lag, FLAGS.every)
-        except AbsentFigureError as error:
-            if name == "none" or (name in asked and FLAGS.planners != ["all"]):  # all are compared with 'none'
-                raise
-            print(f"{name} is left out: {error}", flush=True)
-    asked = [name for name in asked if name in records]
+    every = dict.fromkeys(["none", *asked, *references])
+    how = (given.trace, _config(), placement, cost, FLAGS.lag, FLAGS.every)
+    records = {name: simulate.simulate(name, *how) for name in every}
     for name in asked:
         planner = build_planner(dataclasses.replace(_config(), name=simulate.split_name(name)[0]))
         if (remark := planner.remark(cost)) is not None:

@@ -243,6 +243,7 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     shape = layer_shape("pairwise", roles, sizes, groups)
     lines = [f"pairwise: {shape.ep_size} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
     cluster = cluster_named(moe.cluster or run.planner.cluster, roles.device_kind)
+    cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
     arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
     even = [round(arriving / sizes.groups)] * sizes.groups
     flops, _, step_bytes = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)

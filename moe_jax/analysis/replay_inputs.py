@@ -128,10 +128,7 @@ def layer_of(given: ReplayInputs) -> dict:
 
 
 def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
-    """Return the modelled forward seconds of what precedes an MoE layer, for one device's tokens, and what to say.
-
-    The cluster must have FLOP/s.
-    """
+    """Return the modelled forward seconds of what precedes an MoE layer, for one device's tokens, and what to say."""
     top_k, loads = given.top_k or TOP_K, given.trace.loads
     tokens = loads.sum(axis=(2, 3)).mean() / loads.shape[2] / top_k / given.expert_shards
     seconds = preceding_seconds(
@@ -255,4 +252,5 @@ def find_cluster(
     for field in ("nodes", "devices_per_node"):
         cluster.need(field, f"replay (or set --{field})")
     cluster.check_devices(sources, f"trace {path.name}")
+    cluster.check_priced("replay")
     return cluster

@@ -1,19 +1,16 @@
 """Replayed planners: balance, bytes, modelled seconds, costs of the original systems; tables and pictures.
 
-Seconds are None where the cluster leaves a figure absent that the model needs. matplotlib is imported when a picture is
-drawn, never before. Letters: docs/notation.md; n samples.
+matplotlib is imported when a picture is drawn, never before. Letters: docs/notation.md; n samples.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 
 import numpy as np
 
 from moe_jax.analysis.simulate import Records, split_name
-from moe_jax.cluster import AbsentFigureError
 from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
@@ -60,14 +57,12 @@ def _rounded(value):
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
+def roofline(records: Records, cost: Cost) -> tuple[float, float]:
     """Return (x, y) of the DDL-Roofline: computation over communication, FLOP/s per device reached.
 
     Source: FasterMoE, section 3.3. T_e2e is that of the planner's own block-wise schedule: T_comp + T_comm, less what
     of T_comm is hidden; the ratio counts both in full.
     """
-    if not _timed(cost):
-        return None
     end_to_end = float(sum(part.mean() for part in _parts(records, cost).values()))
     in_turn = float(sum(part.mean() for part in _parts(dataclasses.replace(records, hiding="none"), cost).values()))
     work = 3 * float(cost.forward(records.computed, "replay").mean())
@@ -82,16 +77,15 @@ def _seconds(records: Records, base: Records, cost: Cost) -> dict:
     The search took seconds of this host, and stands apart: a modelled device's seconds never have it added, not even
     after the gate, where the running program searches on its devices.
     """
-    keys = ("layer_seconds", "place_seconds", "reduce_seconds", "others_seconds", "speedup_over_ep")
-    search = float(records.search.mean()) / records.computed.shape[1]
-    if not _timed(cost):
-        return {**dict.fromkeys(keys), "search_seconds": search}
-    parts = _parts(records, cost)
-    place, reduce, others = (float(parts[key].mean()) for key in ("place", "reduce", "others"))
-    layer = place + reduce + others
+    seconds = {name: float(part.mean()) for name, part in _parts(records, cost).items()}
+    layer = sum(seconds.values())
     plain = float(sum(part.mean() for part in _parts(base, cost).values()))
-    numbers = (layer, place, reduce, others, plain / layer if layer else None)
-    return {**dict(zip(keys, numbers, strict=True)), "search_seconds": search}
+    return {
+        "layer_seconds": layer,
+        **{f"{name}_seconds": own for name, own in seconds.items()},
+        "speedup_over_ep": plain / layer if layer else None,
+        "search_seconds": float(records.search.mean()) / records.computed.shape[1],
+    }
 
 
 def _original(records: Records, cost: Cost) -> dict:
@@ -110,13 +104,10 @@ def _original(records: Records, cost: Cost) -> dict:
     else:  # replicas of one step: parameters come, gradients go back, homes alone move
         memory = 0.0
         total = 2.0 * replicas.sum(axis=2) * cost.expert_bytes + records.moved * float(cost.state_bytes)
-    seconds = None
-    with contextlib.suppress(AbsentFigureError):
-        seconds = total.mean() / (records.computed.shape[2] * cost.bandwidth("replay"))
     return {
         "original": planner.original,
         "original_bytes_per_layer": total.mean(),
-        "original_seconds_per_layer": seconds,
+        "original_seconds_per_layer": total.mean() / (records.computed.shape[2] * cost.bandwidth("replay")),
         "original_optimizer_bytes_per_device": memory,
     }
 
@@ -125,7 +116,7 @@ def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
     """Return seconds [n, L] by purpose, under the shapes in force and the planner's own block-wise schedule."""
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=records.hiding))
     paper = cost.price == "paper"
-    exchange = None if paper or np.isnan(records.exchange).any() else records.exchange
+    exchange = None if paper else records.exchange
     needed = records.transfers.needed
     if paper:  # one Trans by the formula, with the holders that came late
         holders = records.expert_replicas + (records.expert_replicas > 0)
@@ -161,13 +152,6 @@ def _sent(records: Records) -> dict:
         near, far = (sent.mean(axis=0) + late).tolist()
         found |= {f"sent_experts_{form}": near + far, f"sent_experts_across_{form}": far}
     return found
-
-
-def _timed(cost: Cost) -> bool:
-    """Say whether the cluster has the figures that a layer's seconds need."""
-    cluster = cost.cluster
-    link = cluster.intra_bandwidth if cluster.flat or cluster.nodes == 1 else cluster.inter_bandwidth
-    return link is not None and cluster.flops is not None
 
 
 def table(summaries: dict[str, dict]) -> str:
@@ -230,14 +214,10 @@ def plot_layer(records: Records, layer: int, folder: pathlib.Path) -> None:
 
 
 def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -> None:
-    """Draw every planner under the ideal and the synchronous roof; nothing where the cluster lacks figures.
+    """Draw every planner under the ideal and the synchronous roof.
 
     Roofs: P min(1, x) and P x / (1 + x). Source: FasterMoE, section 3.3.
     """
-    points = {name: roofline(record, cost) for name, record in records.items()}
-    known = {name: point for name, point in points.items() if point is not None}
-    if not known:
-        return
     from matplotlib.figure import Figure
 
     peak = cost.cluster.need("flops", "the roofline")
@@ -246,7 +226,8 @@ def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -
     ratio = np.logspace(-2, 2, 200)
     axes.plot(ratio, peak * np.minimum(1, ratio) / 1e12, label="ideal: all overlaps")
     axes.plot(ratio, peak * ratio / (1 + ratio) / 1e12, "--", label="synchronous")
-    for name, (x, y) in known.items():
+    for name, record in records.items():
+        x, y = roofline(record, cost)
         axes.plot(x, y / 1e12, "o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="computation / communication", ylabel="TFLOP/s per device")
     axes.legend(fontsize=7)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError, exchange_seconds
+from moe_jax.cluster import exchange_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
@@ -32,7 +32,7 @@ EVERY_NAME = (*NAMES, *(name + SUFFIX for name in AFTER_GATE))  # what `all` sta
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
     """What the transfers of a replay send and take; what is sent are experts of the busiest device, inside and across
-    nodes, [..., 2], and seconds are NaN where the cluster leaves a figure absent."""
+    nodes, [..., 2]."""
 
     form: str  # of the transfer ahead that is in force in the end, 'flat' or 'by_node'
     needed: TransferSizes  # that each layer's replicas ahead need, [n, L]
@@ -57,7 +57,7 @@ class Records:
     expert_replicas: np.ndarray  # int16 [n, L, E], replicas of each expert
     moved: np.ndarray  # int [n, L], experts whose home changed
     arrived: np.ndarray  # int [n, L], replicas that were not there a sample before
-    exchange: np.ndarray  # float [n, L], seconds of one all-to-all over the links, NaN where a link's speed is absent
+    exchange: np.ndarray  # float [n, L], seconds of one all-to-all over the links
     search: np.ndarray  # float [n], host seconds to plan all layers
     transfers: Transfers
     hiding: str  # block-wise schedule that the transfers ahead run under; those after the gate run next to nothing
@@ -110,9 +110,7 @@ def simulate(
         plans.append((ahead, plan))
         pairs = routing.pair_loads(plan, trace.loads[sample])
         computed, held = pairs.sum(axis=1), plan.holds & ~plan.homes
-        exchange = np.full(len(computed), np.nan)
-        if cost.cluster.intra_bandwidth is not None or cost.cluster.inter_bandwidth is not None:
-            exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay", cost.shards)
+        exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay", cost.shards)
         row = {
             "computed": computed,
             "received": computed - np.einsum("ldd->ld", pairs),
@@ -184,8 +182,9 @@ def follow_transfers(
             size_of_layer = late_size(transfer_sizes(plan.home, added, late_now.inside), late_now)
             for number, size in enumerate(late_now.halves(), 1):
                 sent[size_of_layer == number] = size.sent()
-                late_seconds[size_of_layer == number] = _seconds(cost, size)
-        seconds = _seconds(cost, shapes[form or "flat"].ahead)
+                late_seconds[size_of_layer == number] = cost.shape_seconds(size, "replay")
+        ahead_now = shapes[form or "flat"].ahead
+        seconds = 0.0 if ahead_now is None else cost.shape_seconds(ahead_now, "replay")
         rows.append((sizes, in_force, least, own, sent, late_seconds, seconds))
     sizes, in_force, least, own, sent, late_seconds, seconds = zip(*rows, strict=True)
     stacked = np.array(in_force)
@@ -205,11 +204,4 @@ def follow_transfers(
 def _cheaper_form(cost: Cost, need: TransferShape) -> str:
     if cost.transfer != "auto" and len(forms_of("auto", need.devices, need.devices_per_node)) > 1:
         return cost.transfer
-    return cost.cheapest_form(need) or "flat"
-
-
-def _seconds(cost: Cost, shape: TransferShape | None) -> float:
-    try:
-        return 0.0 if shape is None else cost.shape_seconds(shape, "replay")
-    except AbsentFigureError:
-        return float("nan")
+    return cost.cheapest_form(need)

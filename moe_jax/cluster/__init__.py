@@ -3,7 +3,6 @@
 from moe_jax.cluster.cluster import (
     HOST,
     UNNAMED,
-    AbsentFigureError,
     Cluster,
     cluster_named,
     cluster_of,
@@ -21,7 +20,6 @@ from moe_jax.cluster.collectives import (
 from moe_jax.cluster.fits import Fit, fit_alpha_beta, fit_layers
 
 __all__ = [
-    "AbsentFigureError",
     "Cluster",
     "Fit",
     "Group",

@@ -25,10 +25,6 @@ FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
 _LOG = logging.getLogger("moe_jax")
 
 
-class AbsentFigureError(UserError):
-    """A figure is needed that the cluster leaves absent."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Describe a cluster of equal nodes; None marks what is not known."""
@@ -112,18 +108,30 @@ class Cluster:
         """Return a field that must be known.
 
         Raises:
-          AbsentFigureError: it is absent; the message names field, cluster and requester.
+          UserError: it is absent; the message names field, cluster and requester.
         """
         value = getattr(self, field)
         if value is not None:
             return value
         line = re.compile(rf"^Cluster\.{re.escape(field)}\s*=", re.MULTILINE)
         presets = [path.stem for path in sorted(FOLDER.glob("*.gin")) if line.search(path.read_text(encoding="utf-8"))]
-        raise AbsentFigureError(
+        raise UserError(
             f"{requested_by} needs Cluster.{field}, which cluster {self.name!r} leaves absent; set Cluster.{field} in "
             f"its file, or Cluster.kind to a device ({', '.join(target_names())}), or use a file written by calibrate"
             + (f"; it stands in configs/cluster/: {', '.join(presets)}" if presets else "")
         )
+
+    def check_priced(self, requested_by: str) -> None:
+        """Check that it has what seconds are made of: FLOP/s, and the speeds of the links that there are.
+
+        Raises:
+          UserError: one is absent; the message names field, cluster and requester.
+        """
+        alone = not self.flat and self.devices_per_node == 1
+        across = not self.flat and self.nodes != 1
+        for field, used in (("flops", True), ("intra_bandwidth", not alone), ("inter_bandwidth", across)):
+            if used:
+                self.need(field, requested_by)
 
     def bandwidth(self, requested_by: str, of_device: bool = False) -> float:
         """Return the one W that scalar formulas use: the slow link's, where links differ.
@@ -157,7 +165,7 @@ class Cluster:
         """Return the fitted times of a collective, or raise an error that names it and the requester."""
         fits = dict(self.fits)
         if collective not in fits:
-            raise AbsentFigureError(
+            raise UserError(
                 f"{requested_by} needs Cluster.fits[{collective!r}], which cluster {self.name!r} leaves absent "
                 f"(it has: {', '.join(fits) or 'none'}); run calibrate on these devices"
             )
@@ -221,15 +229,22 @@ UNNAMED = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flo
 
 
 def cluster_named(path: str, device_kind: str) -> Cluster:
-    """Return the cluster of a file or, where none is named, of the devices at hand; `HOST` where those have no prices.
+    """Return the cluster of a file or, where none is named, of the devices at hand: `HOST` where those have no prices.
+
+    What a device reaches, and its link inside a node, are those of the devices at hand where the file leaves them out.
 
     Args:
       path: as `read_cluster` takes it, or ''; device_kind: what a device calls itself.
     """
     known = device_named(device_kind)
+    at_hand = HOST if known is None else Cluster(name=known, kind=known)
     if not path:
-        return HOST if known is None else Cluster(name=known, kind=known)
+        return at_hand
     cluster = read_cluster(path)
+    absent = [field for field in ("flops", "intra_bandwidth") if getattr(cluster, field) is None]
+    if absent:
+        _LOG.warning("%s leaves out %s: those of %s are taken", path, " and ".join(absent), at_hand.name)
+        cluster = dataclasses.replace(cluster, **{field: getattr(at_hand, field) for field in absent})
     if cluster.fits and device_kind and not cluster.device.endswith(device_kind):
         _LOG.warning("%s was calibrated on %r, and the devices here are %r", path, cluster.device, device_kind)
     return cluster

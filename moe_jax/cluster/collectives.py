@@ -53,7 +53,7 @@ def link_seconds(
       shared: bytes [...] over the busiest switch and the busiest card, None for a kind that is not there.
 
     Raises:
-      AbsentFigureError: a link's speed is absent; a device's own must be known where nodes share no card.
+      UserError: a link's speed is absent; a device's own must be known where nodes share no card.
     """
     inside, across = np.broadcast_arrays(np.asarray(inside, np.float64), np.asarray(across, np.float64))
     by_device, (by_switch, by_card) = inside + across, shared
@@ -234,7 +234,7 @@ def all_to_all_seconds(cluster: Cluster, devices: int, slicing: int, shards: int
     """Return {kind: seconds} of one exchange on this cluster: start-ups, a step a message, and the bytes.
 
     Raises:
-      AbsentFigureError: the cluster lacks a start-up, a step or a bandwidth.
+      UserError: the cluster lacks a start-up, a step or a bandwidth.
     """
     asked_by, seconds = "MoEConfig.transport 'auto' (by MoEConfig.cluster)", {}
     per_node = cluster.need("devices_per_node", asked_by)

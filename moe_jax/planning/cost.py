@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError, Cluster, Group, received_seconds, start_up, uniform_seconds
+from moe_jax.cluster import Cluster, Group, received_seconds, start_up, uniform_seconds
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import routing
@@ -48,8 +48,7 @@ class Cost:
     optimizer_bytes: int = 8  # of optimizer state per parameter, by default two float32 moments
     replica_slots: int = 4  # mu
     overlap_degree: int | str | None = None  # tau, None for the paper's rule, or 'executor' (`overlap`)
-    # forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that
-    attention_seconds: float | None = None
+    attention_seconds: float = 0.0  # forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that
     # replica slots after the gate that fit in memory besides the model and `replica_slots`; None: those that fit in an
     # empty device besides `replica_slots`
     late_room: int | None = None
@@ -130,11 +129,6 @@ class Cost:
         """
         if isinstance(self.overlap_degree, int):
             return self.overlap_degree
-        if self.attention_seconds is None:
-            raise AbsentFigureError(
-                f"planner {requested_by!r} needs overlap_degree, or attention_seconds to derive it; set "
-                "PlannerConfig.overlap_degree, or name a file with Cluster.flops in PlannerConfig.cluster"
-            )
         if self.overlap_degree is None:
             return math.floor(self.attention_seconds / self.overlap_seconds(1, requested_by))
         who = f"planner {requested_by!r}"
@@ -189,30 +183,24 @@ class Cost:
         line = offer * sizes.offers + slot * sizes.slots + crossing * sizes.crossing
         return np.where(np.asarray(sizes.slots) > 0, start + line, 0.0)
 
-    def cheapest_form(self, largest: TransferShape) -> str | None:
-        """Return the cheaper form for a transfer of these sizes, of equal ones 'flat'; None where links are unknown.
+    def cheapest_form(self, largest: TransferShape) -> str:
+        """Return the cheaper form for a transfer of these sizes, of equal ones 'flat'.
 
         `price` plays no part: this is a choice for the program.
         """
         group = (largest.devices, largest.devices_per_node)
         requested_by = "the form of a transfer (PlannerConfig.transfer = 'auto')"
         forms = forms_of("auto", *group)
-        try:
-            times = [float(np.sum(self._form_seconds(largest, form, *group, requested_by))) for form in forms]
-        except AbsentFigureError:
-            return None
+        times = [float(np.sum(self._form_seconds(largest, form, *group, requested_by))) for form in forms]
         return forms[-1] if times[-1] < times[0] * (1 - 1e-9) else "flat"
 
     def transfer_shape(self, sizes: TransferSizes, devices: int, devices_per_node: int) -> TransferShape:
-        """Return a transfer of these sizes in the form that `transfer` names; 'auto': in the cheaper one.
-
-        That is the one that sends less between nodes where the links are not known.
-        """
+        """Return a transfer of these sizes in the form that `transfer` names; 'auto': in the cheaper one."""
         forms = forms_of(self.transfer, devices, devices_per_node)
         shapes = {form: sizes.shape(devices, devices_per_node, form == "by_node") for form in forms}
         if len(forms) == 1:
             return shapes[forms[0]]
-        return shapes[self.cheapest_form(shapes["by_node"]) or min(forms, key=lambda form: shapes[form].sent()[1])]
+        return shapes[self.cheapest_form(shapes["by_node"])]
 
     def shape_seconds(self, shape: TransferShape, requested_by: str) -> float:
         """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
@@ -245,16 +233,7 @@ class Cost:
         if trans is None:
             trans = self.trans(sizes, computed.shape[-1], requested_by)
         moved = self.exchange(received, requested_by) if exchange is None else exchange
-        attention = self.attention_seconds
-        if attention is None:
-            if self.price == "executor" and self.prefetch.is_block_wise:
-                raise UserError(
-                    f"planner {requested_by!r} hides transfers next to attention (ModelConfig.prefetch = "
-                    f"{self.prefetch.schedule!r}, overlap), whose seconds are not known; give attention_seconds, or "
-                    "Cluster.flops to model them"
-                )
-            attention = 0.0
-        times = Times(attention=attention, experts=forward, exchange=moved, trans=trans, agg=trans)
+        times = Times(attention=self.attention_seconds, experts=forward, exchange=moved, trans=trans, agg=trans)
         place, reduce = exposed(self.prefetch, times)
         others = 4 * moved + 3 * forward
         if self.prefetch.halves:  # less what hides: the two halves' exchanges and computations next to each other
@@ -298,13 +277,10 @@ def _transfer_rates(
 def with_late_prices(cost: Cost, late: TransferShape | None) -> Cost:
     """Return the cost with the sizes of the late transfer and its seconds, there and back.
 
-    They stay () under the papers' price, which is by the expert, and where the links are not known.
+    They stay () under the papers' price, which is by the expert.
     """
     sizes = () if late is None or cost.price == "paper" else late.halves()
-    try:
-        seconds = [2 * cost.shape_seconds(size, "a transfer after the gate") for size in sizes]
-    except AbsentFigureError:
-        seconds = []
+    seconds = [2 * cost.shape_seconds(size, "a transfer after the gate") for size in sizes]
     return dataclasses.replace(cost, late=late, late_seconds=(0.0, *seconds) if seconds else ())
 
 

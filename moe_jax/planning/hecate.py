@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
@@ -116,12 +115,7 @@ class HecatePlanner(Planner):
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
-        try:
-            rates = shadow_rates(cost, self.config.name)
-        except AbsentFigureError as error:
-            raise AbsentFigureError(
-                f"{error}; it prices the second decision, after the gate: PlannerConfig.calibrate = False does without"
-            ) from None
+        rates = shadow_rates(cost, self.config.name)
         return "calibrate", {
             "compute": rates.compute / groups,
             "exchange": rates.exchange / groups,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError, group_of, uniform_seconds
+from moe_jax.cluster import group_of, uniform_seconds
 from moe_jax.parallel.bucket_rows import carried
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import NUMPY
@@ -174,11 +174,8 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
         rows = fullest_pairs(pairs, plan.devices_per_node).each(lambda size: max(size, 1))
         sent = carried(rows, plan.devices, plan.devices_per_node)
         inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
-        try:
-            group = group_of(cost.cluster, plan.devices, stride=cost.shards)
-            price[name] = float(uniform_seconds(cost.cluster, group, inside, across, "the split of tokens"))
-        except AbsentFigureError:
-            price[name] = inside + across  # bytes, where no link's speed is known
+        group = group_of(cost.cluster, plan.devices, stride=cost.shards)
+        price[name] = float(uniform_seconds(cost.cluster, group, inside, across, "the split of tokens"))
     other = {"plan": "even", "even": "plan"}.get(now)
     if other is None:
         best = min(SPLITS, key=price.__getitem__)

@@ -24,11 +24,14 @@ from moe_jax.training.segments import initial_placement, segment_runs, sizes_of
 
 
 def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -> Cost:
-    """Return the cost model of a segment before its memory is settled; figures that the cluster lacks stay absent.
+    """Return the cost model of a segment before its memory is settled.
 
     Args:
       config, roles: of the segment (`segment_runs`). `PlannerConfig.replica_slots` = 'memory' counts as 0.
       cluster: None for the one that `PlannerConfig.cluster` names, else that of the mesh's devices.
+
+    Raises:
+      UserError: the file has several nodes, and no speed of the links between them.
     """
     planner, model, start = config.planner, config.model, initial_placement(config, roles)
     shards = roles.size(roles.expert_shard)
@@ -36,6 +39,7 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
         cluster = cluster_named(planner.cluster, roles.device_kind)
     tokens = config.train.microbatch_size * config.data.sequence_length / roles.num_devices
     cluster = cluster.sized(start.nodes, start.devices_per_node).part_of(shards)
+    cluster.check_priced("PlannerConfig.cluster")
     return Cost(
         cluster=cluster,
         model_dim=model.model_dim,
@@ -47,9 +51,7 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
         param_bytes=np.dtype(model.param_dtype).itemsize,
         replica_slots=0 if planner.replica_slots == "memory" else planner.replica_slots,
         overlap_degree=planner.overlap_degree,
-        attention_seconds=None
-        if cluster.flops is None
-        else preceding_seconds(cluster, tokens, **preceding(model, config.data.sequence_length)),
+        attention_seconds=preceding_seconds(cluster, tokens, **preceding(model, config.data.sequence_length)),
         layers_alive=model.replica_layers,
         microbatches=config.train.grad_accum_steps,
         prefetch=model.block_wise,
@@ -84,7 +86,7 @@ def settle_memory(config: RunConfig, roles: Roles) -> tuple[RunConfig, dict[str,
     there are. After that `Cost.late_room` becomes the most slots after the gate, in the same way.
 
     Raises:
-      AbsentFigureError: 'memory', and the cluster file has none.
+      UserError: 'memory', and the cluster file has none.
       UserError: a cluster file that is not there, or more replica slots than its memory holds.
     """
     by_memory, late = config.planner.replica_slots == "memory", build_planner(config.planner).config.decides_late

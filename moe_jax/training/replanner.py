@@ -7,12 +7,10 @@ replicas, and larger ones for placements that do not fit. Letters: docs/notation
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.moe.after_gate_rules import RULES
@@ -33,30 +31,13 @@ from moe_jax.planning.sizes import TransferSizes, expected_rows, fullest_pairs, 
 from moe_jax.training.plan_cost import settle_memory
 from moe_jax.training.segments import initial_placement, segment_runs
 
-_LOG = logging.getLogger(__name__)
-_said: list[bool] = []  # whether the missing figures were logged
-
 
 def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict[str, float]:
-    """Return {'trans_share', 'agg_share'} for a `PlanShape`, in eighths; {} where the schedule splits nothing.
-
-    Without a cluster file that has FLOP/s and links, half of each runs next to attention, logged once.
-    """
+    """Return {'trans_share', 'agg_share'} for a `PlanShape`, in eighths; {} where the schedule splits nothing."""
     model = config.model
     if model.prefetch != "pro_prophet" or model.prefetch_case != "split":
         return {}
-    try:
-        seconds = cost.shape_seconds(transfer, "the split of a transfer")
-    except AbsentFigureError:
-        seconds = None
-    if seconds is None or cost.attention_seconds is None:
-        if not _said:
-            _said.append(True)
-            _LOG.warning(
-                "ModelConfig.prefetch_case = 'split' runs half of each transfer (0.5) next to attention: "
-                "PlannerConfig.cluster names no file with flops and a bandwidth, from which the split would follow"
-            )
-        return {"trans_share": 0.5, "agg_share": 0.5}
+    seconds = cost.shape_seconds(transfer, "the split of a transfer")
     times = Times(attention=cost.attention_seconds, experts=0.0, trans=seconds, agg=seconds)
     cut = (round(share * PARTS) / PARTS for share in shares(times, model.refetch_replicas))
     return dict(zip(("trans_share", "agg_share"), cut, strict=True))

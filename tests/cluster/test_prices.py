@@ -129,6 +129,11 @@ def test_a_name_of_a_device_is_a_cluster(tmp_path, caplog):
     path = tmp_path / "own.gin"
     path.write_text("Cluster.kind = 'h100'\nCluster.flops = 5e14\n")
     assert read_cluster(path).flops == 5e14 and read_cluster(path).memory_bytes == 80e9
+    path.write_text("Cluster.inter_bandwidth = 1e9\nCluster.intra_bandwidth = 2e9\n")
+    links = cluster_named(str(path), "NVIDIA H200")
+    assert (links.flops, links.intra_bandwidth) == (named.flops, 2e9)
+    assert "own.gin leaves out flops: those of h200 are taken" in caplog.text
+    assert cluster_named(str(path), "cpu").flops == HOST.flops
     with pytest.raises(UserError, match=r"Cluster.kind \('h1'\) must be one of 2080ti"):
         Cluster(kind="h1")
     path.write_text("Cluster.device = 'NVIDIA A100'\nCluster.intra_bandwidth = 600e9\n")

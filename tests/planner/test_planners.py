@@ -17,7 +17,6 @@ from moe_jax.planning.cost import Cost, with_late_prices
 from moe_jax.planning.eplb import choose_homes, rebalance
 from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes, slots_by_load
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.shares import share_rows
 from moe_jax.planning.sizes import transfer_sizes
 
@@ -101,11 +100,10 @@ class TestEveryPlanner:
         assert not len(planner.propose(np.array([[[5, 0, 7, 1]]]), Placement.even(1, 4, 1), cost).replicas)
 
 
-@pytest.mark.parametrize("name", ["fastermoe", "pro_prophet", "smartmoe", "flexmoe", "hecate"])
+@pytest.mark.parametrize("name", ["fastermoe", "pro_prophet", "smartmoe", "flexmoe"])
 def test_absent_figures_are_an_error_that_names_planner_and_field(name):
     bare = Cost(cluster=Cluster(name="bare", nodes=2, devices_per_node=4), model_dim=64, hidden_dim=128)
-    needs = "overlap_degree, or attention_seconds" if name == "hecate" else "Cluster.(flops|inter_bandwidth), .* 'bare'"
-    with pytest.raises(UserError, match=f"planner '{name}' needs {needs}"):
+    with pytest.raises(UserError, match=f"planner '{name}' needs Cluster.(flops|inter_bandwidth), .* 'bare'"):
         build_planner(PlannerConfig(name=name)).propose(make_loads("skewed"), Placement.even(L, E, D, 4), bare)
 
 
@@ -412,16 +410,6 @@ def test_balanced_adds_replicas_where_the_prediction_is_unsure():
     # level but for what spreading the error is worth
     tokens = routing.pair_loads(many, np.rint(loads * 7000).astype(int)).sum(axis=1)[0]
     np.testing.assert_allclose(tokens / 70000, 1, atol=0.05)
-
-
-def test_hecate_without_a_cluster_says_what_else_would_do():
-    """Calibration is on by default and needs prices; the line names the field, and the knob that does without."""
-    cost = Cost(cluster=Cluster(name="unknown"), model_dim=1, hidden_dim=1, overlap_degree=1)
-    planner = build_planner(PlannerConfig(name="hecate"))
-    late = TransferShape(devices=4, devices_per_node=2, offers=1, slots=1)
-    shape = dataclasses.replace(build_shape(Placement.even(1, 4, 4, 2)), late=late)
-    with pytest.raises(UserError, match=r"needs Cluster\..*PlannerConfig.calibrate = False does without"):
-        planner.late_rule(shape, cost, 1)
 
 
 LAYERS, EXPERTS, DEVICES, PER_NODE = 3, 16, 8, 4

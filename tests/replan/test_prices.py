@@ -54,7 +54,7 @@ def with_model(config, **changes):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
-def test_attention_is_filled_first(config):
+def test_attention_is_filled_first(config, tmp_path):
     """(2 + 2) 7/8 experts of 2 x 8 x 512 x 4 bytes take 115 us, attention 65.5 and twice that on the way back.
 
     0.571 of Trans fits, which is 5 of 8 parts; a Trans on the way back leaves Agg as much.
@@ -68,6 +68,9 @@ def test_attention_is_filled_first(config):
     assert shares(bare) == shares(config)
     for other in ({"prefetch_case": "expert"}, {"prefetch": "hecate"}):  # only a split has shares
         assert shares(with_model(config, **other)) == {}
+    (tmp_path / "c.gin").write_text("Cluster.flops = 1e9\nCluster.intra_bandwidth = 1e9\n", encoding="utf-8")
+    with pytest.raises(UserError, match="PlannerConfig.cluster needs Cluster.inter_bandwidth, which cluster 'c'"):
+        shares(config)
 
 
 def test_a_plan_is_priced_by_the_layer_that_runs(config):

@@ -178,15 +178,6 @@ def test_original_accounting_moves_state_for_standing_replicas():
     assert shadow["original_bytes_per_layer"] == pytest.approx(shadow["bytes_moved"] / 2, rel=1e-4)  # two layers a step
 
 
-def test_absent_figures_leave_seconds_empty_but_balance_known():
-    trace, bare = make_trace(), Cost(cluster=Cluster(name="bare", nodes=2, devices_per_node=2), **SIZES)
-    none, eplb = (simulate_one(name, trace, cost=bare) for name in ("none", "eplb"))
-    summary = report.summarize(eplb, none, bare)
-    assert summary["layer_seconds"] is None and summary["original_seconds_per_layer"] is None
-    assert 1 <= summary["max_over_mean"] < report.summarize(none, none, bare)["max_over_mean"]
-    assert report.roofline(none, bare) is None
-
-
 def test_ablations_run_the_papers_tokens(tmp_path):
     """16,384 tokens of an iteration on 16 devices, and Hecate's sequences of 2,048, whatever the trace has."""
     save_trace(tmp_path / "loads.npz", make_trace(samples=2))
@@ -245,19 +236,6 @@ def test_run_folder_needs_no_other_flag(tmp_path, capsys):
     assert all(own["max_over_mean"] >= 1 and own["layer_seconds"] > 0 for own in answer["planners"].values())
 
 
-def test_planners_that_the_clusters_figures_rule_out_are_left_out_of_all(tmp_path, capsys, monkeypatch):
-    (tmp_path / "slow.gin").write_text("Cluster.intra_bandwidth = 1e9\nCluster.inter_bandwidth = 1e8\n")  # no flops
-    write_run(tmp_path / "run", origin=origin(4, cluster="slow.gin"))
-    monkeypatch.chdir(tmp_path)
-    lines = replayed(capsys, "--trace=run")
-    assert "cluster: slow, which the run named" in lines
-    planners = json.loads(lines[-1])["planners"]
-    left_out = [line.split(" is left out: ")[0] for line in lines if "left out" in line and "Cluster.flops" in line]
-    assert "pro_prophet" in left_out and "balanced" in planners and not set(left_out) & set(planners)
-    with pytest.raises(UserError, match="planner 'pro_prophet' needs Cluster.flops"):  # not the reference, unasked for
-        replayed(capsys, "--trace=run", "--planners=pro_prophet")
-
-
 def test_the_layer_that_ran_is_priced(tmp_path):
     """Three matrices with SwiGLU, F over the shards, the dense block between, of the run or of flags that win."""
     layer = {"activation": "swiglu", "moe_every": 2, "dense_hidden_dim": 20, "sequence_length": 8}
@@ -298,7 +276,8 @@ def test_given_flags_win(tmp_path):
     got = inputs_of(tmp_path / "run", model_dim=5, hidden_dim=6, dtype_bytes=8)
     assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.top_k) == (5, 6, 8, 2)
     sized = tmp_path / "sized.gin"
-    sized.write_text("Cluster.nodes = 2\nCluster.devices_per_node = 4\nCluster.intra_bandwidth = 1e9\n")
+    speeds = "Cluster.flat = True\nCluster.intra_bandwidth = 1e9\nCluster.flops = 1e12\n"
+    sized.write_text(f"Cluster.nodes = 2\nCluster.devices_per_node = 4\n{speeds}")
     got = inputs_of(tmp_path / "run", cluster=str(sized))
     assert (got.cluster.name, got.cluster.nodes, got.cluster.devices_per_node) == ("sized", 2, 4)
     with pytest.raises(UserError, match=r"has 8 devices, but cluster 'flat_3gbs_30tflops' has nodes \(2\)"):
@@ -312,6 +291,9 @@ def test_cluster_of_the_run_is_found_next_to_the_package_or_named(tmp_path):
     write_run(tmp_path / "b", origin=origin(4, cluster="gone.gin"))
     with pytest.raises(UserError, match="the run's cluster cannot be read .*'gone.gin' does not exist.*give --cluster"):
         inputs_of(tmp_path / "b")
+    (tmp_path / "slow.gin").write_text("Cluster.intra_bandwidth = 1e9\nCluster.inter_bandwidth = 1e8\n")
+    with pytest.raises(UserError, match="replay needs Cluster.flops, which cluster 'slow' leaves.* Cluster.kind"):
+        inputs_of(tmp_path / "a", cluster=str(tmp_path / "slow.gin"))
 
 
 def test_a_run_on_several_meshes_is_replayed_on_one_at_a_time(tmp_path):
