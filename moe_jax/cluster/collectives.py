@@ -2,8 +2,7 @@
 
     exchange_seconds      bytes of every pair of devices are known     a replayed sample
     received_seconds      what every device receives is known          a planner's search
-    uniform_seconds       all devices send the same                    transfers, padded exchanges, `parm`
-    all_to_all_seconds    likewise, in one to three collectives        tokens at inference
+    uniform_seconds       all devices send the same                    transfers, padded exchanges, layers
     traffic               groups of a compiled program                 `inspect`, XLA's scheduler
 
 All of them ask `link_seconds`: the fit of a user's calibration where there is one; else one start-up of the collective,
@@ -26,7 +25,6 @@ import numpy as np
 from moe_jax.cluster.cluster import Cluster, cluster_of
 from moe_jax.cluster.fits import Fit, fit_name
 from moe_jax.cluster.prices import Prices
-from moe_jax.errors import UserError
 
 
 class Group(typing.NamedTuple):
@@ -192,63 +190,6 @@ def _sharers(links: int, per_node: int) -> int:
 
 def _grouped(values: np.ndarray, size: int) -> np.ndarray:
     return values.reshape(*values.shape[:-1], -1, size).sum(axis=-1)
-
-
-ALL_TO_ALLS = ("all_to_all", "two_level", "coordinated")  # as `MoEConfig.transport` names them
-
-
-def messages(devices: int, per_node: int, slicing: int, shards: int, sent: float) -> dict[str, tuple]:
-    """Return what one device sends in one exchange, {kind: a tuple for each of its collectives, in their order}.
-
-    A tuple holds how many messages go to devices of the own node and of how many bytes together, then to others.
-
-    Args:
-      devices: P; per_node: G, all P where there are fewer; slicing: L; shards: S; sent: Z.
-
-    Raises:
-      UserError: sizes that do not divide one another.
-    """
-    near = min(per_node, devices)
-    if devices % near or near % slicing or slicing % shards:
-        raise UserError(
-            f"{devices} devices of an all-to-all must fill whole nodes ({near}), a tensor-slicing group ({slicing}) "
-            f"must divide a node, and the shards of an expert ({shards}) such a group; change the mesh"
-        )
-    nodes, places, homes = devices // near, near // slicing, slicing // shards
-    each, by_place = sent / devices, sent * slicing / (devices * shards)
-    return {
-        "all_to_all": ((near - 1, (near - 1) * each, devices - near, (devices - near) * each),),
-        "two_level": (
-            (near - 1, sent * (near - 1) / near, 0, 0),
-            (0, 0, nodes - 1, sent * (nodes - 1) / nodes),
-        ),
-        "coordinated": (
-            (places - 1, (places - 1) * by_place, places * (nodes - 1), places * (nodes - 1) * by_place),
-            (homes - 1, sent / shards * (homes - 1) / homes, 0, 0),
-            (shards - 1, sent * (shards - 1) / shards, 0, 0),
-        ),
-    }
-
-
-def all_to_all_seconds(cluster: Cluster, devices: int, slicing: int, shards: int, sent: float) -> dict[str, float]:
-    """Return {kind: seconds} of one exchange on this cluster: start-ups, a step a message, and the bytes.
-
-    Raises:
-      UserError: the cluster lacks a start-up, a step or a bandwidth.
-    """
-    asked_by, seconds = "MoEConfig.transport 'auto' (by MoEConfig.cluster)", {}
-    per_node = cluster.need("devices_per_node", asked_by)
-    for kind, collectives in messages(devices, per_node, slicing, shards, sent).items():
-        seconds[kind] = 0
-        for inside, inside_bytes, across, across_bytes in collectives:
-            if not inside and not across:
-                continue
-            for place in ("inter",) * bool(across) + ("intra",) * bool(inside):
-                cluster.need(f"{place}_latency", asked_by)
-                cluster.need(f"{place}_step", asked_by)
-            group = Group(inside + across + 1, inside + 1)
-            seconds[kind] += float(uniform_seconds(cluster, group, inside_bytes, across_bytes, asked_by))
-    return seconds
 
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")

@@ -16,10 +16,11 @@ import typing
 from collections.abc import Callable, Sequence
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.collectives import ALL_TO_ALLS, Group, start_up, uniform_seconds
+from moe_jax.cluster.collectives import Group, start_up, uniform_seconds
 from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
 
+TRANSPORTS = ("all_to_all", "two_level", "coordinated")  # as `MoEConfig.transport` names them
 FORMULAS = ("deepspeed", "s1", "s2", "pairwise", "ring", "dp")  # the schedules that have some; others have no price
 
 
@@ -114,6 +115,11 @@ class LayerShape:
 
     def span(self, group: str) -> tuple[int, int]:
         """Return the devices of a group and how far they stand apart, as fits are named."""
+        group, _, level = group.partition(":")
+        if level:  # of 'two_level'
+            size, stride = self.span(group)
+            local = self.members_in_node * (self.esp_size if group == _BOTH else 1)
+            return (local, stride) if level == "near" else (size // local, local * stride)
         both = self.ep_size * self.esp_size
         spanned = max(1, self.mp_size // self.esp_size)  # EP members of an MP group
         return {
@@ -204,30 +210,20 @@ def _plain_transfers(shape: LayerShape, gather: str) -> tuple[list[Transfer], li
 
 
 def layer_transfers(
-    shape: LayerShape, gather: str = "saa", transport: str = "all_to_all", local: int = 1
+    shape: LayerShape, gather: str = "saa", transport: str = "all_to_all"
 ) -> tuple[list[Transfer], list[Transfer]]:
     """Return (forward, backward) transfers of one device in one layer and pass.
 
     Args:
       gather: how s2 returns, 'saa' or 'aas'.
-      transport: how an all-to-all is carried out, unless the schedule has transfers of its own.
-      local: for 'two_level', members of its group that share a node. The levels of a group are called GROUP:near,
-        `local` neighbours in it, and GROUP:far, those of equal place.
+      transport: how an all-to-all is carried out, unless the schedule has transfers of its own. The levels that
+        'two_level' makes of a group are called GROUP:near, neighbours in a node, and GROUP:far, those of equal place.
     """
-    schedule, ways = shape.schedule, []
-    for way in _plain_transfers(shape, gather):
-        carried = []
-        for move in shape.present(way):
-            if transport == "coordinated" and schedule != "pairwise":
-                carried += shape.present(_by_place(move, shape))
-            elif transport == "two_level" and move.collective == "all_to_all" and move.group in (_BOTH, "expert"):
-                # those of other groups stay in a node
-                levels = (("near", local), ("far", shape.span(move.group)[0] // local))
-                carried += [move._replace(group=f"{move.group}:{name}") for name, level in levels if level > 1]
-            else:
-                carried.append(move)
-        ways.append(carried)
-    forward, backward = ways
+    schedule = shape.schedule
+    forward, backward = (
+        [part for move in shape.present(way) for part in _carried(move, shape, transport)]
+        for way in _plain_transfers(shape, gather)
+    )
     if not shape.sent_bytes or schedule == "pairwise":
         return forward, backward
     out = []
@@ -265,6 +261,15 @@ def index_transfers(shape: LayerShape, most_passes: int = 1, transport: str = "a
         out = [part for move in out for part in _by_place(move, shape)]
     flag = [Transfer("all_reduce", "all", 1, item=4)] if most_passes > 1 else []
     return shape.present(out) + flag
+
+
+def _carried(move: Transfer, shape: LayerShape, transport: str) -> list[Transfer]:
+    """Return what a transfer is under a transport."""
+    if transport == "coordinated" and shape.schedule != "pairwise":
+        return shape.present(_by_place(move, shape))
+    if transport == "two_level" and move.collective == "all_to_all" and move.group in (_BOTH, "expert"):
+        return shape.present([move._replace(group=f"{move.group}:{level}") for level in ("near", "far")])
+    return [move]  # those of other groups stay in a node
 
 
 def _by_place(move: Transfer, shape: LayerShape) -> list[Transfer]:
@@ -342,13 +347,13 @@ def moving_seconds(
 
     Args:
       shape: its schedule and sizes, with bytes of a row.
-      gather, transport: as in `MoEConfig`; a transport's fit is looked up under its name, by links all are all-to-alls.
+      gather, transport: as in `MoEConfig`; the fit of a transport is looked up under its name.
       waits: seconds of the exchanges of one direction, there and back -> those that the layer waits for: all, unless
         something hides them. There and back count as equally long; what an MP group gathers before or after is none.
     """
     moving = 0.0
-    # 'coordinated' is made of other collectives; any other transport is looked up in place of its all-to-alls
-    made_of = transport if transport == "coordinated" else "all_to_all"
+    # 'coordinated' is made of other collectives; a calibration has any other transport in place of its all-to-alls
+    made_of = transport if transport == "coordinated" or not cluster.fits else "all_to_all"
     for way in layer_transfers(shape, gather, made_of):
         outside = [move for move in shape.whole_gather() if move in way]
         for move in outside:
@@ -411,12 +416,38 @@ def _on_links(move: Transfer, shape: LayerShape, cluster: Cluster, requested_by:
     near, handed = max(1, min(size, per_node // stride)), move.elements * (move.item or 1)
     if move.collective == "permute":  # one other device, as far away as any
         return Group(size, near, "collective-permute"), *((handed, 0.0) if near == size else (0.0, handed))
-    if move.collective in ALL_TO_ALLS:
-        return Group(size, near), handed * (near - 1) / size, handed * (size - near) / size
+    if move.collective == "all_to_all":
+        return Group(size, near, stride=stride), handed * (near - 1) / size, handed * (size - near) / size
     times = 2 if move.collective == "all_reduce" else 1
     across = times * handed * (size - near) / (size * near)  # a ring over the nodes, each device with its part
     inside = times * handed * (size - 1) / size - across
     return Group(size, near, move.collective.replace("_", "-")), inside, across
+
+
+def transport_seconds(cluster: Cluster, devices: int, slicing: int, shards: int, sent: float) -> dict[str, float]:
+    """Return {transport: seconds} of one exchange, by links, or by an all-to-all's fit where there is one.
+
+    Args:
+      devices: of an EP&ESP group, which fill whole nodes; slicing: those of it in an MP group, a divisor of a node;
+        shards: N_ESP, a divisor of `slicing`; sent: bytes of one device's rows, to all shards of their experts.
+
+    Raises:
+      UserError: the cluster lacks a start-up, a step or a bandwidth.
+    """
+    asked_by = "MoEConfig.transport 'auto' (by MoEConfig.cluster)"
+    near = min(cluster.need("devices_per_node", asked_by), devices)
+    for place, is_there in (("inter", near < devices), ("intra", near > 1)):
+        for figure in ("latency", "step") if is_there else ():
+            cluster.need(f"{place}_{figure}", asked_by)
+    sizes = {"ep_size": devices // shards, "esp_size": shards, "mp_size": slicing, "members_in_node": near // shards}
+    shape, whole = LayerShape(tokens=0, model_dim=0, rows=0, **sizes), Transfer("all_to_all", _BOTH, sent)
+    return {
+        name: sum(
+            float(uniform_seconds(cluster, *_on_links(move, shape, cluster, asked_by), asked_by))
+            for move in _carried(whole, shape, name)
+        )
+        for name in TRANSPORTS
+    }
 
 
 def pairwise_seconds(shape: LayerShape, load: tuple[float, float], cluster: Cluster) -> tuple[float, float, str]:

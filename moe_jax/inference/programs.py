@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.cluster import cluster_named
-from moe_jax.cluster.collectives import all_to_all_seconds
+from moe_jax.cluster.layer_seconds import transport_seconds
 from moe_jax.errors import UserError
 from moe_jax.inference import few_tokens
 from moe_jax.inference.few_tokens import FewTokensGroup, Int8MoE, alike
@@ -268,7 +268,7 @@ def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: in
         return dataclasses.replace(config, transport="all_to_all")
     cluster = cluster.sized(None, near)
     sent = -(-tokens // roles.size(roles.model)) * config.top_k * row_bytes * shards
-    seconds = all_to_all_seconds(cluster, devices, slicing, shards, sent)
+    seconds = transport_seconds(cluster, devices, slicing, shards, sent)
     if config.schedule not in ("s1", "s2"):  # which have it
         seconds.pop("coordinated", None)
     chosen = min(seconds, key=seconds.__getitem__)

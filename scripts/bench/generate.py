@@ -226,19 +226,18 @@ def print_measured():
 def print_modelled():
     """Print seconds of one exchange of decode's rows: batch 1 for each device, M = 2048, K = 2, bfloat16."""
     from moe_jax.cluster import read_cluster
-    from moe_jax.cluster.collectives import ALL_TO_ALLS as KINDS
-    from moe_jax.cluster.collectives import all_to_all_seconds
+    from moe_jax.cluster.layer_seconds import TRANSPORTS, transport_seconds
 
     cluster = read_cluster(_MODELLED.value)
     rows, row = 2, 2048 * 2
     print(f"us of one exchange, {rows} rows of {row} bytes from each device, on {cluster.name}\n")
-    print("| devices | tensor slicing | " + " | ".join(KINDS) + " |")
+    print("| devices | tensor slicing | " + " | ".join(TRANSPORTS) + " |")
     print("|---|---|---|---|---|")
     for devices in (8, 16, 32, 64, 128, 256):
         for slicing in (1, min(8, cluster.need("devices_per_node", "the table"))):
             sized = dataclasses.replace(cluster, nodes=max(1, devices // cluster.need("devices_per_node", "the table")))
-            seconds = all_to_all_seconds(sized, devices, slicing, slicing, float(rows * row * slicing))
-            shown = " | ".join(f"{seconds[kind] * 1e6:.1f}" for kind in KINDS)
+            seconds = transport_seconds(sized, devices, slicing, slicing, float(rows * row * slicing))
+            shown = " | ".join(f"{seconds[kind] * 1e6:.1f}" for kind in TRANSPORTS)
             print(f"| {devices} | {slicing} | {shown} |")
 
 

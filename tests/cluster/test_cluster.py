@@ -17,9 +17,8 @@ from moe_jax.cluster import (
     received_seconds,
     uniform_seconds,
 )
-from moe_jax.cluster.collectives import all_to_all_seconds, messages
 from moe_jax.cluster.fits import fit_layers
-from moe_jax.cluster.layer_seconds import LayerShape, pairwise_seconds
+from moe_jax.cluster.layer_seconds import LayerShape, pairwise_seconds, transport_seconds
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
@@ -162,31 +161,13 @@ def test_bound_of_pairwise_by_hand():
         pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "flat", "two_level", "coordinated"),
-    [
-        # P = 16 devices of a byte each on nodes of G = 4, groups of L = 4, experts cut by S = 2: the coordinated one
-        # sends 4 bytes / 2 shards to its place on 3 nodes, 8 / 2 to the other home of its group, 16 / 2 to the shard
-        ((16, 4, 4, 2), (3, 3, 12, 12), [(3, 12, 0, 0), (0, 0, 3, 12)], [(0, 0, 3, 6), (1, 4, 0, 0), (1, 8, 0, 0)]),
-        # two groups a node, whole experts: 4 bytes to its place in the 3 other groups, 16 / 4 to each home of its own
-        ((16, 8, 4, 1), (7, 7, 8, 8), [(7, 14, 0, 0), (0, 0, 1, 8)], [(1, 4, 2, 8), (3, 12, 0, 0), (0, 0, 0, 0)]),
-        ((8, 8, 2, 2), (7, 7, 0, 0), [(7, 7, 0, 0), (0, 0, 0, 0)], [(3, 3, 0, 0), (0, 0, 0, 0), (1, 4, 0, 0)]),
-        ((32, 8, 8, 8), (7, 7, 24, 24), [(7, 28, 0, 0), (0, 0, 3, 24)], [(0, 0, 3, 3), (0, 0, 0, 0), (7, 28, 0, 0)]),
-    ],
-)
-def test_messages_by_hand(sizes, flat, two_level, coordinated):
-    """(messages, bytes) of one device inside its node, then to others, in each collective."""
-    want = {"all_to_all": (flat,), "two_level": tuple(two_level), "coordinated": tuple(coordinated)}
-    assert messages(*sizes, float(sizes[0])) == want
-
-
 def test_all_to_alls_by_hand():
     """16 devices on nodes of 4, groups of 2 that slice tensors and experts, 32 bytes sent in all by each device."""
     cluster = Cluster(
         devices_per_node=4, nodes=4, intra_latency=100, inter_latency=1000, intra_step=1, inter_step=10,
         intra_bandwidth=2, inter_bandwidth=2,
     )  # fmt: skip
-    assert all_to_all_seconds(cluster, 16, 2, 2, 32) == {  # a device has half a byte a second to other nodes
+    assert transport_seconds(cluster, 16, 2, 2, 32) == {  # a device has half a byte a second to other nodes
         "all_to_all": 1000 + 3 + 120 + 48,
         "two_level": (100 + 3 + 12) + (1000 + 30 + 48),
         # 2 places in a node: 1 partner inside and 2 on each of 3 other nodes, 2 bytes each; 16 bytes in the group
@@ -205,7 +186,7 @@ def test_each_of_the_three_wins_where_the_paper_says():
     # there bytes count, and two levels send twice
     cases += [(256, 1, 1, prompts, "all_to_all"), (256, 8, 8, prompts, "coordinated")]
     for *sizes, shortest in cases:
-        seconds = all_to_all_seconds(cluster, *sizes)
+        seconds = transport_seconds(cluster, *sizes)
         assert min(seconds, key=seconds.get) == shortest, sizes  # the flat one among equals
         if sizes[3] == 8 * token:
             assert (seconds["all_to_all"] > 2.5 * seconds["coordinated"]) == (sizes[0] == 256)

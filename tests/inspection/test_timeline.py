@@ -13,9 +13,9 @@ from support.toy import HEAD, LOOP, MODEL, TARGET
 
 from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster import cluster_of, exchange_seconds, group_of, received_seconds, uniform_seconds
-from moe_jax.cluster.collectives import all_to_all_seconds, traffic
+from moe_jax.cluster.collectives import traffic
 from moe_jax.cluster.hlo import parse_module
-from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds
+from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds, transport_seconds
 from moe_jax.cluster.prices import Constants, Prices, read_constants
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play, scheduler_profile, unguided_share
@@ -90,7 +90,7 @@ def test_a_collective_starts_once_wherever_it_is_asked(kind, groups, seconds):
         "replay": exchange_seconds(cluster, few, "test"),
         "planner": received_seconds(cluster, few.sum(0), "test"),
         "transfer": uniform_seconds(cluster, group, 1e-12, across, "test"),
-        "inference": all_to_all_seconds(cluster, members, 1, 1, 1e-12)["all_to_all"],
+        "inference": transport_seconds(cluster, members, 1, 1, 1e-12)["all_to_all"],
         "parm": transfer_seconds([Transfer("all_to_all", "expert", 1e-12)], shape, cluster, "test"),
     }
     assert {name: float(value) for name, value in asked.items()} == pytest.approx(dict.fromkeys(asked, seconds))

@@ -168,7 +168,7 @@ def test_program_moves_what_the_formula_says(case, monkeypatch):
     shape = shape_of(config, roles, split, plan)
     assert bool(shape.more_own) == bool(three)
     within = (4 // pair[1] if schedule == "deepspeed" else 4) if two_level else 1
-    how = {"gather": config.gather, "transport": config.transport, "local": within}
+    how = {"gather": config.gather, "transport": config.transport}
     forward, backward = layer_transfers(shape, **how)
     lowered = lower(config, roles, split, plan)
     seen_forward, seen_both = (collectives(program, roles, {ROUNDS}) for program in lowered)
