@@ -151,6 +151,9 @@ class Prices:
         ):
             basis = self.basis(table, kind)
             found[what] = from_table if basis == "measured" else basis
+        if lines := self.table("collectives", "all-to-all"):
+            larger = "; larger ones extrapolated by rounds" if self.target.per_node > max(lines) else ""
+            found["exchanges inside a node"] += f", groups of {min(lines)} to {max(lines)}{larger}"
         found["exchanges between nodes"] = f"data sheet x {self.assumed('node_share'):g}, start-up assumed"
         found["other kernels"] = f"data sheet x {self.assumed('memory_share'):g}, launch {self.launch * 1e6:g} us"
         return found

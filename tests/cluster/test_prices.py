@@ -112,6 +112,8 @@ def test_groups_between_and_beyond_measured_ones(kind):
     assert times == sorted(times)
     beyond, last = tables.collective_line(lines, 64, kind), lines[8]
     assert beyond.start == pytest.approx(last.start * (9 if kind == "all-to-all" else 2))
+    wide = dataclasses.replace(read_device("b200"), per_node=16)
+    assert Prices(wide).described()["exchanges inside a node"].endswith("2 to 8; larger ones extrapolated by rounds")
     assert beyond.slope == pytest.approx(last.slope * (63 / 64) / (7 / 8))
 
 
@@ -177,6 +179,16 @@ def test_nobody_else_has_prices():
                 if PRICE.search(name) and number:
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno} {name}")
     assert not found, found
+
+
+def test_a_table_with_gaps_falls_back_to_the_data_sheet(monkeypatch):
+    """Groups that are missing come from their neighbours; an opcode or an arithmetic that is missing, from the sheet."""
+    whole, rows = tables.rows_of("collectives"), []
+    rows = [row for row in whole if row["members"] != "4" and row["opcode"] != "all-to-all"]
+    monkeypatch.setattr(tables, "rows_of", lambda table: rows if table == "collectives" else ())
+    monkeypatch.setattr(tables, "fitted", tables.fitted.__wrapped__)
+    assert sorted(tables.fitted("collectives", ("H100",), "all-gather")) == [2, 8]
+    assert tables.fitted("collectives", ("H100",), "all-to-all") is tables.fitted("matmuls", ("H100",), "bf16") is None
 
 
 def test_every_target_has_a_basis():
