@@ -182,7 +182,7 @@ def test_nobody_else_has_prices():
 
 
 def test_a_table_with_gaps_falls_back_to_the_data_sheet(monkeypatch):
-    """Groups that are missing come from their neighbours; an opcode or an arithmetic that is missing, from the sheet."""
+    """Missing groups come from their neighbours, a missing opcode or arithmetic from the sheet."""
     whole, rows = tables.rows_of("collectives"), []
     rows = [row for row in whole if row["members"] != "4" and row["opcode"] != "all-to-all"]
     monkeypatch.setattr(tables, "rows_of", lambda table: rows if table == "collectives" else ())
