@@ -30,7 +30,6 @@ from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import overflow_chance
 from moe_jax.training.compiling import compile_guided
-from moe_jax.training.overlap import settle_overlap
 from moe_jax.training.program import build_program
 from moe_jax.training.replanner import build_replanners
 from moe_jax.training.segments import segment_runs
@@ -170,7 +169,6 @@ def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[B
     """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
     counts = expert_counts(config.model, config.moe, config.mesh, target.devices)
     roles = build_mesh(config.mesh, target.devices, counts, target.device)
-    config = settle_overlap(config, roles, target)
     return stated_buckets(config, roles, planned_shapes(config, roles, skew))
 
 
@@ -182,7 +180,6 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
     `parm` counts as s1. Sizes only: no array is made and no device is needed.
 
     Args:
-      config: with `ModelConfig.overlap` settled.
       plans: {segment: shape of its plans}, None without a planner.
     """
     train, found = config.train, []

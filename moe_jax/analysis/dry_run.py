@@ -34,7 +34,7 @@ from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
-from moe_jax.training.overlap import compare_halves, settle_overlap, why_not_halves
+from moe_jax.training.overlap import compare_halves, why_not_halves
 from moe_jax.training.plan_cost import most_shapes, settle_memory
 from moe_jax.training.replanner import Replanner, build_replanners
 from moe_jax.training.segments import build_model, initial_placement, segment_runs, sizes_of
@@ -122,9 +122,9 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target | 
 def _choice_lines(
     run: RunConfig, roles: Roles, target: Target | None, end_id: int, replanners: dict[str, Replanner]
 ) -> list[str]:
-    """Say what attention and overlap are on the target (or without one on CPU devices and on GPUs), and by which
-    seconds of a layer, what id keeps packed documents apart, and what the planner derives for each segment."""
-    wanted, settled = run.model, settle_overlap(run, roles, target).model.overlap
+    """Say what attention is on the target (or without one on CPU devices and on GPUs), what a layer would take in two
+    halves, what id keeps packed documents apart, by what prices, and what the planner derives for each segment."""
+    wanted = run.model
     line = f"ModelConfig.attention {wanted.attention!r}"
     if wanted.attention == "auto":
         reason = missing_for_cudnn(wanted, target)
@@ -139,13 +139,8 @@ def _choice_lines(
         lines.append(
             f"ModelConfig.document_mask True: a document ends with the id {end_id}; its mask counts as activations"
         )
-    line, why = f"ModelConfig.overlap {wanted.overlap!r}", why_not_halves(run, roles)
-    hidden = target is not None and not why
-    if wanted.overlap == "auto":
-        line += f" is {settled!r} here"
-        line += "" if hidden else f": {why or 'CPU devices, or GPUs that --target would name'}"
-    lines.append(line)
-    for name, own in segment_runs(run, roles).items() if hidden else ():
+    lines.append(f"ModelConfig.overlap {wanted.overlap!r}")
+    for name, own in segment_runs(run, roles).items() if target and not why_not_halves(run, roles) else ():
         in_one_piece, in_halves = compare_halves(*own, target)
         lines.append(
             f"modelled by middle prices, even loads, an MoE block of {name}, forward and backward: "
@@ -203,7 +198,7 @@ def _segment_lines(run: RunConfig, roles: Roles) -> list[str]:
 def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
     """Say what is in float8, and what the schedule chooses for itself before there is a plan with buckets of its own,
     and by what; nothing of those that choose nothing."""
-    lines, runs = [], segment_runs(settle_overlap(run, roles, target), roles)
+    lines, runs = [], segment_runs(run, roles)
     for name, (own, own_roles) in runs.items():
         moe, model, said = own.moe, own.model, []
         item = jnp.dtype(model.dtype).itemsize

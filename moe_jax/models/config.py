@@ -39,7 +39,7 @@ CHOICES = {
     ),
     "prefetch": SCHEDULES,
     "prefetch_case": CASES,
-    "overlap": ("none", "halves", "auto"),
+    "overlap": ("none", "halves"),
     "stack": ("scan", "unrolled"),
 }  # fmt: skip
 
@@ -88,8 +88,7 @@ class ModelConfig:
         'hecate' or 'pro_prophet', with a backward of its own.
       prefetch_case: of 'pro_prophet', what transfers run next to: 'attention', 'expert' or 'split' over both.
       overlap: 'halves' cuts each device's sequences into two halves, of which one computes while the other's tokens
-        travel; tokens of a half are gated together. 'none' leaves them in one piece. 'auto' is what is modelled to be
-        faster on several nodes of GPUs (`training/overlap.py`), and 'none' elsewhere.
+        travel; tokens of a half are gated together. 'none' leaves them in one piece.
       sequence_parallel: keep norms and residuals split over the tokens within an MP group (MeshConfig.model), with an
         all-gather before and a reduce-scatter after the matmuls of attention and dense FFN, instead of an all-reduce.
       refetch_replicas: with a prefetch, drop replicas after the forward, fetch them again in the backward (Hecate-RM).

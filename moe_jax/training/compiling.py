@@ -235,8 +235,8 @@ def find_target(devices, per_node: int) -> Target | None:
     if name is None:
         kind, known = devices[0].device_kind, ", ".join(target_names())
         raise UserError(
-            f"train.guide_scheduler (True) and ModelConfig.overlap ('auto') need the rates of {kind!r}, which are not "
-            f"known here ({known} are); set False and 'none'"
+            f"train.guide_scheduler (True) needs the rates of {kind!r}, which are not known here ({known} are); set it "
+            "to False"
         )
     nodes = -(-len(devices) // per_node)
     return dataclasses.replace(read_device(name), nodes=nodes, per_node=min(per_node, len(devices)))

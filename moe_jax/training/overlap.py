@@ -1,12 +1,10 @@
-"""`ModelConfig.overlap` = 'auto', settled: two halves of a batch where the modelled step is faster with them.
+"""`ModelConfig.overlap` = 'halves', priced: a layer of a run in one piece and in two halves, and what rules halves out.
 
-It is 'none' without rates, on CPU devices, inside one node, whose exchanges the compiler hides by itself
-(docs/results.md), and where tokens are not gated each by itself: halves would change which compete for a place.
+They bring nothing inside one node, whose exchanges the compiler hides by itself (docs/results.md), and tokens that are
+not gated each by itself would compete with others for a place.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 
@@ -24,21 +22,8 @@ from moe_jax.training.segments import segment_runs
 MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S; docs/results.md has 2,061
 
 
-def settle_overlap(config: RunConfig, roles: Roles, target: Target | None) -> RunConfig:
-    """Return the config with 'none' or 'halves' in place of 'auto'; target: None where rates are not known."""
-    if config.model.overlap != "auto":
-        return config
-    gain = 0.0
-    if target is not None and not why_not_halves(config, roles):
-        for own, own_roles in segment_runs(config, roles).values():
-            in_one_piece, in_halves = compare_halves(own, own_roles, target)
-            gain += own.model.moe_layers * (in_one_piece - in_halves)
-    model = dataclasses.replace(config.model, overlap="halves" if gain > 0 else "none")
-    return dataclasses.replace(config, model=model)
-
-
 def why_not_halves(config: RunConfig, roles: Roles) -> str:
-    """Return why 'auto' leaves a run in one piece whatever the rates, '' where nothing speaks against halves."""
+    """Return why a run is better left in one piece whatever the prices, '' where nothing speaks against halves."""
     train = config.train
     rows = train.microbatch_size // roles.size(roles.dense)
     if roles.members_per_node == roles.size(roles.expert):
@@ -64,7 +49,7 @@ def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[flo
     """
     members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
     prices = Prices(target)
-    cost, asked_by = base_cost(config, roles, cluster_of(prices)), "ModelConfig.overlap = 'auto'"
+    cost, asked_by = base_cost(config, roles, cluster_of(prices)), "ModelConfig.overlap = 'halves'"
     tokens = config.train.batch_size * config.data.sequence_length / config.train.grad_accum_steps / roles.num_devices
     computed = np.full(members, tokens * config.moe.top_k * shards)
     times = Times(

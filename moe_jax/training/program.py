@@ -34,7 +34,6 @@ from moe_jax.planning.plan_shape import Shapes, table_shapes
 from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, shared_function
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.overlap import settle_overlap
 from moe_jax.training.segments import build_model
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
@@ -53,7 +52,7 @@ class Programs:
 class Program:
     """The parts of a run that its compiled step depends on."""
 
-    config: RunConfig  # as bound, but for an overlap of 'auto'
+    config: RunConfig
     roles: Roles
     model: LanguageModel
     optimizer: optax.GradientTransformation
@@ -171,9 +170,6 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
       UserError: whatever in the config does not fit together, or fit the devices.
     """
     roles = build_mesh(config.mesh, devices, mesh_experts(config, len(devices)))
-    if config.model.overlap == "auto":
-        target = find_target(list(roles.mesh.devices.flat), roles.config.devices_per_node)
-        config = settle_overlap(config, roles, target)
     tokenizer = tokenizer or build_tokenizer(config.data)
     vocab_size = padded_vocabulary(tokenizer, config.model)
     resolved = dataclasses.replace(config, model=resolve_attention(config.model, roles.mesh.devices.flat[0]))

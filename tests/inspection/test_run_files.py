@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FILES = {path.stem: str(path) for path in sorted((ROOT / "configs" / "run").glob("*.gin"))}
 # with these a Hopper GPU takes cuDNN's attention and the Hopper kernels
 SIZES = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.model_dim = 128", "ModelConfig.hidden_dim = 128")
-# the files whose layers ModelConfig.overlap = 'auto' leaves in one piece: by their schedule, teacher or gate
+# the files whose layers are left in one piece: by their schedule, teacher or gate
 WHOLE = ("base", "fastermoe", "gshard", "mos", "topology")
 OWN = {"gpt_moe_s_h200": ("ModelConfig.layers = 2", "ModelConfig.model_dim = 768", "ModelConfig.hidden_dim = 1536")}
 
@@ -90,7 +90,7 @@ def cudnn(monkeypatch):
 def test_programs_are_traced_as_on_gpus(wanted, name, request, cudnn):
     """What a step starts with as the file says, which is plain but for one; and both programs with all three on."""
     target = parse_target("h200:4x8" if name == "gpt_moe_s_h200" else "h200:2x4")
-    overlap, on = "auto" if name in WHOLE else "halves", wanted == "all three on" or name == "gpt_moe_s_h200"
+    overlap, on = "none" if name in WHOLE else "halves", wanted == "all three on" or name == "gpt_moe_s_h200"
     bindings = [*bindings_of(name, request), *(all_three(overlap) if wanted == "all three on" else ())]
     config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings)[0], target)
     program = build_program(config, stand_ins(target))  # as training builds it

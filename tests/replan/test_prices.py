@@ -1,4 +1,4 @@
-"""What a run decides by prices and memory: shares of transfers, replica slots, and ModelConfig.overlap = 'auto'."""
+"""What a run decides by prices and memory: shares of transfers, replica slots; and prices of two halves."""
 
 import bisect
 import dataclasses
@@ -16,7 +16,7 @@ from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.training.overlap import compare_halves, settle_overlap, why_not_halves
+from moe_jax.training.overlap import compare_halves, why_not_halves
 from moe_jax.training.plan_cost import base_cost, most_shapes, settle_memory
 from moe_jax.training.replanner import split_shares
 
@@ -147,27 +147,27 @@ def test_segments_share_the_memory_of_a_device(config, tmp_path):
 # Two halves.
 
 
-def settled(target="h200:4x8", batch=256, **changes):
+def wide_run(target="h200:4x8", batch=256, **changes):
     described = parse_target(target)
     run = RunConfig()
     run = dataclasses.replace(
         run,
         mesh=MeshConfig(expert=described.devices, devices_per_node=described.per_node),
-        model=ModelConfig(layers=12, model_dim=768, hidden_dim=1536, heads=12, dtype="bfloat16", overlap="auto"),
+        model=ModelConfig(layers=12, model_dim=768, hidden_dim=1536, heads=12, dtype="bfloat16"),
         moe=MoEConfig(num_experts=64, top_k=2),
         data=dataclasses.replace(run.data, sequence_length=2048),
         train=dataclasses.replace(run.train, batch_size=batch),
     )
     run = dataclasses.replace(run, **changes)
     roles = build_mesh(run.mesh, described.devices)
-    return settle_overlap(run, roles, described).model.overlap, why_not_halves(run, roles), run, roles, described
+    return why_not_halves(run, roles), run, roles, described
 
 
-def test_halves_are_taken_where_exchanges_cross_nodes():
+def test_halves_are_cheaper_where_exchanges_cross_nodes():
     """One layer by hand: four exchanges of 31/32 of 32,768 rows of 768 bfloat16, 24/31 of them between nodes."""
-    overlap, _, run, roles, target = settled()
+    _, run, roles, target = wide_run()
     in_one_piece, in_halves = compare_halves(run, roles, target)
-    assert overlap == "halves" and in_halves < in_one_piece
+    assert in_halves < in_one_piece
     rows = 256 * 2048 / 32 * 2
     exchange = rows * 24 / 32 * 768 * 2 / (0.86 * 50e9) + 45e-6 + 24e-6  # 24 messages leave the node
     experts = rows * 2 * 2 * 768 * 1536 / 466e12  # as grouped matmuls of an H100
@@ -185,12 +185,4 @@ def test_halves_are_taken_where_exchanges_cross_nodes():
     ],
 )
 def test_what_rules_halves_out(changes, why):
-    overlap, reason, *_ = settled(**changes)
-    assert overlap == "none" and why in reason
-
-
-def test_a_choice_of_the_user_stays():
-    _, _, run, roles, target = settled()
-    bound = dataclasses.replace(run, model=dataclasses.replace(run.model, overlap="none"))
-    assert settle_overlap(bound, roles, target).model.overlap == "none"
-    assert settle_overlap(run, roles, None).model.overlap == "none"  # rates that are not known, or a CPU
+    assert why in wide_run(**changes)[0]
