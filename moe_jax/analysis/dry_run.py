@@ -241,9 +241,9 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
     arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
     even = [round(arriving / sizes.groups)] * sizes.groups
-    flops, _, step_bytes = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
+    load = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
     try:
-        moving, experts, by = pairwise_seconds(shape, (3 * flops, step_bytes), cluster)
+        moving, experts, by = pairwise_seconds(shape, load, cluster)
     except UserError as error:
         return [*lines, f"bound (comm + comp) / max(comm, comp) unknown: {error}"]
     return [

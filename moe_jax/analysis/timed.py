@@ -219,9 +219,9 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
 
     dense: matmuls, x is FLOPs. gate: gate, route, fill buckets and combine their rows, with gradients; x is tokens, y
     bytes of rows moved. regroup: received rows into group order and back, with gradients; x is rows, y bytes of rows
-    moved. expert_forward, expert_step: see `expert_timings`.
+    moved. expert_step: see `expert_case`.
     """
-    cases: dict[str, list[Case]] = {name: [] for name in ("dense", "gate", "regroup", "expert_forward", "expert_step")}
+    cases: dict[str, list[Case]] = {name: [] for name in ("dense", "gate", "regroup", "expert_step")}
     for dim, count in ((128, 256), (256, 256), (256, 1024)):
         rows = max(16, round(count * scale))
         call = _on_every_device(devices, jnp.matmul, [(rows, dim), (dim, dim)])
@@ -257,20 +257,17 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
         (128, 1, 64, 64), (512, 4, 64, 256), (512, 1, 256, 64), (1024, 2, 128, 128),
         (2048, 4, 64, 64), (2048, 2, 256, 128), (4096, 1, 256, 256), (4096, 4, 128, 64),
     ):  # fmt: skip
-        forward, step = expert_timings(devices, max(16, round(count * scale)), groups, dim, hidden)
-        cases["expert_forward"].append(forward)
-        cases["expert_step"].append(step)
+        cases["expert_step"].append(expert_case(devices, max(16, round(count * scale)), groups, dim, hidden))
     return cases
 
 
-def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tuple[Case, Case]:
-    """Return an expert FFN forward, and forward with backward; x is FLOPs of the rows computed, y bytes touched."""
+def expert_case(devices, rows: int, groups: int, dim: int, hidden: int) -> Case:
+    """Return an expert FFN forward and backward; x is FLOPs of the rows computed, y bytes touched."""
     implementation = choose_implementation("auto", devices[0], jnp.float32, (dim, hidden))
     sizes = np.full(groups, rows // groups // 2, np.int32)  # half of the buffer is padding, as it often is
 
-    def forward(x, w_in, w_out, grad_sinks=None):
+    def forward(x, w_in, w_out, sinks):
         slots = jnp.arange(groups, dtype=jnp.int32)
-        sinks = grad_sinks or (jnp.zeros_like(w_in), jnp.zeros_like(w_out))
         weights = {
             name: (GroupedWeights(bank=bank, slots=slots, grad_sink=sink),)
             for name, bank, sink in zip(("w_in", "w_out"), (w_in, w_out), sinks, strict=True)
@@ -283,11 +280,7 @@ def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tu
         return pull(y)
 
     shapes = [(rows, dim), (groups, dim, hidden), (groups, hidden, dim)]
-    flops, forward_bytes, step_bytes = expert_work(sizes, rows, dim, hidden, _ITEM)
-    return (
-        Case(_on_every_device(devices, forward, shapes), 1, flops, forward_bytes),
-        Case(_on_every_device(devices, both, shapes), 1, 3 * flops, step_bytes),
-    )
+    return Case(_on_every_device(devices, both, shapes), 1, *expert_work(sizes, rows, dim, hidden, _ITEM))
 
 
 def _with_gradients(layer: Callable) -> Callable:
@@ -376,8 +369,8 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> L
     kept /= shape.sharers
     group = np.full(sizes.groups, round(kept * sources))
     buffer = shape.esp_size * shape.sent_rows // shape.sharers
-    flops, _, step_bytes = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
-    return layer_seconds(shape, (3 * flops, step_bytes), cluster, gather=GATHER)
+    load = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
+    return layer_seconds(shape, load, cluster, gather=GATHER)
 
 
 def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:

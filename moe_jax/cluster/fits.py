@@ -58,7 +58,7 @@ def fit_alpha_beta(sizes, seconds, second_sizes=None) -> Fit:
             f"a fit over {names} needs at least {matrix.shape[1]} measurements at different sizes, got "
             f"{len(times)} of rank {rank}; measure more sizes"
         )
-    coefficients = _least_squares(matrix, times)
+    coefficients = least_squares(matrix, times)
     return Fit(*(float(c) for c in np.r_[coefficients, 0.0][:3]), _r2(times, matrix @ coefficients))
 
 
@@ -79,20 +79,20 @@ def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
     if len(times) < len(columns):
         raise UserError(f"a fit of layers needs at least {len(columns)} measurements, got {len(times)}; measure more")
     matrix = np.stack(columns, axis=1)
-    answer = _least_squares(matrix / times[:, None], np.ones(len(times)))
+    answer = least_squares(matrix / times[:, None], np.ones(len(times)))
     r2 = _r2(times, matrix @ answer)
     beta, gamma = (float(value) for value in answer[-2:])
     return {kind: Fit(float(alpha), beta, gamma, r2) for kind, alpha in zip(kinds, answer, strict=False)}
 
 
-def _least_squares(matrix: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return coefficients of least squares; those below 0 are set to 0 one by one, the lowest first."""
+def least_squares(matrix: np.ndarray, times: np.ndarray, signed: bool = False) -> np.ndarray:
+    """Return coefficients [c] of columns [n, c]; those below 0 become 0 one by one, unless they are `signed`."""
     # Columns differ by orders of magnitude: scale them, or a small one is lost.
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     answer, kept = np.zeros(matrix.shape[1]), list(range(matrix.shape[1]))
     while kept:
         found = np.linalg.lstsq(matrix[:, kept] / scale[kept], times, rcond=None)[0]
-        if found.min() >= 0:
+        if signed or found.min() >= 0:
             answer[kept] = found / scale[kept]
             break
         kept.pop(int(np.argmin(found)))

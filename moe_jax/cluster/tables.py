@@ -19,6 +19,8 @@ import typing
 
 import numpy as np
 
+from moe_jax.cluster.fits import least_squares
+
 FOLDER = pathlib.Path(__file__).parent / "measured"
 LEVELS = ("low", "middle", "high")  # of seconds: the fastest, a middle and the slowest that sources speak for
 
@@ -55,17 +57,9 @@ def relative_fit(columns: np.ndarray, seconds: np.ndarray, signed: bool = False)
     coefficient is below 0 unless they are `signed`.
     """
     columns, seconds = np.asarray(columns, np.float64), np.asarray(seconds, np.float64)
-    scale, weights = np.abs(columns).max(axis=0), 1 / seconds
-    answer, used = np.zeros(columns.shape[1]), scale > 0
+    weights = 1 / seconds
     for _ in range(40):
-        kept = list(np.flatnonzero(used))
-        while kept:
-            found = np.linalg.lstsq(columns[:, kept] / scale[kept] * weights[:, None], seconds * weights, rcond=None)[0]
-            if signed or found.min() >= 0:
-                break
-            kept.pop(int(np.argmin(found)))
-        answer = np.zeros(columns.shape[1])
-        answer[kept] = found / scale[kept]
+        answer = least_squares(columns * weights[:, None], seconds * weights, signed)
         off = np.abs(columns @ answer - seconds) / seconds
         weights = 1 / seconds / np.sqrt(np.maximum(off, 0.01))
     return answer
@@ -78,35 +72,15 @@ def fit_collective(rows) -> Line:
     return Line(*relative_fit(columns, _seconds(rows)).tolist())
 
 
-def fit_matmul(rows) -> np.ndarray:
-    """Fit the rows of one GPU and arithmetic; the last coefficient is negative where launch and work overlap."""
-    sizes = np.array([[float(row[name]) for name in "bmnk"] for row in rows])
-    return relative_fit(matmul_columns(*sizes.T), _seconds(rows), signed=True)
-
-
 def matmul_columns(b, m, n, k) -> np.ndarray:
     """Return what a matmul's seconds are a sum of: sizes [...] -> [..., 5]."""
     area = b * m * n
     return np.stack([np.ones_like(area), k, area, area * k, -np.sqrt(area) * k], axis=-1)
 
 
-def fit_grouped(rows) -> np.ndarray:
-    """Fit the rows of one GPU and pass; groups of 0 (not in the table) count none of their banks."""
-    sizes = np.array([[float(row[name]) for name in ("rows", "k", "n", "groups")] for row in rows])
-    return relative_fit(grouped_columns(*sizes.T), _seconds(rows))
-
-
 def grouped_columns(rows, k, n, groups) -> np.ndarray:
-    """Return what a grouped matmul's seconds are a sum of: sizes [...] -> [..., 2]."""
+    """Return what a grouped matmul's seconds are a sum of: sizes [...] -> [..., 2]; groups of 0 are not known."""
     return np.stack(np.broadcast_arrays(rows * k * n, groups * k * n), axis=-1)
-
-
-def fit_attention(rows) -> np.ndarray:
-    """Fit the rows of one GPU and pass; of the backward those of cuDNN, which is what runs."""
-    rows = [row for row in rows if row["kind"] == "forward" or row["implementation"] == "cudnn"]
-    names = ("batch", "heads", "length", "head_dim", "value_dim", "causal")
-    sizes = np.array([[float(row[name]) for name in names] for row in rows])
-    return relative_fit(attention_columns(*sizes.T), _seconds(rows))
 
 
 def attention_columns(batch, heads, length, head_dim, value_dim, causal) -> np.ndarray:
@@ -114,6 +88,30 @@ def attention_columns(batch, heads, length, head_dim, value_dim, causal) -> np.n
     counted = np.where(causal, 0.5, 1.0)
     scores, values = batch * heads * length**2 * counted, batch * heads * length * (head_dim + value_dim)
     return np.stack([scores * (head_dim + value_dim), scores, values, causal * values], axis=-1)
+
+
+# of a kernel's table the columns of its sizes, and what its seconds are a sum of
+KERNELS = {
+    "matmuls": (("b", "m", "n", "k"), matmul_columns),
+    "grouped_matmuls": (("rows", "k", "n", "groups"), grouped_columns),
+    "attention": (("batch", "heads", "length", "head_dim", "value_dim", "causal"), attention_columns),
+}
+
+
+def columns_of(table: str, rows) -> np.ndarray:
+    """Return [n, c], what the seconds of a kernel's rows are a sum of."""
+    names, columns = KERNELS[table]
+    return columns(*np.array([[float(row[name]) for name in names] for row in rows]).T)
+
+
+def fit_kernel(table: str, rows) -> np.ndarray:
+    """Fit the rows of one GPU and kind; of attention's backward those of cuDNN, which is what runs.
+
+    A matmul's last coefficient is negative where launch and work overlap.
+    """
+    if table == "attention":
+        rows = [row for row in rows if row["kind"] == "forward" or row["implementation"] == "cudnn"]
+    return relative_fit(columns_of(table, rows), _seconds(rows), signed=table == "matmuls")
 
 
 def _seconds(rows) -> np.ndarray:
@@ -130,11 +128,10 @@ def fitted(table: str, gpus: tuple[str, ...], kind: str):
       kind: an opcode, an arithmetic, or a pass.
     """
     key = {"collectives": "opcode", "matmuls": "arithmetic"}.get(table, "kind")
-    fit = {"matmuls": fit_matmul, "grouped_matmuls": fit_grouped, "attention": fit_attention}.get(table)
     for gpu in gpus:
         rows = [row for row in rows_of(table) if row["gpu"] == gpu and row[key] == kind]
-        if rows and fit is not None:
-            return fit(rows)
+        if rows and table in KERNELS:
+            return fit_kernel(table, rows)
         if rows:
             sizes = sorted({int(row["members"]) for row in rows})
             return {size: fit_collective([row for row in rows if int(row["members"]) == size]) for size in sizes}

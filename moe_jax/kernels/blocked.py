@@ -352,8 +352,8 @@ class FusedBlocks(BlockedMatmul):
         return drows, tuple(zip(*dins, strict=True)), tuple(douts)
 
 
-def expert_work(group_sizes, rows: int, model_dim: int, hidden_dim: int, item: int = 4) -> tuple[float, float, float]:
-    """Return the work of the blocked implementations: (FLOPs of a forward, its bytes, bytes of forward and backward).
+def expert_work(group_sizes, rows: int, model_dim: int, hidden_dim: int, item: int = 4) -> tuple[float, float]:
+    """Return the work of the blocked implementations: FLOPs and bytes of a forward and backward.
 
     A forward reads weights and rows once and writes rows and hidden rows; a backward does so twice and writes gradients
     of the weights, with three times the FLOPs together. Buffers are cleared whole, padding included.
@@ -365,5 +365,4 @@ def expert_work(group_sizes, rows: int, model_dim: int, hidden_dim: int, item: i
     computed = rows_computed(np.asarray(group_sizes), choose_heights(rows, groups, model_dim * hidden_dim))
     weights = 2 * groups * model_dim * hidden_dim
     moved = rows * (model_dim + hidden_dim)
-    flops = 4.0 * computed * model_dim * hidden_dim
-    return flops, float(item * (weights + moved)), float(item * (4 * weights + 3 * moved))
+    return 12.0 * computed * model_dim * hidden_dim, float(item * (4 * weights + 3 * moved))

@@ -39,7 +39,7 @@ def main(argv):
         jax.distributed.initialize(
             num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(os.environ["JAX_PROCESS_ID"])
         )
-    from moe_jax.analysis.timed import Timed, collective_cases, expert_timings, interleaved_seconds
+    from moe_jax.analysis.timed import Timed, collective_cases, expert_case, interleaved_seconds
 
     devices = jax.devices()
     group = _PER_NODE.value
@@ -57,7 +57,7 @@ def main(argv):
             points[timed.name].append((f"{timed.name} {size}", case.count, case.x))
     points["experts"] = []
     for rows in (256, 384, 512, 768, 1024, 1536):
-        _, step = expert_timings(devices, rows, 4, 64, 128)
+        step = expert_case(devices, rows, 4, 64, 128)
         calls[f"experts {rows}"] = step.call
         points["experts"].append((f"experts {rows}", 1, step.x))
     cases = transfer_cases(devices)

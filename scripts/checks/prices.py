@@ -74,27 +74,23 @@ def matmul_record(gpu: str, arithmetic: str) -> dict:
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(len(rows))
         fitted, tested = ([rows[place] for place in part] for part in np.array_split(order, 2))
-        half.append(matmul_errors(tables.fit_matmul(fitted), tested))
+        half.append(kernel_errors("matmuls", fitted, tested))
     large = [row for row in rows if "4096" in (row["m"], row["n"], row["k"])]
     small = [row for row in rows if row not in large]
-    left = matmul_errors(tables.fit_matmul(small), large)
+    left = kernel_errors("matmuls", small, large)
     return {"random half": spread(np.concatenate(half)), "4,096 left out": spread(left)}
 
 
-def matmul_errors(fit: np.ndarray, rows) -> np.ndarray:
-    """Return signed errors [n] of rows by a fit."""
-    sizes = np.array([[float(row[name]) for name in "bmnk"] for row in rows])
-    return np.log(1e6 * tables.matmul_columns(*sizes.T) @ fit / microseconds(rows))
+def kernel_errors(table: str, fitted, tested) -> np.ndarray:
+    """Return signed errors [n] of rows by the fit of others."""
+    modelled = 1e6 * tables.columns_of(table, tested) @ tables.fit_kernel(table, fitted)
+    return np.log(modelled / microseconds(tested))
 
 
-def one_by_one(rows, fit, columns, names) -> dict:
+def one_by_one(table: str, rows) -> dict:
     """Return the errors of rows, each by the fit of all others."""
-    errors = []
-    for place, row in enumerate(rows):
-        coefficients = fit([*rows[:place], *rows[place + 1 :]])
-        sizes = (float(row[name]) for name in names)
-        errors.append(np.log(1e6 * float(columns(*map(np.float64, sizes)) @ coefficients) / float(row["microseconds"])))
-    return spread(np.array(errors))
+    errors = (kernel_errors(table, [*rows[:at], *rows[at + 1 :]], [row]) for at, row in enumerate(rows))
+    return spread(np.concatenate(list(errors)))
 
 
 def spread(errors: np.ndarray) -> dict[str, float]:
@@ -126,13 +122,11 @@ def main() -> int:
             answer["matmuls"][f"{gpu} {arithmetic}"] = record = matmul_record(gpu, arithmetic)
             missed += [f"{gpu} {arithmetic}: {line}" for line in misses(record, LIMITS) if arithmetic == "bf16"]
         for kind in ("forward", "dlhs", "drhs"):
-            rows, names = rows_of("grouped_matmuls", gpu=gpu, kind=kind), ("rows", "k", "n", "groups")
-            record = one_by_one(rows, tables.fit_grouped, tables.grouped_columns, names)
-            answer["grouped_matmuls"][f"{gpu} {kind}"] = record
+            rows = rows_of("grouped_matmuls", gpu=gpu, kind=kind)
+            answer["grouped_matmuls"][f"{gpu} {kind}"] = one_by_one("grouped_matmuls", rows)
     for kind in ("forward", "backward"):
         rows = [row for row in rows_of("attention", kind=kind) if kind == "forward" or row["implementation"] == "cudnn"]
-        names = ("batch", "heads", "length", "head_dim", "value_dim", "causal")
-        answer["attention"][f"H100 {kind}"] = one_by_one(rows, tables.fit_attention, tables.attention_columns, names)
+        answer["attention"][f"H100 {kind}"] = one_by_one("attention", rows)
     print(json.dumps({**answer, "limits": LIMITS, "missed": missed}, indent=1))
     return int(bool(missed))
 

@@ -53,8 +53,9 @@ def test_a_fit_reads_nothing_of_what_is_held_out(monkeypatch):
     prices, fits, errors = script("prices"), [], []
 
     def recorded(fit):
-        def run(rows):
-            found = fit(rows)
+        def run(*given):
+            *_, rows = given
+            found = fit(*given)
             fits[-1].append((sorted(map(str, rows)), np.asarray(found).tolist()))
             return found
 
@@ -63,7 +64,7 @@ def test_a_fit_reads_nothing_of_what_is_held_out(monkeypatch):
     def scrambled(rows):
         return [{**row, "microseconds": str(1 + 7 * place)} for place, row in enumerate(rows)]
 
-    for name in ("fit_collective", "fit_matmul"):
+    for name in ("fit_collective", "fit_kernel"):
         monkeypatch.setattr(tables, name, recorded(getattr(tables, name)))
     rows = prices.rows_of("collectives", gpu="H100", opcode="all-to-all", members=8)
     matmuls = prices.rows_of("matmuls", gpu="B200", arithmetic="bf16")
@@ -73,7 +74,7 @@ def test_a_fit_reads_nothing_of_what_is_held_out(monkeypatch):
         for fitted, tested in prices.halves(rows):
             errors.append(prices.line_errors(tables.fit_collective(fitted), change(tested))[1])
         fitted, tested = ([matmuls[place] for place in part] for part in np.array_split(order, 2))
-        errors.append(prices.matmul_errors(tables.fit_matmul(fitted), change(tested)))
+        errors.append(prices.kernel_errors("matmuls", fitted, change(tested)))
     assert fits[0] == fits[1]
     assert not any(np.allclose(a, b) for a, b in zip(errors[:3], errors[3:], strict=True))
 
