@@ -65,7 +65,7 @@ def roofline(records: Records, cost: Cost) -> tuple[float, float]:
     """
     end_to_end = float(sum(part.mean() for part in _parts(records, cost).values()))
     in_turn = float(sum(part.mean() for part in _parts(dataclasses.replace(records, hiding="none"), cost).values()))
-    work = 3 * float(cost.forward(records.computed, "replay").mean())
+    work = 3 * float(cost.forward(records.computed).mean())
     tokens = records.computed.sum(axis=2).mean()
     flops = 6 * cost.expert_params * tokens / records.computed.shape[2]
     return work / max(in_turn - work, 1e-30), flops / max(end_to_end, 1e-30)
@@ -107,7 +107,7 @@ def _original(records: Records, cost: Cost) -> dict:
     return {
         "original": planner.original,
         "original_bytes_per_layer": total.mean(),
-        "original_seconds_per_layer": total.mean() / (records.computed.shape[2] * cost.bandwidth("replay")),
+        "original_seconds_per_layer": total.mean() / (records.computed.shape[2] * cost.bandwidth()),
         "original_optimizer_bytes_per_device": memory,
     }
 
@@ -120,10 +120,10 @@ def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
     needed = records.transfers.needed
     if paper:  # one Trans by the formula, with the holders that came late
         holders = records.expert_replicas + (records.expert_replicas > 0)
-        trans = cost.trans(needed._replace(holders=holders.sum(axis=2)), records.computed.shape[2], "replay")
+        trans = cost.trans(needed._replace(holders=holders.sum(axis=2)), records.computed.shape[2])
     else:
         trans = np.broadcast_to(records.transfers.seconds[:, None], needed.slots.shape)
-    parts = cost.parts(records.computed, records.received, needed, "replay", exchange=exchange, trans=trans)
+    parts = cost.parts(records.computed, records.received, needed, exchange=exchange, trans=trans)
     late = 0.0 if paper else records.transfers.late_seconds
     return {**parts, "place": parts["place"] + late, "reduce": parts["reduce"] + late}
 

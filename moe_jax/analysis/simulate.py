@@ -152,7 +152,7 @@ def follow_transfers(
     for place, (ahead, plan) in enumerate(plans):
         need = build_shape(ahead, by_node=len(forms) > 1).ahead
         if form is None and need is not None:
-            form = _cheaper_form(cost, need)
+            form = cost.form(need, *group.values())
         by_node = form == "by_node"
         if place and not fits(shapes[form or "flat"], ahead):
             changed.append(place)
@@ -176,15 +176,15 @@ def follow_transfers(
                     grown = {name: max(getattr(largest, name), getattr(late, name)) for name in SIZES}
                     largest = dataclasses.replace(largest, **grown)
                 late = late_now = largest
-                if _cheaper_form(cost, late) != "by_node":
+                if cost.form(late, *group.values()) != "by_node":
                     late_now = dataclasses.replace(late, by_node=False, crossing=0)
             # a layer sends the smallest half of the largest that holds what came
             size_of_layer = late_size(transfer_sizes(plan.home, added, late_now.inside), late_now)
             for number, size in enumerate(late_now.halves(), 1):
                 sent[size_of_layer == number] = size.sent()
-                late_seconds[size_of_layer == number] = cost.shape_seconds(size, "replay")
+                late_seconds[size_of_layer == number] = cost.shape_seconds(size)
         ahead_now = shapes[form or "flat"].ahead
-        seconds = 0.0 if ahead_now is None else cost.shape_seconds(ahead_now, "replay")
+        seconds = 0.0 if ahead_now is None else cost.shape_seconds(ahead_now)
         rows.append((sizes, in_force, least, own, sent, late_seconds, seconds))
     sizes, in_force, least, own, sent, late_seconds, seconds = zip(*rows, strict=True)
     stacked = np.array(in_force)
@@ -199,9 +199,3 @@ def follow_transfers(
         late_seconds=np.stack(late_seconds),
         changed=tuple(changed),
     )
-
-
-def _cheaper_form(cost: Cost, need: TransferShape) -> str:
-    if cost.transfer != "auto" and len(forms_of("auto", need.devices, need.devices_per_node)) > 1:
-        return cost.transfer
-    return cost.cheapest_form(need)

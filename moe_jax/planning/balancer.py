@@ -89,7 +89,7 @@ class Planner:
         None where the planner decides nothing after the gate, or the shape has no replica slots.
 
         Args:
-          cost: with the prices of the late transfer (`with_late_prices`).
+          cost: with the late transfer.
           groups: data-parallel groups, over which the rule's counts are sums; those of `refine` are of one.
         """
         return None
@@ -168,7 +168,8 @@ def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
         if not planner.any_holder:  # then each of the experts has a replica on every device
             crossing = min(slots, crossing)
         sizes = TransferSizes(offers, slots, crossing)
-        shape = dataclasses.replace(shape, late=cost.transfer_shape(sizes, shape.devices, shape.devices_per_node))
+        group = shape.devices, shape.devices_per_node
+        shape = dataclasses.replace(shape, late=sizes.shape(*group, cost.form(sizes, *group) == "by_node"))
     if shape.replica_slots and planner.any_holder:
         shape = dataclasses.replace(shape, candidates=shape.devices)
     return shape

@@ -28,6 +28,7 @@ from moe_jax.planning.sizes import TransferSizes, late_price, placement_sizes, t
 
 PRICES = ("executor", "paper")
 FORMS = ("auto", "flat", "by_node")
+ASKED_BY = "the price of a plan"
 MANY = 8  # chunks, over whose transfer the seconds of one are a mean
 MOST_OFFERED = 8  # experts of a layer that a device may offer, where tau is derived
 
@@ -61,9 +62,6 @@ class Cost:
     price: str = "executor"
     transfer: str = "auto"  # form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one
     late: TransferShape | None = None  # the largest transfer after the gate that the step is compiled for; None: none
-    # of one such transfer and its way back in each of its sizes (`halves`), 0 for none first; () where experts have a
-    # price each
-    late_seconds: tuple[float, ...] = ()
 
     def __post_init__(self):
         for field in ("model_dim", "hidden_dim", "matrices", "shards", "dtype_bytes", "layers_alive", "microbatches"):
@@ -104,12 +102,21 @@ class Cost:
         """Bytes that move when an expert changes its home: parameters and optimizer state."""
         return self.expert_params * ((self.param_bytes or self.dtype_bytes) + self.optimizer_bytes)
 
-    def bandwidth(self, requested_by: str) -> float:
-        """W in bytes/s, of one device: its part of the links that its node shares; the papers' slow link as given."""
-        who = f"planner {requested_by!r}"
-        return self.cluster.bandwidth(who, of_device=self.price != "paper")
+    @functools.cached_property
+    def late_seconds(self) -> tuple[float, ...]:
+        """Seconds of a transfer after the gate and its way back in each of its sizes (`halves`), 0 for none first.
 
-    def tokens_per_second(self, requested_by: str) -> float:
+        () under the papers' price, which is by the expert, and without such a transfer.
+        """
+        sizes = () if self.late is None or self.price == "paper" else self.late.halves()
+        seconds = [2 * self.shape_seconds(size) for size in sizes]
+        return (0.0, *seconds) if seconds else ()
+
+    def bandwidth(self) -> float:
+        """W in bytes/s, of one device: its part of the links that its node shares; the papers' slow link as given."""
+        return self.cluster.bandwidth(ASKED_BY, of_device=self.price != "paper")
+
+    def tokens_per_second(self) -> float:
         """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices.
 
         A token takes two FLOPs for each number of the expert; the backward takes twice that. Devices with prices take
@@ -119,9 +126,9 @@ class Cost:
             rows, arithmetic = 2.0**17, "bf16" if self.dtype_bytes <= 2 else "tf32"
             sizes = (rows, self.model_dim, self.hidden_dim / self.shards, 0)
             return rows / (self.matrices * self.cluster.prices.grouped_matmul(arithmetic, "forward", *sizes))
-        return self.cluster.need("flops", f"planner {requested_by!r}") / (2.0 * self.expert_params)
+        return self.cluster.need("flops", ASKED_BY) / (2.0 * self.expert_params)
 
-    def overlap(self, requested_by: str) -> int:
+    def overlap(self) -> int:
         """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.
 
         By default floor(T_attention bw / bytes of an expert), bw of a whole node where links differ (Hecate, section
@@ -130,96 +137,84 @@ class Cost:
         if isinstance(self.overlap_degree, int):
             return self.overlap_degree
         if self.overlap_degree is None:
-            return math.floor(self.attention_seconds / self.overlap_seconds(1, requested_by))
-        who = f"planner {requested_by!r}"
-        devices = self.cluster.need("nodes", who) * self.cluster.need("devices_per_node", who)
-        seconds = self.overlap_seconds(np.arange(1, MOST_OFFERED * devices + 1), requested_by)
+            return math.floor(self.attention_seconds / self.overlap_seconds(1))
+        devices = self.cluster.need("nodes", ASKED_BY) * self.cluster.need("devices_per_node", ASKED_BY)
+        seconds = self.overlap_seconds(np.arange(1, MOST_OFFERED * devices + 1))
         return int((seconds <= self.attention_seconds).sum())
 
-    def overlap_seconds(self, experts, requested_by: str):
+    def overlap_seconds(self, experts):
         """Return the seconds in which experts [...] travel, by the rule that `overlap_degree` names.
 
         The program's transfer by slices takes as long as its sizes say: experts that are spread evenly over homes and
         nodes, `replica_slots` on every device.
         """
         if self.overlap_degree != "executor":
-            return experts * self.expert_bytes / self.cluster.bandwidth(f"planner {requested_by!r}")
+            return experts * self.expert_bytes / self.cluster.bandwidth(ASKED_BY)
         devices, nodes = self.cluster.devices, self.cluster.nodes
         sizes = TransferSizes(-(-experts // devices), np.minimum(self.replica_slots, experts), -(-experts // nodes))
-        return dataclasses.replace(self, price="executor").trans(sizes, devices, requested_by)
+        return dataclasses.replace(self, price="executor").trans(sizes, devices)
 
-    def exchange(self, received: np.ndarray, requested_by: str) -> np.ndarray:
+    def exchange(self, received: np.ndarray) -> np.ndarray:
         """T_A2A, the mean of a layer's four: R [..., D] -> seconds [...].
 
         Through shared links as if sources were spread evenly over devices; Pro-Prophet's equation 1 has one link each.
         """
         if self.price == "paper":
-            return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth(requested_by)
-        return received_seconds(self.cluster, received * self.exchanged_bytes, f"planner {requested_by!r}", self.shards)
+            return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth()
+        return received_seconds(self.cluster, received * self.exchanged_bytes, ASKED_BY, self.shards)
 
-    def forward(self, computed: np.ndarray, requested_by: str) -> np.ndarray:
+    def forward(self, computed: np.ndarray) -> np.ndarray:
         """T_FEC: H [..., D] -> seconds [...]; the backward takes twice that. Source: Pro-Prophet, equations 2 and 3."""
-        return computed.max(axis=-1) / self.tokens_per_second(requested_by)
+        return computed.max(axis=-1) / self.tokens_per_second()
 
-    def trans(self, sizes: TransferSizes, devices: int, requested_by: str) -> np.ndarray:
+    def trans(self, sizes: TransferSizes, devices: int) -> np.ndarray:
         """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients: sizes [...] -> [...].
 
         The papers' price is the sum over replicated experts of holders / D x bytes of an expert / W (Pro-Prophet,
         equations 4 and 5), whatever the shape.
         """
         if self.price == "paper":
-            return sizes.holders * self.expert_bytes / (devices * self.bandwidth(requested_by))
+            return sizes.holders * self.expert_bytes / (devices * self.bandwidth())
         per_node = min(self.cluster.devices_per_node or devices, devices)
         forms = forms_of(self.transfer, devices, per_node)
-        times = [self._form_seconds(sizes, form, devices, per_node, requested_by) for form in forms]
+        times = [self._form_seconds(sizes, form, devices, per_node) for form in forms]
         return functools.reduce(np.minimum, times)
 
-    def _form_seconds(
-        self, sizes: TransferSizes | TransferShape, form: str, devices: int, devices_per_node: int, requested_by: str
-    ):
+    def _form_seconds(self, sizes: TransferSizes | TransferShape, form: str, devices: int, devices_per_node: int):
         """Return the seconds of one Trans as the program runs it in one form: a straight line where anything moves."""
         group = (devices, devices_per_node, self.shards)
-        start, offer, slot, crossing = _transfer_rates(self.cluster, self.expert_bytes, form, group, requested_by)
+        start, offer, slot, crossing = _transfer_rates(self.cluster, self.expert_bytes, form, group)
         line = offer * sizes.offers + slot * sizes.slots + crossing * sizes.crossing
         return np.where(np.asarray(sizes.slots) > 0, start + line, 0.0)
 
-    def cheapest_form(self, largest: TransferShape) -> str:
-        """Return the cheaper form for a transfer of these sizes, of equal ones 'flat'.
+    def form(self, sizes: TransferSizes | TransferShape, devices: int, devices_per_node: int) -> str:
+        """Return the form that `transfer` names for a transfer; 'auto': the cheaper one, of equal ones 'flat'.
 
         `price` plays no part: this is a choice for the program.
         """
-        group = (largest.devices, largest.devices_per_node)
-        requested_by = "the form of a transfer (PlannerConfig.transfer = 'auto')"
-        forms = forms_of("auto", *group)
-        times = [float(np.sum(self._form_seconds(largest, form, *group, requested_by))) for form in forms]
+        forms = forms_of(self.transfer, devices, devices_per_node)
+        if len(forms) == 1:
+            return forms[0]
+        times = [float(np.sum(self._form_seconds(sizes, form, devices, devices_per_node))) for form in forms]
         return forms[-1] if times[-1] < times[0] * (1 - 1e-9) else "flat"
 
-    def transfer_shape(self, sizes: TransferSizes, devices: int, devices_per_node: int) -> TransferShape:
-        """Return a transfer of these sizes in the form that `transfer` names; 'auto': in the cheaper one."""
-        forms = forms_of(self.transfer, devices, devices_per_node)
-        shapes = {form: sizes.shape(devices, devices_per_node, form == "by_node") for form in forms}
-        if len(forms) == 1:
-            return shapes[forms[0]]
-        return shapes[self.cheapest_form(shapes["by_node"])]
-
-    def shape_seconds(self, shape: TransferShape, requested_by: str) -> float:
+    def shape_seconds(self, shape: TransferShape) -> float:
         """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
         form = "by_node" if shape.by_node else "flat"
-        return float(self._form_seconds(shape, form, shape.devices, shape.devices_per_node, requested_by))
+        return float(self._form_seconds(shape, form, shape.devices, shape.devices_per_node))
 
-    def layer(self, computed: np.ndarray, received: np.ndarray, sizes: TransferSizes, requested_by: str) -> np.ndarray:
+    def layer(self, computed: np.ndarray, received: np.ndarray, sizes: TransferSizes) -> np.ndarray:
         """T of one layer, forward and backward: H, R [..., D], sizes [...] -> seconds [...].
 
         Source: Pro-Prophet, equation 6, and 8 with its block-wise schedule.
         """
-        return sum(self.parts(computed, received, sizes, requested_by).values())
+        return sum(self.parts(computed, received, sizes).values())
 
     def parts(
         self,
         computed: np.ndarray,
         received: np.ndarray,
         sizes: TransferSizes,
-        requested_by: str,
         exchange: np.ndarray | None = None,
         trans: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
@@ -229,10 +224,10 @@ class Cost:
           exchange: seconds [...] of one all-to-all where they are known link by link; else from R.
           trans: seconds [...] of one Trans under a shape in force; else of `sizes`.
         """
-        forward = self.forward(computed, requested_by)
+        forward = self.forward(computed)
         if trans is None:
-            trans = self.trans(sizes, computed.shape[-1], requested_by)
-        moved = self.exchange(received, requested_by) if exchange is None else exchange
+            trans = self.trans(sizes, computed.shape[-1])
+        moved = self.exchange(received) if exchange is None else exchange
         times = Times(attention=self.attention_seconds, experts=forward, exchange=moved, trans=trans, agg=trans)
         place, reduce = exposed(self.prefetch, times)
         others = 4 * moved + 3 * forward
@@ -255,7 +250,7 @@ def forms_of(form: str, devices: int, devices_per_node: int) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _transfer_rates(
-    cluster: Cluster, chunk_bytes: float, form: str, group: tuple[int, int, int], requested_by: str
+    cluster: Cluster, chunk_bytes: float, form: str, group: tuple[int, int, int]
 ) -> tuple[float, float, float, float]:
     """Return the seconds of one Trans as a line: start where anything moves, and for each offer, slot and crossing.
 
@@ -269,19 +264,9 @@ def _transfer_rates(
     for group, (inside, across) in zip(groups, sent, strict=True):
         start = start_up(cluster, group, across > 0)
         moved = (MANY * inside * chunk_bytes, MANY * across * chunk_bytes)
-        lines.append((start, (float(uniform_seconds(cluster, group, *moved, requested_by)) - start) / MANY))
+        lines.append((start, (float(uniform_seconds(cluster, group, *moved, ASKED_BY)) - start) / MANY))
     each = [line[1] for line in lines]
     return sum(line[0] for line in lines), each[0], each[-1], each[1] if by_node else 0.0
-
-
-def with_late_prices(cost: Cost, late: TransferShape | None) -> Cost:
-    """Return the cost with the sizes of the late transfer and its seconds, there and back.
-
-    They stay () under the papers' price, which is by the expert.
-    """
-    sizes = () if late is None or cost.price == "paper" else late.halves()
-    seconds = [2 * cost.shape_seconds(size, "a transfer after the gate") for size in sizes]
-    return dataclasses.replace(cost, late=late, late_seconds=(0.0, *seconds) if seconds else ())
 
 
 def predicted_layer_seconds(
@@ -298,13 +283,12 @@ def predicted_layer_seconds(
       planned: what was planned ahead, where `placement` has replicas that come after the gate.
     """
     computed, received = routing.expected(placement, loads)
-    requested_by = "predicted_layer_seconds"
     compiled, trans = shape is not None and cost.price != "paper", None
     if compiled:
-        ahead = 0.0 if shape.ahead is None else cost.shape_seconds(shape.ahead, requested_by)
+        ahead = 0.0 if shape.ahead is None else cost.shape_seconds(shape.ahead)
         trans = np.full(placement.layers, ahead)
-    total = sum(cost.parts(computed, received, placement_sizes(placement), requested_by, trans=trans).values())
+    total = sum(cost.parts(computed, received, placement_sizes(placement), trans=trans).values())
     if not compiled or shape.late is None or planned is None:
         return total
     needed = transfer_sizes(placement.home, placement.holds & ~planned.holds, shape.late.inside)
-    return total + late_price(needed, shape.late, with_late_prices(cost, shape.late).late_seconds, 0.0)
+    return total + late_price(needed, shape.late, dataclasses.replace(cost, late=shape.late).late_seconds, 0.0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import ASKED_BY, Cost
 from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
 
 
@@ -41,9 +41,9 @@ class FasterMoePlanner(Planner):
         Ahead, the search ends at the first expert beyond the replica slots. After the gate one that does not fit the
         late transfer is skipped, and the search goes on.
         """
-        name, after_gate = self.config.name, self.config.when == "after_gate"
+        after_gate = self.config.when == "after_gate"
         late = cost.late if after_gate else None  # what shadows must fit
-        rates = shadow_rates(cost, name)
+        rates = shadow_rates(cost)
         limit = cost.replica_slots if self.config.bounded else placement.experts
 
         def price(offers):
@@ -52,7 +52,7 @@ class FasterMoePlanner(Planner):
             if after_gate:
                 seconds = late_price(sizes, late, cost.late_seconds, count * rates.shadow)
             else:
-                seconds = 2 * cost.trans(sizes, placement.devices, name)
+                seconds = 2 * cost.trans(sizes, placement.devices)
             return seconds, count <= limit if late is None else late_room(sizes, late)
 
         loads, skips = np.asarray(loads, np.float64), late is not None
@@ -63,7 +63,7 @@ class FasterMoePlanner(Planner):
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
-        rates = shadow_rates(cost, self.config.name)
+        rates = shadow_rates(cost)
         fields = {"compute": rates.compute / groups, "exchange": rates.exchange / groups, "shadow": rates.shadow}
         return "shadow", {**fields, "residual": self.config.residual, "late_seconds": cost.late_seconds}
 
@@ -124,12 +124,12 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
     return found[1], found[3]
 
 
-def shadow_rates(cost: Cost, requested_by: str) -> ShadowRates:
-    """Return the rates by these prices, read for the planner `requested_by`."""
-    compute, bandwidth = 3.0 / cost.tokens_per_second(requested_by), cost.bandwidth(requested_by)
+def shadow_rates(cost: Cost) -> ShadowRates:
+    """Return the rates by these prices."""
+    compute, bandwidth = 3.0 / cost.tokens_per_second(), cost.bandwidth()
     if cost.price == "paper":
         shadow = cost.expert_bytes / bandwidth
     else:
-        devices = cost.cluster.devices or cost.cluster.need("devices_per_node", f"planner {requested_by!r}")
-        shadow = float(cost.trans(TransferSizes(1, 1, 1, devices), devices, requested_by))
+        devices = cost.cluster.devices or cost.cluster.need("devices_per_node", ASKED_BY)
+        shadow = float(cost.trans(TransferSizes(1, 1, 1, devices), devices))
     return ShadowRates(compute, 4.0 * cost.exchanged_bytes / bandwidth, 2.0 * shadow)

@@ -40,10 +40,9 @@ class FlexMoePlanner(Planner):
             for _ in range(placement.devices):
                 if not move():
                     break
-        name = self.config.name
-        gain = 3 * (before - search.load.max(axis=1)) / cost.tokens_per_second(name)
+        gain = 3 * (before - search.load.max(axis=1)) / cost.tokens_per_second()
         new = search.held & ~start.holds
-        moved = new.sum(axis=1).max(axis=1) * cost.state_bytes / cost.bandwidth(name)
+        moved = new.sum(axis=1).max(axis=1) * cost.state_bytes / cost.bandwidth()
         pays = gain * cost.microbatches * self.config.horizon > moved
         held = np.where(pays[:, None, None], search.held, held)
         return start.replace(replicas=np.argwhere(held & ~homes))

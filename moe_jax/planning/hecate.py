@@ -45,7 +45,7 @@ class HecatePlanner(Planner):
         if not self.config.materialize:
             return bare
         layers, devices = bare.layers, bare.devices
-        tau = min(cost.overlap(self.config.name), bare.experts)
+        tau = min(cost.overlap(), bare.experts)
         most = self.ahead_most(bare, cost)
         totals = np.asarray(loads, np.float64).sum(axis=1)
         order = falling(totals)[:, :tau]
@@ -71,10 +71,10 @@ class HecatePlanner(Planner):
         """
         if not self.config.decides_late:
             return placement
-        name, slots = self.config.name, self.config.late_slots if cost.late is None else cost.late.slots
+        slots = self.config.late_slots if cost.late is None else cost.late.slots
         loads = np.asarray(loads, np.float64)
         totals = loads.sum(axis=1)
-        order = falling(totals)[:, : cost.overlap(name)]
+        order = falling(totals)[:, : cost.overlap()]
         if not order.size or slots <= 0:
             return placement
         free = np.full((placement.layers, placement.devices), slots)
@@ -83,7 +83,7 @@ class HecatePlanner(Planner):
             wanted = added
             added, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
             self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
-        rates = shadow_rates(cost, name)  # those of the rule on the device
+        rates = shadow_rates(cost)  # those of the rule on the device
         seconds = []
         more = placement.replace(replicas=np.concatenate([placement.replicas, np.argwhere(added)]))
         for trial in (placement, more):
@@ -98,7 +98,7 @@ class HecatePlanner(Planner):
         return placement.replace(replicas=np.concatenate([placement.replicas, paying]))
 
     def ahead_most(self, placement, cost):
-        tau = min(cost.overlap(self.config.name), placement.experts)
+        tau = min(cost.overlap(), placement.experts)
         if tau <= cost.replica_slots:  # then all of them go everywhere
             return None
         return TransferSizes(1 + -(-tau // placement.devices), cost.replica_slots, -(-tau // placement.nodes))
@@ -110,35 +110,35 @@ class HecatePlanner(Planner):
                 room = slots_in(memory, cost.layers_alive, cost.expert_bytes) - cost.replica_slots
             slots = max(0, min(slots, room))
         # none where nothing is to decide, or no expert may get replicas
-        return slots if self.config.decides_late and slots and cost.overlap(self.config.name) else 0
+        return slots if self.config.decides_late and slots and cost.overlap() else 0
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
-        rates = shadow_rates(cost, self.config.name)
+        rates = shadow_rates(cost)
         return "calibrate", {
             "compute": rates.compute / groups,
             "exchange": rates.exchange / groups,
             "late_transfer": rates.shadow / shape.devices,
             "late_seconds": cost.late_seconds,
-            "overlap_degree": min(cost.overlap(self.config.name), shape.experts),
+            "overlap_degree": min(cost.overlap(), shape.experts),
         }
 
     def reshard(self, loads, placement, cost):
         # without materialisation no expert's tokens are taken off its home: all homes are to be balanced
-        tau = min(cost.overlap(self.config.name), placement.experts) if self.config.materialize else 0
+        tau = min(cost.overlap(), placement.experts) if self.config.materialize else 0
         return shard_homes(np.asarray(loads, np.float64).sum(axis=1), placement, tau)
 
     def remark(self, cost):
         """Say tau, and where it is 0, so that no expert gets a replica, why."""
         if not self.config.materialize and not self.config.decides_late:
             return None  # homes move, which tau has no part in
-        tau = cost.overlap(self.config.name)
+        tau = cost.overlap()
         if tau:
             return f"tau {tau}"
         if cost.overlap_degree == 0:
             return "tau 0: PlannerConfig.overlap_degree"
-        one = float(cost.overlap_seconds(np.array(1), self.config.name))
+        one = float(cost.overlap_seconds(np.array(1)))
         return f"tau 0: an expert travels {1e3 * one:.3g} ms, attention takes {1e3 * cost.attention_seconds:.3g} ms"
 
 

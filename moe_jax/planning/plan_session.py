@@ -13,7 +13,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner
-from moe_jax.planning.cost import Cost, with_late_prices
+from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import choose_split, split_evenly
 
@@ -118,7 +118,7 @@ class PlanSession:
 
         `placement` is what was planned ahead (None: the newest plan), `late` the largest transfer after the gate.
         """
-        cost = with_late_prices(self.cost, late)
+        cost = dataclasses.replace(self.cost, late=late)
         return self.planner.refine(loads, self.placement if placement is None else placement, cost)
 
     def state(self) -> dict:

@@ -79,7 +79,7 @@ class ProProphetPlanner(Planner):
         unused = totals[layer]
         node_of = np.arange(devices) // placement.devices_per_node
         needed = RunningSizes(len(rows), devices, placement.devices_per_node)
-        best = cost.layer(computed, received, needed.sizes(), self.config.name)
+        best = cost.layer(computed, received, needed.sizes())
         best_step = np.zeros(len(rows), int)
         active = np.ones(len(rows), bool)
         chosen = []  # (expert [r], targets [r, D]) of each step
@@ -109,7 +109,7 @@ class ProProphetPlanner(Planner):
             needed.add(heaviest, targets)
             chosen.append((expert, targets))
             unused[rows[active], expert[active]] = -1.0
-            time = cost.layer(computed, received, needed.sizes(), self.config.name)
+            time = cost.layer(computed, received, needed.sizes())
             better = active & (time < best)
             best, best_step = np.where(better, time, best), np.where(better, step, best_step)
         best = best.reshape(len(tries), layers)

@@ -32,13 +32,13 @@ class SmartMoePlanner(Planner):
         home = pack(loads.sum(axis=1), devices)[0].astype(np.int32)
         moved = bare.replace(home=home)
         none = TransferSizes(0, 0, 0)
-        now = cost.layer(*routing.expected(bare, loads), none, name)
-        then = cost.layer(*routing.expected(moved, loads), none, name)
+        now = cost.layer(*routing.expected(bare, loads), none)
+        then = cost.layer(*routing.expected(moved, loads), none)
         layer, expert = np.nonzero(bare.home != home)
         sent, got = np.zeros((2, placement.layers, devices))
         np.add.at(sent, (layer, bare.home[layer, expert]), 1)
         np.add.at(got, (layer, home[layer, expert]), 1)
         # all links at once
-        price = np.maximum(sent.max(axis=1), got.max(axis=1)) * cost.state_bytes / cost.bandwidth(name)
+        price = np.maximum(sent.max(axis=1), got.max(axis=1)) * cost.state_bytes / cost.bandwidth()
         pays = (now - then) * cost.microbatches * self.config.interval > price
         return bare.replace(home=np.where(pays[:, None], home, bare.home))

@@ -49,13 +49,13 @@ def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[flo
     """
     members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
     prices = Prices(target)
-    cost, asked_by = base_cost(config, roles, cluster_of(prices)), "ModelConfig.overlap = 'halves'"
+    cost = base_cost(config, roles, cluster_of(prices))
     tokens = config.train.batch_size * config.data.sequence_length / config.train.grad_accum_steps / roles.num_devices
     computed = np.full(members, tokens * config.moe.top_k * shards)
     times = Times(
         attention=cost.attention_seconds,
-        experts=float(cost.forward(computed, asked_by)),
-        exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
+        experts=float(cost.forward(computed)),
+        exchange=float(cost.exchange(computed * (1 - 1 / members))),
     )
     launches, recompute = MORE_KERNELS * prices.launch, config.model.recomputes
     in_one_piece, in_halves = (

@@ -23,11 +23,11 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import build_planner, with_late
 from moe_jax.planning.block_schedule import Times, shares
-from moe_jax.planning.cost import Cost, with_late_prices
+from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement, most_homes
 from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
-from moe_jax.planning.sizes import TransferSizes, expected_rows, fullest_pairs, pairs_by_kind
+from moe_jax.planning.sizes import expected_rows, fullest_pairs, pairs_by_kind
 from moe_jax.training.plan_cost import settle_memory
 from moe_jax.training.segments import initial_placement, segment_runs
 
@@ -37,7 +37,7 @@ def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict
     model = config.model
     if model.prefetch != "pro_prophet" or model.prefetch_case != "split":
         return {}
-    seconds = cost.shape_seconds(transfer, "the split of a transfer")
+    seconds = cost.shape_seconds(transfer)
     times = Times(attention=cost.attention_seconds, experts=0.0, trans=seconds, agg=seconds)
     cut = (round(share * PARTS) / PARTS for share in shares(times, model.refetch_replicas))
     return dict(zip(("trans_share", "agg_share"), cut, strict=True))
@@ -70,7 +70,7 @@ class Replanner:
         if not self.plans.config.decides_late:
             return dataclasses.replace(shape, late=None, after_gate=None)
         shape = with_late(self.plans.planner, shape, self.plans.cost)
-        cost = with_late_prices(self.plans.cost, shape.late)
+        cost = dataclasses.replace(self.plans.cost, late=shape.late)
         declared = self.plans.planner.late_rule(shape, cost, self.roles.size(self.roles.data))
         rule = None if declared is None else RULES[declared[0]](**declared[1])
         return dataclasses.replace(shape, after_gate=rule)
@@ -83,7 +83,8 @@ class Replanner:
         """
         if shape.after_gate is None:
             return placement
-        planner, cost = self.plans.planner if counted else self.uncounted, with_late_prices(self.plans.cost, shape.late)
+        planner = self.plans.planner if counted else self.uncounted
+        cost = dataclasses.replace(self.plans.cost, late=shape.late)
         return planner.refine(loads / self.plans.exchanges_per_step, placement, cost)
 
     def predicted_rows(self, shape: PlanShape, placement: Placement, more_often: float = 1.0) -> BucketRows | None:
@@ -147,10 +148,8 @@ class Replanner:
         if not fits(shape, placement):
             several_levels = 1 < self.start.devices_per_node < self.start.devices  # nodes of several devices
             first, need = shape.ahead is None, build_shape(placement, by_node=several_levels).ahead
-            cost, by_node = self.plans.cost, False
-            if need is not None:  # whether the first transfer of replicas planned ahead goes by node
-                sizes = TransferSizes(*(np.array(size) for size in (need.offers, need.slots, need.crossing)))
-                by_node = cost.transfer_shape(sizes, need.devices, need.devices_per_node).by_node
+            cost = self.plans.cost  # whether the first transfer of replicas planned ahead goes by node
+            by_node = need is not None and cost.form(need, need.devices, need.devices_per_node) == "by_node"
             most = self.plans.planner.ahead_most(placement, cost)
             shape = grow(shape, placement, by_node=by_node, replica_slots=cost.replica_slots, most=most)
             if first and shape.ahead is not None:

@@ -69,7 +69,7 @@ def main(argv):
 def hecate(trace, tau: int | None) -> list[dict]:
     """Print figure 15; return its rows."""
     trace, placement, cost = setting(trace, "hecate", tau)
-    tau = cost.overlap("hecate")
+    tau = cost.overlap()
     base = run(trace, placement, cost, "none")
     found = {"expert parallelism": report.summarize(base, base, cost)}
     resharded = {f"resharded every {at}": {**HECATE["sharding alone"], "shard_every": at} for at in INTERVALS}
@@ -128,7 +128,7 @@ def every_planner() -> list[dict]:
                 if own or tau == TAUS[0]:
                     summary = report.summarize(run(given.trace, placement, cost, name, every=1), base, cost)
                     row = {"table": "every planner", "row": name, "transfer": form, **summary}
-                    rows.append({**row, "tau": cost.overlap(name)} if own else row)
+                    rows.append({**row, "tau": cost.overlap()} if own else row)
     return rows
 
 

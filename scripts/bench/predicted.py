@@ -151,7 +151,7 @@ def report(devices, points, cases, seconds) -> None:
     for at, case in enumerate(cases):
         shape = case["shape"]
         cost = Cost(cluster=cluster, model_dim=case["bytes"], hidden_dim=1, matrices=1, dtype_bytes=1)
-        predicted = cost.shape_seconds(shape, "predicted.py")
+        predicted = cost.shape_seconds(shape)
         for kind in ("trans", "agg"):
             found[kind].append((predicted, seconds[f"{kind} {at}"]))
         exchange = next(iter(collectives.values())).seconds(case["rows"])

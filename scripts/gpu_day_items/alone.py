@@ -11,6 +11,8 @@ after_gate: what a rule after the gate takes by itself, and that the GPU decides
 
 from __future__ import annotations
 
+import dataclasses
+
 from gpu_day_items.context import seconds_of, shown
 
 TURNS = 12
@@ -165,7 +167,7 @@ def after_gate(context, planner: str):
     from moe_jax.moe.after_gate_rules import RULES
     from moe_jax.planning.balancer import build_planner, with_late
     from moe_jax.planning.config import PlannerConfig
-    from moe_jax.planning.cost import Cost, with_late_prices
+    from moe_jax.planning.cost import Cost
     from moe_jax.planning.placement import Placement
     from moe_jax.planning.plan_shape import build_shape, fill_tables
 
@@ -181,7 +183,7 @@ def after_gate(context, planner: str):
     planning = build_planner(PlannerConfig(name=planner, replica_slots=replicas, **when))
     plan = planning.propose(loads, even, cost)
     shape = with_late(planning, build_shape(plan, by_node=node < devices), cost)
-    name, fields = planning.late_rule(shape, with_late_prices(cost, shape.late), 1)
+    name, fields = planning.late_rule(shape, dataclasses.replace(cost, late=shape.late), 1)
     tables = fill_tables(shape, plan)
     tables_here = jax.tree.map(lambda leaf: np.asarray(leaf)[1, 0], tables)
     rule, counts, holders = RULES[name](**fields), loads[0].astype(np.int32), np.asarray(tables.slot_expert)[:, 0]

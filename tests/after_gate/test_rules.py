@@ -28,7 +28,7 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import NUMPY, build_planner
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost, with_late_prices
+from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.planning.shares import level_quotas
@@ -60,7 +60,7 @@ def cost_of(late, bandwidth=3e9, hidden_dim=128, price="executor"):
         name="test", nodes=DEVICES // NODE, devices_per_node=NODE, flat=True, intra_bandwidth=bandwidth, flops=3e13
     )
     sizes = {"model_dim": 64, "hidden_dim": hidden_dim, "replica_slots": SLOTS, "overlap_degree": 8}
-    return with_late_prices(Cost(cluster=cluster, price=price, **sizes), late)
+    return Cost(cluster=cluster, price=price, late=late, **sizes)
 
 
 def loads_of(kind, seed=0):

@@ -36,13 +36,13 @@ def test_papers_layer_time_by_hand():
     # H max 10: T_FEC = 5 s. R max 6: T_A2A = 6 x 8 / 16 = 3 s. s (D - n) = 8 holders: 8 x 48 / (4 x 16) = 6 s.
     cost = make_cost(**PAPER)
     computed, received, moved = np.array([10.0, 2, 4, 4]), np.array([6.0, 0, 1, 1]), sizes(9, 9, 9, holders=8)
-    assert cost.forward(computed, "t") == 5 and cost.exchange(received, "t") == 3
-    assert cost.trans(moved, 4, "t") == 6
+    assert cost.forward(computed) == 5 and cost.exchange(received) == 3
+    assert cost.trans(moved, 4) == 6
     # Scheduler: 12 + 15 + max(0, 6 - 5) + max(0, 6 - 10) = 28; off: 12 + 15 + 6 + 6 = 39.
-    assert cost.layer(computed, received, moved, "t") == 28
-    assert make_cost(price="paper").layer(computed, received, moved, "t") == 39
+    assert cost.layer(computed, received, moved) == 28
+    assert make_cost(price="paper").layer(computed, received, moved) == 39
     # One second of attention hides the last exposed second of Trans.
-    assert make_cost(**PAPER, attention_seconds=1.0).layer(computed, received, moved, "t") == 27
+    assert make_cost(**PAPER, attention_seconds=1.0).layer(computed, received, moved) == 27
 
 
 def two_level(**fields):
@@ -53,14 +53,14 @@ def two_level(**fields):
 
 def test_a_transfer_costs_what_the_executor_sends():
     # One node of four, flat: (2 + 3) 3/4 experts of 48 bytes over 16 bytes/s; holders play no part.
-    assert make_cost().trans(sizes(2, 3, 9, 99), 4, "t") == 5 * 0.75 * 48 / 16
+    assert make_cost().trans(sizes(2, 3, 9, 99), 4) == 5 * 0.75 * 48 / 16
     # 2 x 2, flat: of X = 2 half crosses nodes: 48 bytes a device, 96 a node: 12 s and 2 to start; m = 3: 18 and 2.
     # By node: A 2 x 1/2 x 48 / 16 = 3 and 1; B Cp = 2: (2 - 1) 2 / 2 x 48 = 48 a device, 96 a node: 12 and 2; C 4.5, 1.
     for form, seconds in (("flat", 34.0), ("by_node", 23.5), ("auto", 23.5)):
         cost = make_cost(cluster=two_level(), transfer=form)
-        assert cost.trans(sizes(2, 3, 2), 4, "t") == seconds
-    assert make_cost(cluster=two_level()).trans(sizes(1, 1, 8), 4, "t") == 16  # flat: 6 + 2 twice; by node: 50 and more
-    assert make_cost(cluster=two_level()).trans(sizes(), 4, "t") == 0
+        assert cost.trans(sizes(2, 3, 2), 4) == seconds
+    assert make_cost(cluster=two_level()).trans(sizes(1, 1, 8), 4) == 16  # flat: 6 + 2 twice; by node: 50 and more
+    assert make_cost(cluster=two_level()).trans(sizes(), 4) == 0
 
 
 def test_a_transfer_by_a_calibrations_fits():
@@ -68,8 +68,8 @@ def test_a_transfer_by_a_calibrations_fits():
     # By node: 96 and 144 bytes inside at 0.01 and 1, Nn Cp / G = 2 experts = 96 bytes across at 0.2 and 3.
     fits = {"all_to_all:4": (5.0, 0.1), "all_to_all:2": (1.0, 0.01), "all_to_all:2x2": (3.0, 0.2)}
     cluster = two_level(fits=fits)
-    assert make_cost(cluster=cluster, transfer="flat").trans(sizes(2, 3, 2), 4, "t") == pytest.approx(34.0)
-    by_node = make_cost(cluster=cluster, transfer="by_node").trans(sizes(2, 3, 2), 4, "t")
+    assert make_cost(cluster=cluster, transfer="flat").trans(sizes(2, 3, 2), 4) == pytest.approx(34.0)
+    by_node = make_cost(cluster=cluster, transfer="by_node").trans(sizes(2, 3, 2), 4)
     assert by_node == pytest.approx(5 + 0.96 + 1.44 + 19.2)
 
 
@@ -79,10 +79,10 @@ def test_schedules_hide_what_their_programs_hide():
     hides = {"none": 0.0, "hecate": 4 + 8, "pro_prophet": 4 + 5 + 11.25}
     for schedule, hidden in hides.items():
         cost = make_cost(attention_seconds=4.0, prefetch=Prefetch(schedule=schedule))
-        assert cost.layer(computed, received, moved, "t") == pytest.approx(27 + 22.5 - hidden), schedule
+        assert cost.layer(computed, received, moved) == pytest.approx(27 + 22.5 - hidden), schedule
     # in halves no exchange of 1.5 s outlasts attention's 2 or experts' 2.5; next to attention a are 0.5 and 2.5 left
     halves = make_cost(attention_seconds=4.0, prefetch=Prefetch(halves=True))
-    assert halves.layer(computed, received, moved, "t") == pytest.approx(15 + 22.5 - 0.5 - 2.5)
+    assert halves.layer(computed, received, moved) == pytest.approx(15 + 22.5 - 0.5 - 2.5)
 
 
 def run(kind, history, **fields):
@@ -177,7 +177,7 @@ def test_tau_by_the_executor_is_what_hides_behind_attention():
 
     def tau(seconds, rule="executor", price="executor"):
         own = dataclasses.replace(cost, attention_seconds=seconds, overlap_degree=rule, price=price)
-        return own.overlap("hecate")
+        return own.overlap()
 
     for price in ("executor", "paper"):  # the price of plans has no part in tau
         found = [tau(seconds, price=price) for seconds in (0.49, 0.51, 1.01, 1.51)]

@@ -83,7 +83,7 @@ def test_a_plan_is_priced_by_the_layer_that_runs(config):
     expert = 3 * 8 * 256
     assert (cost.exchanged_bytes, cost.expert_bytes, cost.state_bytes) == (8 * 2, expert * 2, expert * (4 + 8))
     assert (cost.cluster.devices_per_node, cost.cluster.inter_bandwidth) == (2, 1e9)
-    assert cost.tokens_per_second("t") == 1e9 / (6 * 8 * 256)
+    assert cost.tokens_per_second() == 1e9 / (6 * 8 * 256)
     assert (cost.prefetch.schedule, cost.microbatches) == ("pro_prophet", 2)
 
 

@@ -245,7 +245,7 @@ def test_the_layer_that_ran_is_priced(tmp_path):
     cost = Cost(**layer_of(given))
     # M 16, F 32 over 2 shards, bfloat16, float32 at home
     assert (cost.expert_bytes, cost.state_bytes) == (3 * 16 * 16 * 2, 3 * 16 * 16 * (4 + 8))
-    assert cost.tokens_per_second("t") == 30e12 / (6 * 16 * 16)
+    assert cost.tokens_per_second() == 30e12 / (6 * 16 * 16)
     tokens = given.trace.loads.sum(axis=(2, 3)).mean() / 4 / 2
     work = 2 * (8 * 16**2 + 4 * 8 * 16) + 6 * 16 * 20
     assert attention_seconds(given)[0] == pytest.approx(tokens / 2 * work / 30e12)

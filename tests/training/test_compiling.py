@@ -28,7 +28,9 @@ def test_target_follows_the_devices_and_unknown_rates_are_refused():
     assert (target.name, target.nodes, target.per_node) == ("h200", 2, 4)
     assert compiling.find_target(gpus("NVIDIA H200", 2), 8).devices == 2
     assert compiling.find_target(jax.devices(), 8) is None
-    with pytest.raises(UserError, match=r"the rates of 'NVIDIA B9', which are not known here \(2080ti, .*; set it to False"):
+    with pytest.raises(
+        UserError, match=r"the rates of 'NVIDIA B9', which are not known here \(2080ti, .*; set it to False"
+    ):
         compiling.find_target(gpus("NVIDIA B9", 8), 8)
 
 
