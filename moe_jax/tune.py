@@ -59,17 +59,17 @@ def command(argv: list[str]) -> int:
     try:
         set_up_compilation_cache(None)
         devices = jax.devices()
-    except RuntimeError as error:
-        raise UserError(
-            f"jax finds no devices ({str(error).splitlines()[0]}); --host_devices=8 takes the CPU"
-        ) from error
+    except (RuntimeError, AssertionError) as error:  # no backend, or a plugin of it that is missing
+        why = " ".join(str(error).split()) or "no backend"
+        raise UserError(f"jax finds no devices ({why}); --host_devices=8 takes the CPU") from error
     plain, candidates, gains = tuning.prepare(config, devices, _TRACE.value)
     print(
         "in this order: " + ", ".join(f"{name} ({gains[name]:.2g} s)" if name in gains else name for name in candidates)
     )
     key, path = tuning.journal_key(text, devices), out.with_suffix(".journal.jsonl")
     journal, bench = tuning.Journal(path, key, print), tuning.Bench(config, devices)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs would ignore the first
+        signal.signal(name, signal.default_int_handler)
     try:
         found = tuning.search(plain, candidates, bench, journal, _BUDGET.value, functools.partial(print, flush=True))
     except KeyboardInterrupt:

@@ -228,17 +228,15 @@ class Bench:
           loss: the first loss that each program must have; None takes that of the first.
 
         Returns:
-          {'status', 'reason'}, or of status 'timed' seconds {text: median of a step}, ratio of the last to the first,
-          whether it wins, rounds, loss.
+          status 'timed', seconds {text: median of a step}, ratio of the last to the first, whether it wins, rounds,
+          and loss.
+
+        Raises:
+          UserError, MemoryError, and what a compiler or device raises: a setting that does not run here.
         """
         self.steppers = {text: own for text, own in self.steppers.items() if text in settings}
-        for text in [text for text in settings if text not in self.steppers]:
-            stepper, found = self._start(with_bindings(self.config, settings[text]))
-            loss = found if loss is None else loss
-            bound = LOSS_BOUND.get(self.config.model.dtype, LOSS_BOUND_BELOW) * abs(loss)
-            if not abs(found - loss) <= bound:
-                return {"status": "another loss", "reason": f"{found:.8g} in step 1, not {loss:.8g} +- {bound:.1g}"}
-            self.steppers[text] = stepper
+        for text, setting in settings.items():
+            loss = self.start(text, setting, loss)
         try:
             if self.warm is None:
                 self._warm_up(self.steppers[next(iter(settings))])
@@ -246,7 +244,7 @@ class Bench:
             steps = math.ceil(self.least_seconds / min(interleaved_seconds(single, 1).values())[0])
             turns = {text: self._turn(self.steppers[text], steps) for text in settings}
             taken = interleaved_seconds(turns, ROUNDS)
-            first, *_, last = [*taken.values()] * 2
+            first, last = (taken[list(taken)[place]] for place in (0, -1))
             ratio, error = compare(first, last)
             if len(taken) == 2 and abs(ratio - 1 + MARGIN) < 2 * error:
                 for text, more in interleaved_seconds(turns, MORE).items():
@@ -259,11 +257,22 @@ class Bench:
         wins = ratio < 1 - MARGIN and ratio + error < 1
         return {"status": "timed", "seconds": seconds, "ratio": ratio, "wins": wins, "rounds": len(first), "loss": loss}
 
-    def _start(self, config: RunConfig) -> tuple[Stepper, float]:
+    def start(self, text: str, setting: Setting, loss: float | None) -> float:
+        """Compile a setting's program, unless it is there; return its first loss, which must be `loss` unless None."""
+        if text not in self.steppers:
+            stepper, found = self._compiled(with_bindings(self.config, setting))
+            loss = found if loss is None else loss
+            bound = LOSS_BOUND.get(self.config.model.dtype, LOSS_BOUND_BELOW) * abs(loss)
+            if not abs(found - loss) <= bound:
+                raise UserError(f"the first loss is {found:.8g}, not {loss:.8g} +- {bound:.1g}")
+            self.steppers[text] = stepper
+        return loss
+
+    def _compiled(self, config: RunConfig) -> tuple[Stepper, float]:
         """Return the compiled program of a run, without a state, and the loss of the run's first step."""
         if config.planner.name != "none" and not self.past:
             model = dataclasses.replace(config.model, prefetch="none", refetch_replicas=False)
-            self._warm_up(self._start(dataclasses.replace(config, model=model, planner=PlannerConfig()))[0])
+            self._warm_up(self._compiled(dataclasses.replace(config, model=model, planner=PlannerConfig()))[0])
         session = build_session(config, self.devices)
         engine = build_engine(session)
         if engine is not None:
@@ -357,7 +366,7 @@ def search(
                     text = text_of(rival, plain)
                     if text in ratios or (name, value) in far:
                         continue
-                    say(f"{len(rows)} of {max(total, len(rows))}: {text}, {until - journal.spent:.0f} s left")
+                    say(f"{len(rows)} of {max(total, len(rows))}: {text}, {max(0, until - journal.spent):.0f} s left")
                     answer = ask("race", [best, rival], until, first["loss"])
                     seconds, ratio, said = None, None, f"{answer['status']}: {answer.get('reason')}"
                     if answer["status"] == "timed":
