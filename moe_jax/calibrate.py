@@ -18,7 +18,7 @@ import pathlib
 
 from absl import flags
 
-from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.config.command_line import define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
 
 _OUT = flags.DEFINE_string("out", None, "File to write, such as cluster.json.")
@@ -33,9 +33,7 @@ flags.DEFINE_integer("devices_per_node", 0, "Devices of a node; 0 takes those of
 flags.DEFINE_bool("compute", True, "Time matmuls, gating and moving rows too.")
 flags.DEFINE_integer("layers", 14, "Whole layers to time under each schedule; 0 for none.")
 flags.DEFINE_float("scale", 1.0, "Tokens of the timed compute over the default ones.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, for several processes.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
+_PLACE = define_job_flags()
 
 
 def command(argv: list[str]) -> None:
@@ -59,10 +57,7 @@ def command(argv: list[str]) -> None:
 
     names = (field.name for field in dataclasses.fields(CalibrationOptions))
     options = CalibrationOptions(**{name: flags.FLAGS[name].value for name in names})
-    place = HostsConfig(
-        coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value, process_id=_PROCESS_ID.value
-    )
-    with start_hosts(place) as hosts:
+    with start_hosts(HostsConfig(**{flag.name: flag.value for flag in _PLACE})) as hosts:
         say = (lambda line: print(line, flush=True)) if hosts.is_main else (lambda line: None)
         cluster, points = calibrate(jax.devices(), options, hosts, mesh, say)
         if hosts.is_main:

@@ -15,7 +15,7 @@ import pathlib
 
 from absl import flags, logging
 
-from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.config.command_line import define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder whose newest checkpoint generates.")
@@ -34,10 +34,7 @@ _DECODE = flags.DEFINE_enum("decode", "gather", ["gather", "exchange"], "How sin
 _OUT = flags.DEFINE_string("out", "", "JSON file for prompts and continuations.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Wins over the run's config; may repeat.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port where process 0 listens; for several processes.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0; that one prints and writes.")
-_JOB_TOKEN = flags.DEFINE_string("job_token", None, "Secret of the job; or MOE_JAX_JOB_TOKEN in the environment.")
+_PLACE = define_job_flags()
 
 
 def command(argv: list[str]) -> int:
@@ -71,13 +68,7 @@ def command(argv: list[str]) -> int:
                 f"--prompt_ids={file} must be a JSON list of lists of whole numbers, such as [[5, 17], [8]]"
             )
     set_up_devices(_HOST_DEVICES.value)
-    hosts_config = HostsConfig(
-        coordinator=_COORDINATOR.value,
-        num_processes=_NUM_PROCESSES.value,
-        process_id=_PROCESS_ID.value,
-        job_token=_JOB_TOKEN.value,
-    )
-    with start_hosts(hosts_config) as hosts:
+    with start_hosts(HostsConfig(**{flag.name: flag.value for flag in _PLACE})) as hosts:
         generate(prompts, sampling, hosts)
     return 0
 

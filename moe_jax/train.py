@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from absl import flags, logging
 
-from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.config.command_line import define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
@@ -25,15 +25,7 @@ _TARGET = flags.DEFINE_string(
 _EVAL_ONLY = flags.DEFINE_bool("eval_only", False, "Only evaluate the last checkpoint of --workdir on held-out text.")
 _INIT_FROM = flags.DEFINE_string("init_from", "", "Run folder whose parameters a new run starts from.")
 _INIT_FROM_EMA = flags.DEFINE_bool("init_from_ema", False, "With --init_from: take its averaged parameters.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port where process 0 listens; for several processes.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0.")
-_JOB_TOKEN = flags.DEFINE_string(
-    "job_token",
-    None,
-    "Secret that keeps strangers out of the start, the same for all processes; as MOE_JAX_JOB_TOKEN in the "
-    "environment it does not show in ps.",
-)
+_PLACE = define_job_flags()
 _COMPILATION_CACHE = flags.DEFINE_string(
     "compilation_cache",
     None,
@@ -79,14 +71,8 @@ def command(argv: list[str]) -> int:
 
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    hosts_config = HostsConfig(
-        coordinator=_COORDINATOR.value,
-        num_processes=_NUM_PROCESSES.value,
-        process_id=_PROCESS_ID.value,
-        stall_after_seconds=_STALL_AFTER_SECONDS.value,
-        job_token=_JOB_TOKEN.value,
-    )
-    with start_hosts(hosts_config) as hosts:
+    place = {flag.name: flag.value for flag in _PLACE}
+    with start_hosts(HostsConfig(**place, stall_after_seconds=_STALL_AFTER_SECONDS.value)) as hosts:
         set_up_compilation_cache(_COMPILATION_CACHE.value)
         if _EVAL_ONLY.value:
             evaluate_run(config, config_text, hosts, _WORKDIR.value)

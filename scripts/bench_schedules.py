@@ -29,6 +29,7 @@ import numpy as np
 from absl import app, flags
 
 from moe_jax.analysis.timed import SCHEDULES, LayerCase, schedules_of
+from moe_jax.config.command_line import define_job_flags
 
 _OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.", required=True)
 _PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
@@ -37,9 +38,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 9, "Interleaved rounds.")
 _REPORT = flags.DEFINE_bool("report", False, "Read the CSV file and report; measures nothing.")
 _CLUSTER = flags.DEFINE_string("cluster", None, "Calibration file of this place, for --report.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Devices that the CPU is split into.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, for several processes.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
+_JOB = define_job_flags()
 
 # layers of each (N_MP, N_ESP); (1, 1) is left out: all schedules are the same program there
 COUNTS = {
@@ -92,10 +91,7 @@ def measure(path: pathlib.Path) -> None:
     set_up_devices(_HOST_DEVICES.value)
     import jax
 
-    place = HostsConfig(
-        coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value, process_id=_PROCESS_ID.value
-    )
-    with start_hosts(place) as hosts:
+    with start_hosts(HostsConfig(**{flag.name: flag.value for flag in _JOB})) as hosts:
         path.parent.mkdir(parents=True, exist_ok=True)
         todo = [layer for layer in sweep(_PLACE.value) if layer not in read_rows(path)]
         for index, layer in enumerate(todo):

@@ -104,7 +104,8 @@ def check_words(command):
     path, words = program_of(command)
     if path is None:
         return
-    source = path.read_text(encoding="utf-8")
+    sources = path, ROOT / "moe_jax" / "config" / "command_line.py"  # which has flags of several commands
+    source = "".join(file.read_text(encoding="utf-8") for file in sources)
     flags = re.findall(r'DEFINE_\w+\(\s*"(\w+)"', source) + re.findall(r'"--([\w-]+)"', source)
     given = [word.removeprefix("--").split("=", 1) for word in words if word.startswith("--")]
     for flag, *_ in given:

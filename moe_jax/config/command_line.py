@@ -25,6 +25,23 @@ COMPILING = "moe_jax compiling"  # name of threads that write nothing, and that 
 HELP, HELP_FULL = ("--help", "-help", "-h", "--helpshort", "-helpshort"), ("--helpfull", "-helpfull")
 
 
+flags.disclaim_key_flags()  # what is defined here is a flag of the command that asked for it
+
+
+def define_job_flags() -> list[flags.FlagHolder]:
+    """Define the flags of a process' place in its job; each has the name of its field of `HostsConfig`."""
+    token_help = (
+        "Secret that keeps strangers out of the start, the same for all processes; as MOE_JAX_JOB_TOKEN in the "
+        "environment it does not show in ps."
+    )
+    return [
+        flags.DEFINE_string("coordinator", None, "host:port where process 0 listens; for several processes."),
+        flags.DEFINE_integer("num_processes", None, "Processes of the job."),
+        flags.DEFINE_integer("process_id", None, "Index of this process, from 0; that one prints and writes."),
+        flags.DEFINE_string("job_token", None, token_help),
+    ]
+
+
 def exit_code_of(error: BaseException | None) -> int:
     """Return the exit code that a command ends with after an exception."""
     if isinstance(error, SystemExit):

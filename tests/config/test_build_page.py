@@ -19,7 +19,8 @@ def test_what_a_script_writes_is_up_to_date(script):
 
 def test_every_flag_of_the_trainer_is_named():
     page = (ROOT / "BUILD.md").read_text(encoding="utf-8")
-    source = (ROOT / "moe_jax" / "train.py").read_text(encoding="utf-8")
+    sources = ROOT / "moe_jax" / "train.py", ROOT / "moe_jax" / "config" / "command_line.py"
+    source = "".join(path.read_text(encoding="utf-8") for path in sources)
     flags = re.findall(r"flags\.DEFINE_\w+\(\s*\"(\w+)\"", source)
     assert len(flags) > 15
     assert [flag for flag in flags if f"`--{flag}" not in page] == []

@@ -7,6 +7,7 @@ import pytest
 
 COMMANDS = {  # command: a flag of its own
     "train": "--workdir",
+    "generate": "--process_id",
     "replay": "--planners",
     "inspect": "--target",
 }
