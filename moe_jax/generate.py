@@ -78,7 +78,7 @@ def generate(prompts, sampling, hosts) -> None:
     import jax
 
     from moe_jax.inference import load
-    from moe_jax.inference.generator import run_config
+    from moe_jax.training.checkpoint import run_config
 
     config, bindings = run_config(_WORKDIR.value, _GIN_BINDINGS.value), list(_GIN_BINDINGS.value)
     if config.model.dtype == "float64":

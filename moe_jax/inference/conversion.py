@@ -20,7 +20,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.data import DataConfig, build_tokenizer
 from moe_jax.errors import UserError
@@ -42,7 +41,7 @@ from moe_jax.models.language_model import is_bank, segment_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.observe import RunFolder
 from moe_jax.observe.run_folder import disk_errors_named, write_atomically
-from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, write_params
+from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
 from moe_jax.training.feed import padded_vocabulary
 
 TOKENIZER = "tokenizer.json"
@@ -175,18 +174,13 @@ def export_folder(
       UserError: a run without a checkpoint, a model that no known architecture computes, or as `import_folder`.
     """
     folder = RunFolder(workdir, create=False)
-    if not folder.config.exists():
-        raise UserError(f"{folder.path} holds no config.gin; give the --workdir of a run")
-    run = parse_run_config([str(folder.config)])[0]
+    run = run_config(workdir)
     dtype = dtype or run.model.dtype
     if dtype not in NUMPY_DTYPES:
         raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(NUMPY_DTYPES)}")
     vocabulary = run.model.vocab_size or padded_vocabulary(build_tokenizer(run.data), run.model)
     model = dataclasses.replace(run.model, vocab_size=vocabulary, dtype=dtype)
-    checkpoints = Checkpointer(folder.checkpoints, keep=1)
-    step = checkpoints.latest()
-    if step is None:
-        raise UserError(f"{folder.path} has no finished checkpoint; train first, or give the folder of another run")
+    step = Checkpointer(folder.checkpoints, keep=1).choose()
     family = find_export_family(model, run.moe)
     places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
     parts = read_parts(folder.checkpoints, step, [(place.leaf, place.index) for place in places])

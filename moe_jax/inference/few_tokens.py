@@ -26,19 +26,12 @@ from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import Tables, destinations
-from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.mesh import Roles, replace_leaf
 from moe_jax.parallel.varying import cast_varying, varying_axes, varying_to_replicated
 
 # Experts as int8 have a scale for each output channel, the largest magnitude over 127, so each weight is off by at most
 # half a scale. A block of weights is cast as its matmul reads it, so no float copy of a bank is ever made.
 SCALE = "_scale"
-
-
-def replace_leaf(change, leaf, shardings):
-    """Return change(leaf), on the devices as `shardings` say, and delete the leaf: never are two banks held at once."""
-    changed = jax.block_until_ready(jax.jit(change, out_shardings=shardings)(leaf))
-    leaf.delete()
-    return changed
 
 
 def quantize_bank(bank: dict) -> dict:

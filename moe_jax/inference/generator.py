@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.cluster import Cluster
-from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.data.tokenizer import END_FILES, read_end_ids
 from moe_jax.errors import UserError
-from moe_jax.inference.few_tokens import quantize_bank, replace_leaf
+from moe_jax.inference.few_tokens import quantize_bank
 from moe_jax.inference.programs import (
     LEAST_LENGTH,
     Sampling,
@@ -39,13 +38,13 @@ from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
 from moe_jax.observe import RunFolder
-from moe_jax.parallel.mesh import build_mesh, to_devices
+from moe_jax.parallel.mesh import build_mesh, replace_leaf, to_devices
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.checkpoint import Checkpointer, run_config
 from moe_jax.training.feed import padded_vocabulary
 
 MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
@@ -100,22 +99,7 @@ def load(
     """
     config, folder = run_config(workdir, bindings), RunFolder(workdir, create=False)
     with contextlib.closing(Checkpointer(folder.checkpoints, keep=1)) as checkpoints:
-        steps = checkpoints.steps()
-        if not steps:
-            raise UserError(
-                f"run folder {folder.path} has no finished checkpoint; train first, with the same --workdir"
-            )
-        if step is not None and step not in steps:
-            raise UserError(
-                f"run folder {folder.path} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}; "
-                "take one of these"
-            )
-        step = steps[-1] if step is None else step
-        if averaged and not checkpoints.has_ema(step):
-            raise UserError(
-                f"the checkpoint of step {step} of {folder.path} holds no averaged parameters; leave --averaged out, "
-                "or train with train.ema_decay"
-            )
+        step = checkpoints.choose(step)
         tokenizer = find_tokenizer(config, folder.path)
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
         abstract = jax.tree.map(
@@ -143,14 +127,6 @@ def load(
         quantize=quantize,
         decode=decode,
     )
-
-
-def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:
-    """Return the config of a run folder; `bindings` win over it. A UserError if there is no such run."""
-    folder = RunFolder(workdir, create=False)
-    if not folder.config.exists():
-        raise UserError(f"run folder {folder.path} holds no config.gin; give the --workdir of a run that has trained")
-    return parse_run_config([str(folder.config)], bindings)[0]
 
 
 def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | None) -> LanguageModel:

@@ -282,6 +282,13 @@ def set_up_devices(count: int | None) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
 
 
+def replace_leaf(change, leaf, shardings):
+    """Return change(leaf), on the devices as `shardings` say, and delete the leaf: never are two banks held at once."""
+    changed = jax.block_until_ready(jax.jit(change, out_shardings=shardings)(leaf))
+    leaf.delete()
+    return changed
+
+
 def to_devices(arrays, shardings):
     """Return NumPy arrays as global arrays; every process gives the same arrays and places its own part.
 

@@ -2,7 +2,8 @@
 
 Inputs: the training state {'step', 'params', 'opt_state'} of global arrays, and 'ema' where one is kept, the homes of
 its experts, and a dictionary of host data (position in the data, config text, ...). Outputs: one folder a checkpoint,
-named by its step; and the state again, on whatever mesh, split and homes the reader has. Letters: docs/notation.md.
+named by its step; the state again, on whatever mesh, split and homes the reader has; and the config that is next to it.
+Letters: docs/notation.md.
 """
 
 # Leaves of the expert bank are stored as [L, E, ...], of each segment of the model for itself, so a file does not
@@ -32,7 +33,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,11 @@ from absl import logging as absl_logging
 from etils import epath
 from jax.sharding import NamedSharding
 
+from moe_jax.config.gin_files import parse_run_config
+from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
+from moe_jax.observe import RunFolder
 from moe_jax.training.bank_order import Homes, from_file, home_of, stored_as, to_file
 
 FORMAT = "moe_jax checkpoint 1"
@@ -55,6 +59,14 @@ _START_SECONDS = 300
 _BATCH_BYTES = 64 * 2**20
 _CACHE_BYTES = 2**26
 Index = tuple[int | slice, ...]  # of a part of a leaf: a number keeps one row of that dim, slice(None) all of it
+
+
+def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:
+    """Return the config of a run folder; `bindings` win over it. A UserError if there is no such run."""
+    folder = RunFolder(workdir, create=False)
+    if not folder.config.exists():
+        raise UserError(f"run folder {folder.path} holds no config.gin; give the --workdir of a run that has trained")
+    return parse_run_config([str(folder.config)], bindings)[0]
 
 
 class Checkpointer:
@@ -91,6 +103,18 @@ class Checkpointer:
             newest = int(ocp.multihost.broadcast_one_to_all(np.int32(newest)))
         return None if newest < 0 else newest
 
+    def choose(self, step: int | None = None, named: str = "--step") -> int:
+        """Return `step`, or the newest for None; a UserError where it is not there tells to set what `named` names."""
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{self.folder} has no finished checkpoint; train first, or give the folder of another run")
+        if step is not None and step not in steps:
+            raise UserError(
+                f"{self.folder} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}; set {named} to "
+                "one of these, or leave it out for the newest"
+            )
+        return steps[-1] if step is None else step
+
     def read_host(self, step: int) -> dict:
         """Return the host data of a checkpoint; reads one JSON file, and needs no device."""
         with self._reading_errors_named(step):
@@ -124,6 +148,11 @@ class Checkpointer:
     def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params"):
         """Return the parameters {'dense', 'bank'} alone, or 'ema', their moving average; else as `restore`."""
         self.read_host(step)
+        if part == "ema" and not self.has_ema(step):
+            raise UserError(
+                f"{self._path(step)} holds no moving average of its parameters; leave out the flag that asks for it "
+                "(--averaged, --init_from_ema), or give a run with train.ema_decay"
+            )
         params = {name: leaf for name, leaf in self._stored(step).items() if name.startswith(f"{part}/")}
         return self._read(step, params, flatten(abstract_params, part), abstract_params, home)
 

@@ -206,11 +206,6 @@ def starting_state(
         step = other.latest()
         if step is None:
             raise UserError(f"--init_from={init_from} has no finished checkpoint; give the folder of a run")
-        if init_from_ema and not other.has_ema(step):
-            raise UserError(
-                f"--init_from_ema: the checkpoint of step {step} of {init_from} holds no moving average of its "
-                "parameters; leave the flag out, or give a run with train.ema_decay"
-            )
         part, word = ("ema", "averaged parameters") if init_from_ema else ("params", "parameters")
         params = other.restore_params(step, session.abstract_state()["params"], session.home, part)
         other.close()

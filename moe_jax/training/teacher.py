@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import jax
 
-from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig, config_differences, config_text, may_differ
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data import Tokenizer, build_tokenizer
@@ -26,8 +25,8 @@ from moe_jax.models.language_model import Teacher
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import make_schedule
 from moe_jax.observe import RunFolder
-from moe_jax.parallel.mesh import Roles, mesh_axes
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.parallel.mesh import Roles, mesh_axes, replace_leaf
+from moe_jax.training.checkpoint import Checkpointer, run_config
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.segments import build_model
@@ -45,25 +44,14 @@ def _named(config: DistillationConfig) -> Iterator[None]:
 def read_teacher(config: DistillationConfig) -> RunConfig:
     """Return the config that the teacher was trained with; UserError where there is no such run."""
     with _named(config):
-        folder = RunFolder(config.teacher, create=False)
-        if not folder.config.exists():
-            raise UserError("it holds no config.gin; give the --workdir of a run that has trained the teacher")
-        return parse_run_config([str(folder.config)])[0]
+        return run_config(config.teacher)
 
 
 def teacher_checkpoint(config: DistillationConfig) -> tuple[Checkpointer, int]:
     """Return the teacher's checkpoints, and the step of the one that teaches; UserError where there is none."""
     with _named(config):
         checkpoints = Checkpointer(RunFolder(config.teacher, create=False).checkpoints, keep=1)
-        steps = checkpoints.steps()
-        if not steps:
-            raise UserError("it has no finished checkpoint; train it first, with the same --workdir")
-        if config.teacher_step is not None and config.teacher_step not in steps:
-            raise UserError(
-                f"it has no checkpoint of step {config.teacher_step}, only of {', '.join(map(str, steps))}; set "
-                "DistillationConfig.teacher_step to one of these, or None for the newest"
-            )
-        return checkpoints, steps[-1] if config.teacher_step is None else config.teacher_step
+        return checkpoints, checkpoints.choose(config.teacher_step, "DistillationConfig.teacher_step")
 
 
 def mesh_experts(config: RunConfig, devices: int) -> tuple[int, ...]:
@@ -213,9 +201,6 @@ def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
     def cast(leaf, wanted):
         if leaf.dtype == wanted.dtype:
             return leaf
-        function = jax.jit(lambda leaf: leaf.astype(wanted.dtype), out_shardings=wanted.sharding)
-        held = jax.block_until_ready(function(leaf))
-        leaf.delete()  # not two banks at once
-        return held
+        return replace_leaf(lambda leaf: leaf.astype(wanted.dtype), leaf, wanted.sharding)
 
     return {**params, "bank": jax.tree.map(cast, params["bank"], teacher.held_params()["bank"])}

@@ -247,8 +247,8 @@ def print_losses():
 
     from moe_jax.data import build_cache, held_out_batches
     from moe_jax.inference import load
-    from moe_jax.inference.generator import run_config
     from moe_jax.parallel.mesh import set_up_devices
+    from moe_jax.training.checkpoint import run_config
 
     set_up_devices(_HOST_DEVICES.value)
     data = run_config(_WORKDIR.value, _GIN_BINDINGS.value).data

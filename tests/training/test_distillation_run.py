@@ -94,8 +94,8 @@ def test_another_teacher_is_refused_in_one_line(taught):
     ("change", "says"),
     [
         ("DistillationConfig.teacher = '{0}/nowhere'", "run folder .*nowhere does not exist"),
-        ("DistillationConfig.teacher = '{0}/empty'", "it has no finished checkpoint; train it first"),
-        ("DistillationConfig.teacher_step = 2", "it has no checkpoint of step 2, only of 3"),
+        ("DistillationConfig.teacher = '{0}/empty'", "empty/checkpoints has no finished checkpoint"),
+        ("DistillationConfig.teacher_step = 2", "of step 2, only of 3; set DistillationConfig.teacher_step to"),
         ("ModelConfig.vocab_size = 512", "its vocabulary has 384 entries of the tokenizer 'byte', and this run's 512"),
         ("ModelConfig.kind = 'bert'", "its ModelConfig.kind is 'gpt', and this run's 'bert'"),
         ("DistillationConfig.teacher = '{0}/three'", r"num_experts \(3\) must be divisible by the expert axis \(2\)"),
