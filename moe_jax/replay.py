@@ -119,8 +119,7 @@ def replay() -> dict:
         simulate.split_name(name)
     if FLAGS.lag < 1 or FLAGS.every < 1:
         raise UserError(f"--lag ({FLAGS.lag}) and --every ({FLAGS.every}) must be at least 1")
-    names = (field.name for field in dataclasses.fields(inputs.GivenFlags))
-    given = inputs.build_inputs(inputs.GivenFlags(**{name: getattr(FLAGS, name) for name in names}))
+    given = inputs.build_inputs(FLAGS.flag_values_dict())
     _, layers, sources, experts = given.trace.loads.shape
     if not 0 <= FLAGS.plot_layer < layers:
         raise UserError(f"--plot_layer ({FLAGS.plot_layer}) must lie in 0..{layers - 1}, the trace's layers")

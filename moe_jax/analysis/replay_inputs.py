@@ -8,7 +8,9 @@ comes from.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,23 +27,7 @@ TOP_K = 2  # of a trace that does not say
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GivenFlags:
-    """The flags that decide the inputs; None where a flag was not given."""
-
-    trace: str | None
-    segment: int | None = None
-    cluster: str | None = None
-    nodes: int | None = None
-    devices_per_node: int | None = None
-    model_dim: int | None = None
-    hidden_dim: int | None = None
-    dtype_bytes: int | None = None
-    activation: str | None = None
-    expert_shards: int | None = None
-    moe_every: int | None = None
-    dense_hidden_dim: int | None = None
-    sequence_length: int | None = None
+Given = Mapping[str, Any]  # {flag: value} of `moe_jax.replay`, None or absent where a flag was not given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,15 +49,15 @@ class ReplayInputs:
     messages: tuple[str, ...]  # for the user
 
 
-def build_inputs(given: GivenFlags) -> ReplayInputs:
+def build_inputs(given: Given) -> ReplayInputs:
     """Return what a replay runs with.
 
     Raises:
       UserError: a flag is missing whose value the trace does not have, or what is given does not fit together.
     """
-    if given.trace is None:
+    if (named := given.get("trace")) is None:
         raise UserError("--trace is missing; give a run folder, or the path of an npz file with loads")
-    path = Path(given.trace).expanduser()
+    path = Path(named).expanduser()
     if path.is_dir():
         path = RunFolder(path, create=False).loads
         if not path.exists():
@@ -84,13 +70,13 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
         raise UserError(f"{path}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
     trace, messages = one_mesh(recorded, given)
     origin = trace.origins[-1] if trace.origins else None
-    trace, origin = one_segment(trace, origin, given.segment, path)
+    trace, origin = one_segment(trace, origin, given.get("segment"), path)
     ran = {}  # sizes of the layer that ran, and of what precedes it
     if origin is None:
-        if given.cluster is None:
+        if given.get("cluster") is None:
             raise UserError(f"--cluster is missing; give a path, for {path.name} does not say which run it is of")
     else:
-        if origin.dtype not in BYTES and given.dtype_bytes is None:
+        if origin.dtype not in BYTES and given.get("dtype_bytes") is None:
             raise UserError(f"{path}: dtype {origin.dtype!r} is unknown; give --dtype_bytes, the bytes of one number")
         ran = {**vars(origin), "dtype_bytes": BYTES.get(origin.dtype), "expert_shards": origin.expert_shards}
         messages.append(
@@ -100,7 +86,7 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
     cluster = find_cluster(given, origin, trace.loads.shape[2], path, messages)
     layer = {}
     for name, default in LAYER.items():
-        flag = getattr(given, name)
+        flag = given.get(name)
         layer[name] = flag if flag is not None else ran.get(name) or default or 4 * layer["model_dim"]
         if name != "activation" and layer[name] < 1:
             raise UserError(f"--{name} ({layer[name]}) must be at least 1")
@@ -148,7 +134,7 @@ def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
     )
 
 
-def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[str]]:
+def one_mesh(recorded: LoadsTrace, given: Given) -> tuple[LoadsTrace, list[str]]:
     """Return the samples of one mesh, without the zeros that fill them up, and what there is to say of it.
 
     A run that was resumed on other meshes has samples of several: those with as many sources as the flags ask devices
@@ -159,8 +145,9 @@ def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[
         sources = np.full(len(loads), loads.shape[2])
     meshes = [(int(S), o.mesh if o else None) for S, o in zip(sources, origins or [None] * len(loads), strict=True)]
     wanted = meshes[-1]
-    if given.nodes is not None and given.devices_per_node is not None:
-        devices = given.nodes * given.devices_per_node
+    nodes, per_node = given.get("nodes"), given.get("devices_per_node")
+    if nodes is not None and per_node is not None:
+        devices = nodes * per_node
         wanted = next((mesh for mesh in reversed(meshes) if mesh[0] == devices), wanted)
     taken = np.flatnonzero([mesh == wanted for mesh in meshes])
     messages = []
@@ -217,15 +204,14 @@ def one_segment(
     return trace._replace(loads=loads), own_origin
 
 
-def find_cluster(
-    given: GivenFlags, origin: LoadsOrigin | None, sources: int, path: Path, messages: list[str]
-) -> Cluster:
+def find_cluster(given: Given, origin: LoadsOrigin | None, sources: int, path: Path, messages: list[str]) -> Cluster:
     """Return the cluster of the flag, of the run, or the default one, with as many devices as the trace has sources.
 
     Sizes come from the flags, then from the file that --cluster names, then from the trace.
     """
-    if given.cluster is not None:
-        cluster = read_cluster(given.cluster).sized(given.nodes, given.devices_per_node)
+    named, nodes, per_node = (given.get(flag) for flag in ("cluster", "nodes", "devices_per_node"))
+    if named is not None:
+        cluster = read_cluster(named).sized(nodes, per_node)
     else:
         cluster = UNNAMED
         if origin is not None and origin.cluster:
@@ -239,7 +225,7 @@ def find_cluster(
                 f"cluster: {cluster.name} (every device on a link of {cluster.intra_bandwidth:g} bytes/s, "
                 f"{cluster.flops:g} FLOP/s), assumed because the run named none; --cluster names one"
             )
-        cluster = dataclasses.replace(cluster, nodes=given.nodes, devices_per_node=given.devices_per_node)
+        cluster = dataclasses.replace(cluster, nodes=nodes, devices_per_node=per_node)
     nodes, per_node = cluster.nodes, cluster.devices_per_node
     if origin is not None:
         if per_node is None and nodes is not None:

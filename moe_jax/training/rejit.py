@@ -27,7 +27,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.parallel.transfer_shape import TransferShape
@@ -200,14 +199,11 @@ class RejitEngine:
                 wanted = wanted or (rows is not None and not rows.within(there))
         else:  # hysteresis: does the predicted gain over the horizon exceed what a new shape costs?
             loads = {name: plans.predictor.predict() for name, plans in self.plans.items()}
-            now = self._predicted(self.placement, loads, self.shape)
-            then = self._predicted(placement, loads, self._grown(placement))
-            # else nothing to compare, or a move of homes, whose gain the planner has compared with its cost
-            wanted = now is None or then is None or homes_differ(placement, self.placement)
-            if not wanted:
-                horizon = self.config.horizon * self.session.config.train.grad_accum_steps
-                gain = sum(float(own.sum()) for own in now) - sum(float(own.sum()) for own in then)
-                wanted = gain * horizon > self.config.swap_seconds
+            horizon = self.config.horizon * self.session.config.train.grad_accum_steps
+            now = self._predicted(self.placement, loads, self.shape).sum()
+            gain = now - self._predicted(placement, loads, self._grown(placement)).sum()
+            # a move of homes is one whose gain the planner has compared with its cost
+            wanted = homes_differ(placement, self.placement) or gain * horizon > self.config.swap_seconds
         larger = self._grown(placement) if wanted else self.shape
         if larger != self.shape:  # else no bucket can be larger
             self.asked += 1
@@ -237,9 +233,7 @@ class RejitEngine:
         computed = [routing.pair_loads(own, loads[name]).sum(axis=1) for name, own in placement.items()]
         balance = [own.max(axis=1) / np.maximum(own.mean(axis=1), 1e-9) for own in computed]
         record["device_load_max_over_mean"] = np.concatenate(balance)
-        seconds = self._predicted(placement, loads, shapes, planned)
-        if seconds is not None:
-            record["predicted_layer_seconds"] = np.concatenate(seconds)
+        record["predicted_layer_seconds"] = self._predicted(placement, loads, shapes, planned)
         for name in ("shadow_cut", "late_cut"):
             counted = [own.planner.counters[name] for own in self.plans.values() if name in own.planner.counters]
             if counted:
@@ -369,8 +363,8 @@ class RejitEngine:
 
     def _predicted(
         self, placement: Placements, loads: dict[str, np.ndarray], shape: Shapes, planned: Placements | None = None
-    ) -> list[np.ndarray] | None:
-        """Return each segment's predicted seconds [L] of each layer in one microbatch, None if a figure lacks.
+    ) -> np.ndarray:
+        """Return the predicted seconds of each layer in one microbatch, those of all segments in turn.
 
         Args:
           placement: what the step makes of `planned`; loads: of a step; shape: what it is compiled for.
@@ -378,11 +372,8 @@ class RejitEngine:
         seconds = []
         for name, plans in self.plans.items():
             seen, ahead = loads[name] / plans.exchanges_per_step, None if planned is None else planned[name]
-            try:
-                seconds.append(predicted_layer_seconds(placement[name], seen, plans.cost, shape[name], ahead))
-            except UserError:
-                return None
-        return None if any(own is None for own in seconds) else seconds
+            seconds.append(predicted_layer_seconds(placement[name], seen, plans.cost, shape[name], ahead))
+        return np.concatenate(seconds)
 
     def _compile(self, shape: Shapes) -> concurrent.futures.Future[Programs]:
         """Have a shape compiled in the thread, unless it is in the cache."""

@@ -110,9 +110,7 @@ def pro_prophet(trace) -> list[dict]:
 def every_planner() -> list[dict]:
     """Return the rows of every planner on links that are all alike; with another tau those of Hecate alone."""
     sizes = {"nodes": 4, "devices_per_node": _PER_NODE.value}
-    given = inputs.build_inputs(
-        inputs.GivenFlags(trace=_TRACE.value, cluster="configs/cluster/flat_3gbs_30tflops.gin", **sizes)
-    )
+    given = inputs.build_inputs({"trace": _TRACE.value, "cluster": "configs/cluster/flat_3gbs_30tflops.gin", **sizes})
     _, layers, sources, experts = given.trace.loads.shape
     placement, attention = Placement.even(layers, experts, sources, _PER_NODE.value), inputs.attention_seconds(given)[0]
     rows = []

@@ -14,7 +14,7 @@ from support.commands import run_command_here
 
 from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
-from moe_jax.analysis.replay_inputs import GivenFlags, attention_seconds, build_inputs, layer_of
+from moe_jax.analysis.replay_inputs import attention_seconds, build_inputs, layer_of
 from moe_jax.cluster import HOST, UNNAMED, Cluster, read_cluster
 from moe_jax.errors import UserError
 from moe_jax.observe import LoadsOrigin, LoadsRecorder, LoadsTrace, read_loads
@@ -218,7 +218,7 @@ def write_run(folder, sources=4, steps=range(6), resume_step=None, **changes):
 
 
 def inputs_of(trace, **flags):
-    return build_inputs(GivenFlags(trace=str(trace), **flags))
+    return build_inputs({"trace": str(trace), **flags})
 
 
 def test_run_folder_needs_no_other_flag(tmp_path, capsys):
@@ -315,6 +315,6 @@ def test_trace_file_of_anyone_keeps_its_defaults(tmp_path):
     got = inputs_of(tmp_path / "t.npz", cluster=str(FLAT), nodes=1, devices_per_node=4)
     assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.messages) == (1024, 2048, 4, ())
     with pytest.raises(UserError, match="--trace is missing"):
-        build_inputs(GivenFlags(trace=None))
+        build_inputs({"trace": None})
     with pytest.raises(UserError, match="has no loads.npz, so --trace must name another run folder or an npz file"):
         inputs_of(tmp_path)

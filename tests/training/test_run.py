@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.tiny_run import assert_same_run, evaluate_here, run_here
 
-from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
+from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.errors import UserError
 from moe_jax.observe import read_loads, read_metrics, summarize_run
 from moe_jax.training import step
@@ -52,7 +52,7 @@ def test_loads_say_which_run_they_are_of(finished):
     assert (origin.model_dim, origin.hidden_dim, origin.top_k, origin.dtype) == (16, 16, 2, "float32")
     assert dict(origin.mesh) == json.loads((finished / "work" / "environment.json").read_text())["mesh"]
     assert origin.sources == origin.devices_per_node == len(jax.devices()) and origin.cluster == ""
-    inputs = build_inputs(GivenFlags(trace=str(finished / "work")))  # a replay needs no more
+    inputs = build_inputs({"trace": str(finished / "work")})  # a replay needs no more
     assert (inputs.model_dim, inputs.hidden_dim, inputs.cluster.devices) == (16, 16, origin.sources)
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.tiny_run import config_of, one_step, run_here, session_of
 
 from moe_jax.analysis.dry_run import dry_run
-from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
+from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.errors import UserError
 from moe_jax.observe import read_metrics
 from moe_jax.observe.loads import read_loads
@@ -78,12 +78,12 @@ def test_a_run_records_each_segment(folder):
     assert trace.origins[0].preceding == ((1, 64), (1, 24))
     assert trace.loads.sum(axis=(2, 3)).tolist() == [[8 * 16, 8 * 16 * 2, 8 * 16 * 2]] * 4
     assert not trace.loads[:, 0, 2:].any() and not trace.loads[:, 0, :, 2:].any()
-    given = GivenFlags(trace=str(folder / "run"), segment=0)
+    given = {"trace": str(folder / "run"), "segment": 0}
     inputs = build_inputs(given)
     assert inputs.trace.loads.shape == (4, 1, 2, 2) and (inputs.hidden_dim, inputs.top_k) == (16, 1)
     assert (inputs.cluster.nodes, inputs.cluster.devices_per_node) == (1, 2)
     with pytest.raises(UserError, match=r"2 segments \(0: 1 MoE layers of 2 experts; 1: .*name one by --segment=0"):
-        build_inputs(GivenFlags(trace=str(folder / "run")))
+        build_inputs({"trace": str(folder / "run")})
 
 
 # homes move of layers that have two experts a device; replicas come window by window, and after the gate
