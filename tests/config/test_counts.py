@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from support.reference_model import reference_loss
 
 from moe_jax.models import Batch, LanguageModel, ModelConfig
 from moe_jax.models.counts import Sizes, device_bytes, flops_per_token, half_work, parameter_counts
-from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 

@@ -18,12 +18,12 @@ from support.equality_cases import (
     reference_params,
 )
 from support.program_order import overtaking
+from support.reference_model import reference_logits
 
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.config import expert_counts
 from moe_jax.models.language_model import Teacher
-from moe_jax.models.reference import reference_logits
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 ALPHA = 0.7

@@ -21,11 +21,11 @@ from support.equality_cases import (
     placed,
     reference_params,
 )
+from support.reference_model import reference_logits
 
 from moe_jax.errors import UserError
 from moe_jax.models import attention, make_loss
 from moe_jax.models.attention import attend
-from moe_jax.models.reference import reference_logits
 
 # schedule, mesh, ZeRO stage, model
 CASES = {

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support.placements import to_bank
+from support.reference_model import reference_loss
 
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.config import expert_counts
-from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
 from moe_jax.parallel.mesh import MeshConfig, build_mesh

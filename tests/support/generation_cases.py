@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from support.equality_cases import EXPERTS, VOCAB, model_config, moe_config, reference_params
 from support.placements import to_bank
+from support.reference_model import reference_logits
 
 from moe_jax.inference import Generator
 from moe_jax.inference.generator import inference_configs
 from moe_jax.models import LanguageModel
-from moe_jax.models.reference import reference_logits
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from support.equality_cases import BATCH, EXPERTS, KEY, LENGTH, NOISE, VOCAB, assert_close, data, on_mesh
 from support.placements import random_placement, to_bank
 from support.program_order import overtaking
+from support.reference_model import reference_loss
 
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
-from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
