@@ -165,7 +165,7 @@ def write_report(text: str, target, constants, buckets=(), compiled=None, comple
     from moe_jax.analysis.compile_ahead import without_places
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.timeline import play
-    from moe_jax.observe import environment_record
+    from moe_jax.observe.run_folder import environment_record
 
     module = parse_module(text)
     timeline = play(module, target, constants)

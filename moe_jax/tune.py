@@ -47,7 +47,7 @@ def command(argv: list[str]) -> int:
     import jax
 
     from moe_jax.analysis import tuning
-    from moe_jax.observe import write_atomically
+    from moe_jax.observe.run_folder import write_atomically
     from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.training.compiling import set_up_compilation_cache
     from moe_jax.training.hosts import HostsConfig, resolve_hosts

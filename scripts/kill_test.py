@@ -29,7 +29,8 @@ import time
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from moe_jax.observe import RunFolder, environment_record, read_metrics  # noqa: E402
+from moe_jax.observe.metrics_file import read_metrics  # noqa: E402
+from moe_jax.observe.run_folder import RunFolder, environment_record  # noqa: E402
 from moe_jax.training.checkpoint import Checkpointer  # noqa: E402
 
 KINDS = ("saving", "training", "starting")

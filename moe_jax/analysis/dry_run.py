@@ -17,7 +17,7 @@ from moe_jax.cluster import cluster_named
 from moe_jax.cluster.layer_seconds import pairwise_seconds
 from moe_jax.cluster.targets import Target, parse_target
 from moe_jax.config.run_config import RunConfig, config_text
-from moe_jax.data import build_tokenizer
+from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.float8 import E4M3

@@ -21,7 +21,8 @@ import ml_dtypes
 import numpy as np
 
 from moe_jax.config.run_config import RunConfig, config_text
-from moe_jax.data import DataConfig, build_tokenizer
+from moe_jax.data.corpus import DataConfig
+from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.families import (
     BACK,
@@ -39,8 +40,7 @@ from moe_jax.models.config import ModelConfig, segments_of
 from moe_jax.models.counts import leaf_shapes
 from moe_jax.models.language_model import is_bank, segment_of
 from moe_jax.moe.config import MoEConfig
-from moe_jax.observe import RunFolder
-from moe_jax.observe.run_folder import disk_errors_named, write_atomically
+from moe_jax.observe.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
 from moe_jax.training.feed import padded_vocabulary
 

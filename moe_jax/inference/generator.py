@@ -16,8 +16,7 @@ import numpy as np
 
 from moe_jax.cluster import Cluster
 from moe_jax.config.run_config import RunConfig
-from moe_jax.data import Tokenizer, build_tokenizer
-from moe_jax.data.tokenizer import END_FILES, read_end_ids
+from moe_jax.data.tokenizer import END_FILES, Tokenizer, build_tokenizer, read_end_ids
 from moe_jax.errors import UserError
 from moe_jax.inference.few_tokens import quantize_bank
 from moe_jax.inference.programs import (
@@ -37,7 +36,7 @@ from moe_jax.models.config import expert_counts
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
-from moe_jax.observe import RunFolder
+from moe_jax.observe.run_folder import RunFolder
 from moe_jax.parallel.mesh import build_mesh, replace_leaf, to_devices
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig

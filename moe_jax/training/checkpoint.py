@@ -49,7 +49,7 @@ from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
-from moe_jax.observe import RunFolder
+from moe_jax.observe.run_folder import RunFolder
 from moe_jax.training.bank_order import Homes, from_file, home_of, stored_as, to_file
 
 FORMAT = "moe_jax checkpoint 1"

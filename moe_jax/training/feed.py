@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.data import Tokenizer, TokenStream, held_out_batches, mask_tokens
 from moe_jax.data.cache import TokenCache
-from moe_jax.data.stream import document_numbers, inside_documents
+from moe_jax.data.stream import TokenStream, document_numbers, held_out_batches, inside_documents, mask_tokens
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.models import Batch, ModelConfig
 
 

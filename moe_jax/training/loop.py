@@ -16,22 +16,14 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from moe_jax.data import held_out_entropy
-from moe_jax.data.stream import prefetch
+from moe_jax.data.stream import held_out_entropy, prefetch
 from moe_jax.errors import NonFiniteError
 from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.language_model import flatten
-from moe_jax.observe import (
-    EVALUATIONS,
-    LoadsOrigin,
-    LoadsRecorder,
-    MetricsWriter,
-    Progress,
-    RunFolder,
-    TensorBoardWriter,
-    device_load_max_over_mean,
-)
-from moe_jax.observe.progress import with_prefix
+from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean
+from moe_jax.observe.metrics_file import MetricsWriter, TensorBoardWriter
+from moe_jax.observe.progress import Progress, with_prefix
+from moe_jax.observe.run_folder import EVALUATIONS, RunFolder
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.program import Programs, Session

@@ -21,7 +21,8 @@ import optax
 from moe_jax.cluster.targets import Target
 from moe_jax.config.command_line import COMPILING
 from moe_jax.config.run_config import RunConfig
-from moe_jax.data import Tokenizer, build_cache, build_tokenizer
+from moe_jax.data.cache import build_cache
+from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.kernels.float8 import E4M3
 from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import Batch, LanguageModel, make_loss

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
-from moe_jax.observe import RunFolder, draw_all, environment_record, summarize_run, write_atomically, write_report
+from moe_jax.observe.metrics_file import summarize_run
+from moe_jax.observe.report import draw_all, write_report
+from moe_jax.observe.run_folder import RunFolder, environment_record, write_atomically
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.hosts import Hosts

@@ -16,7 +16,7 @@ import jax
 
 from moe_jax.config.run_config import RunConfig, config_differences, config_text, may_differ
 from moe_jax.config.train_config import DistillationConfig
-from moe_jax.data import Tokenizer, build_tokenizer
+from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
@@ -24,7 +24,7 @@ from moe_jax.models.config import expert_counts
 from moe_jax.models.language_model import Teacher
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import make_schedule
-from moe_jax.observe import RunFolder
+from moe_jax.observe.run_folder import RunFolder
 from moe_jax.parallel.mesh import Roles, mesh_axes, replace_leaf
 from moe_jax.training.checkpoint import Checkpointer, run_config
 from moe_jax.training.feed import padded_vocabulary

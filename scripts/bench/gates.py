@@ -24,7 +24,7 @@ from pathlib import Path
 from absl import app, flags
 from held_out_curves import Curve, draw_curve, loss_cells, steps_to, train
 
-from moe_jax.observe import read_loads
+from moe_jax.observe.loads import read_loads
 from moe_jax.observe.report import BLUE, GREEN, GREY, INK, ORANGE, new_figure, save_figure, style_axes, title_axes
 
 _OUT = flags.DEFINE_string("out", None, "Folder of the runs, the table and the picture.", required=True)

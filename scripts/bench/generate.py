@@ -57,7 +57,7 @@ def fresh_generator(gin_files, bindings):
     import jax
 
     from moe_jax.config.gin_files import parse_run_config
-    from moe_jax.data import build_tokenizer
+    from moe_jax.data.tokenizer import build_tokenizer
     from moe_jax.inference import Generator
     from moe_jax.inference.generator import build_model
     from moe_jax.models.counts import parameter_counts
@@ -245,7 +245,8 @@ def print_losses():
     """Print the held-out loss and the bytes of the experts, as trained and as int8."""
     import jax
 
-    from moe_jax.data import build_cache, held_out_batches
+    from moe_jax.data.cache import build_cache
+    from moe_jax.data.stream import held_out_batches
     from moe_jax.inference import load
     from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.training.checkpoint import run_config

@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moe_jax.observe import EVALUATIONS, read_metrics
+from moe_jax.observe.metrics_file import read_metrics
+from moe_jax.observe.run_folder import EVALUATIONS
 
 Curve = list[tuple[int, float]]
 

@@ -88,7 +88,7 @@ def resumed(context, kind: str):
     """Go on with the killed run, and compare it with the straight one."""
     import numpy as np
 
-    from moe_jax.observe import RunFolder
+    from moe_jax.observe.run_folder import RunFolder
     from moe_jax.training.checkpoint import Checkpointer
 
     _run(context, "killed", kind)

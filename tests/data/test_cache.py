@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_jax.data import ByteTokenizer, DataConfig, build_cache, cache
-from moe_jax.data.cache import TokenSpan, split_documents, uniform
+from moe_jax.data import cache
+from moe_jax.data.cache import TokenSpan, build_cache, split_documents, uniform
+from moe_jax.data.corpus import DataConfig
+from moe_jax.data.tokenizer import ByteTokenizer
 from moe_jax.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +102,10 @@ def test_build_cache_refuses_a_token_outside_the_vocabulary_and_files_without_te
 
 KILLED = """
 import os, signal, sys
-from moe_jax.data import ByteTokenizer, DataConfig, build_cache, cache
+from moe_jax.data import cache
+from moe_jax.data.cache import build_cache
+from moe_jax.data.corpus import DataConfig
+from moe_jax.data.tokenizer import ByteTokenizer
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 cache.BATCH_CHARACTERS = 1  # one document at a time
 class Dying(ByteTokenizer):
@@ -133,7 +138,9 @@ def test_build_cache_killed_leaves_nothing_taken_for_a_cache(config, tmp_path, m
 
 RACING = """
 import fcntl, sys, time
-from moe_jax.data import DataConfig, build_cache, cache
+from moe_jax.data import cache
+from moe_jax.data.cache import build_cache
+from moe_jax.data.corpus import DataConfig
 if sys.argv[3] == "no locks":
     def flock(*_): raise OSError("no locks here")
     fcntl.flock = flock

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from moe_jax.data import DataConfig, corpus, find_documents
+from moe_jax.data import corpus
+from moe_jax.data.corpus import DataConfig, find_documents
 from moe_jax.errors import UserError
 
 

@@ -8,17 +8,18 @@ import types
 import numpy as np
 import pytest
 
-from moe_jax.data import (
-    ByteTokenizer,
-    DataConfig,
+from moe_jax.data.cache import build_cache, hash64, uniform
+from moe_jax.data.corpus import DataConfig
+from moe_jax.data.stream import (
     TokenStream,
-    build_cache,
+    document_numbers,
     held_out_batches,
     held_out_entropy,
+    inside_documents,
     mask_tokens,
+    prefetch,
 )
-from moe_jax.data.cache import hash64, uniform
-from moe_jax.data.stream import document_numbers, inside_documents, prefetch
+from moe_jax.data.tokenizer import ByteTokenizer
 from moe_jax.errors import UserError
 
 END = ByteTokenizer.end_id

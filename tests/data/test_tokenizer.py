@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_jax.data import ByteTokenizer, DataConfig, build_cache, build_tokenizer
+from moe_jax.data.cache import build_cache
+from moe_jax.data.corpus import DataConfig
+from moe_jax.data.tokenizer import ByteTokenizer, build_tokenizer
 from moe_jax.data.train_tokenizer import train_tokenizer
 from moe_jax.errors import UserError
 

@@ -19,7 +19,7 @@ from support.commands import run_command_here
 
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import config_text
-from moe_jax.data import build_cache
+from moe_jax.data.cache import build_cache
 from moe_jax.errors import UserError
 from moe_jax.inference.conversion import TensorFolder, Upcycling, export_folder, import_folder, write_tensors
 from moe_jax.inference.families import read_config, tensor_places

@@ -12,7 +12,7 @@ from support.ports import free_port
 from support.tiny_run import finish, run_here, start
 
 from moe_jax.config.run_config import RunConfig
-from moe_jax.data import DataConfig
+from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.inference import Sampling, load
 from moe_jax.inference.generator import find_tokenizer

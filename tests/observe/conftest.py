@@ -6,7 +6,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, RunFolder, write_atomically
+from moe_jax.observe.loads import LoadsRecorder
+from moe_jax.observe.metrics_file import MetricsWriter
+from moe_jax.observe.run_folder import EVALUATIONS, RunFolder, write_atomically
 
 
 def write_run(path, *, layers: int, experts: int, steps: int = 30) -> RunFolder:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe import EVALUATIONS, MetricsWriter, TensorBoardWriter, read_metrics, summarize_run
+from moe_jax.observe.metrics_file import MetricsWriter, TensorBoardWriter, read_metrics, summarize_run
+from moe_jax.observe.run_folder import EVALUATIONS
 
 
 def write_steps(folder, steps, **options):

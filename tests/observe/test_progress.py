@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from moe_jax.observe import Progress
+from moe_jax.observe.progress import Progress
 
 
 class Terminal(io.StringIO):

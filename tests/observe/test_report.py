@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe import LoadsTrace, RunFolder, draw_all, write_atomically, write_report
-from moe_jax.observe.report import device_load_figure, load_grid, loss_figure, without_absolute_paths
+from moe_jax.observe.loads import LoadsTrace
+from moe_jax.observe.report import (
+    device_load_figure,
+    draw_all,
+    load_grid,
+    loss_figure,
+    without_absolute_paths,
+    write_report,
+)
+from moe_jax.observe.run_folder import RunFolder, write_atomically
 
 from .conftest import write_run
 
@@ -76,8 +84,9 @@ def test_figures_of_one_step_and_of_non_finite_numbers():
 
 def test_drawing_does_not_import_pyplot(tmp_path):
     code = (
-        "import sys, moe_jax.observe as o; assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules;"
-        "w = o.MetricsWriter(sys.argv[1]); w.write(1, {'loss': 1.0, 'device_load_max_over_mean': [1.0]}); w.close();"
+        "import sys, moe_jax.observe.report as o, moe_jax.observe.metrics_file as m;"
+        "assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules;"
+        "w = m.MetricsWriter(sys.argv[1]); w.write(1, {'loss': 1.0, 'device_load_max_over_mean': [1.0]}); w.close();"
         "assert len(o.draw_all(sys.argv[1])) == 2; assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe import RunFolder, environment_record, git_state, write_atomically
-from moe_jax.observe.run_folder import atomic_file, disk_errors_named
+from moe_jax.observe.run_folder import (
+    RunFolder,
+    atomic_file,
+    disk_errors_named,
+    environment_record,
+    git_state,
+    write_atomically,
+)
 
 DEVICES = [{"platform": "cpu", "kind": "cpu", "id": index} for index in range(8)]
 

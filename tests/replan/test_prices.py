@@ -9,7 +9,7 @@ import pytest
 from moe_jax.cluster.targets import parse_target
 from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import DistillationConfig, TrainConfig
-from moe_jax.data import DataConfig
+from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.data import DataConfig
+from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig

@@ -17,7 +17,7 @@ from moe_jax.analysis import simulate
 from moe_jax.analysis.replay_inputs import attention_seconds, build_inputs, layer_of
 from moe_jax.cluster import HOST, UNNAMED, Cluster, read_cluster
 from moe_jax.errors import UserError
-from moe_jax.observe import LoadsOrigin, LoadsRecorder, LoadsTrace, read_loads
+from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, LoadsTrace, read_loads
 from moe_jax.planning import NAMES
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
@@ -184,7 +184,7 @@ def test_ablations_run_the_papers_tokens(tmp_path):
     code = f"""
 from absl import flags
 import ablations
-from moe_jax.observe import read_loads
+from moe_jax.observe.loads import read_loads
 flags.FLAGS(["ablations", "--trace=x", "--devices_per_node=2"])
 for system in ("pro_prophet", "hecate"):
     trace, _, _ = ablations.setting(read_loads({str(tmp_path / "loads.npz")!r}), system)

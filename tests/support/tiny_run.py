@@ -10,7 +10,7 @@ from support.ports import free_port
 from support.quick_compiles import QUICK
 
 from moe_jax.config.gin_files import parse_run_config
-from moe_jax.observe import read_metrics
+from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, HostsConfig, start_hosts

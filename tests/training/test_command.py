@@ -8,7 +8,7 @@ import time
 import pytest
 from support.tiny_run import command, finish, finish_pair, start, start_pair
 
-from moe_jax.observe import read_metrics
+from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.training.checkpoint import Checkpointer
 
 

@@ -14,7 +14,7 @@ from support.tiny_run import assert_same_run, command, config_of, finish_pair, r
 
 from moe_jax.errors import UserError
 from moe_jax.models.counts import device_bytes
-from moe_jax.observe import read_metrics, summarize_run
+from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed

@@ -10,7 +10,8 @@ from support.tiny_run import assert_same_run, evaluate_here, run_here
 
 from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.errors import UserError
-from moe_jax.observe import read_loads, read_metrics, summarize_run
+from moe_jax.observe.loads import read_loads
+from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.training import step
 
 EMA = "train.ema_decay = 0.75"

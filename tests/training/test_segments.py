@@ -9,8 +9,8 @@ from support.tiny_run import config_of, one_step, run_here, session_of
 from moe_jax.analysis.dry_run import dry_run
 from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.errors import UserError
-from moe_jax.observe import read_metrics
 from moe_jax.observe.loads import read_loads
+from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.training.checkpoint import Checkpointer
 
 LAYERS = ("layers=1 num_experts=2 top_k=1", "layers=2 num_experts=8 hidden_dim=8 dense_hidden_dim=24")

@@ -13,7 +13,7 @@ from support.tiny_run import config_of, one_step, run_here, session_of
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import NonFiniteError, UserError
-from moe_jax.observe import read_metrics, summarize_run
+from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.training import loop
 from moe_jax.training.checkpoint import Checkpointer
