@@ -36,9 +36,9 @@ class Group(typing.NamedTuple):
     stride: int = 1  # how far members stand apart, as fits are named
 
 
-def group_of(cluster: Cluster, members: int, kind: str = "all-to-all", stride: int = 1) -> Group:
-    """Return the group of so many neighbours of a cluster."""
-    return Group(members, min(cluster.devices_per_node or members, members), kind, stride)
+def group_of(cluster: Cluster, members: int, stride: int = 1) -> Group:
+    """Return the group of an all-to-all over so many members, neighbours in a cluster."""
+    return Group(members, min(cluster.devices_per_node or members, members), stride=stride)
 
 
 def link_seconds(

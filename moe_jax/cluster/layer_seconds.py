@@ -237,9 +237,11 @@ def layer_transfers(
     return out, backward
 
 
-def index_transfers(shape: LayerShape, most_passes: int = 1, transport: str = "all_to_all") -> list[Transfer]:
-    """Return the transfers of int32 in one layer and pass, which have no backward: counts and routes ahead of the rows
-    and, where there may be several passes, the flag by which all devices agree on their number ('all')."""
+def index_transfers(shape: LayerShape, transport: str = "all_to_all") -> list[Transfer]:
+    """Return the transfers of int32 in one layer and pass, which have no backward: counts and routes ahead of the rows.
+
+    Where there may be several passes, an all-reduce of one number over all devices comes besides.
+    """
     schedule = shape.schedule
     held = shape.experts // shape.ep_size
     counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held, item=4)  # of rows per expert
@@ -259,8 +261,7 @@ def index_transfers(shape: LayerShape, most_passes: int = 1, transport: str = "a
         out = [counts]
     if transport == "coordinated":  # counts travel as the rows do
         out = [part for move in out for part in _by_place(move, shape)]
-    flag = [Transfer("all_reduce", "all", 1, item=4)] if most_passes > 1 else []
-    return shape.present(out) + flag
+    return shape.present(out)
 
 
 def _carried(move: Transfer, shape: LayerShape, transport: str) -> list[Transfer]:

@@ -1,8 +1,8 @@
 """What a device takes: seconds of matmuls, grouped matmuls, attention, other kernels and collectives, and their basis.
 
 Enter: a `Target` (data sheet and the names of its tables) and `Constants` (a level for what nobody measured, and what a
-user measured). Leave: seconds. `BASES` is the order in which figures are looked for: those of the user, public tables,
-the data sheet with a share that is assumed to be reached. `collectives.py` asks here for what links take.
+user measured). Leave: seconds. A figure is the user's own ('calibrated'), else of a public table ('measured'), else
+the data sheet's with a share that is assumed to be reached. `collectives.py` asks here for what links take.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from moe_jax.cluster import tables
 from moe_jax.cluster.tables import Line, assumed, fitted
 from moe_jax.cluster.targets import Target
 from moe_jax.errors import UserError
-
-BASES = ("calibrated", "measured", "data sheet")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,8 +80,10 @@ class Prices:
         return assumed(name, self.constants.level) if given is None else given
 
     def table(self, name: str, kind: str):
-        """Return the fit of a public table for this device (`tables.fitted`); None without one."""
-        return fitted(name, self.target.tables, kind) if self.target.tables else None
+        """Return the fit of a public table for this device (`tables.fitted`); None without one, or where a user's own
+        efficiency of matmuls stands for all kernels' tables."""
+        own = name != "collectives" and self.constants.matmul_efficiency is not None
+        return None if own or not self.target.tables else fitted(name, self.target.tables, kind)
 
     @property
     def launch(self) -> float:
@@ -101,15 +99,9 @@ class Prices:
         """Return the seconds of a kernel that reads and writes so many bytes of device memory and computes little."""
         return max(moved / (self.target.memory_bandwidth * self.assumed("memory_share")), self.launch)
 
-    def basis(self, name: str, kind: str) -> str:
-        """Return on what the seconds of a table's kind rest, one of `BASES`."""
-        if name != "collectives" and self.constants.matmul_efficiency is not None:
-            return "calibrated"
-        return "data sheet" if self.table(name, kind) is None else "measured"
-
     def matmul(self, arithmetic: str, b: float, m: float, n: float, k: float) -> float:
         """Return the seconds of [b, m, k] x [b, k, n]; arithmetic: 'bf16' (up to 16 bits), 'tf32', 'f32', 'f64'."""
-        fit = self._fit("matmuls", arithmetic)
+        fit = self.table("matmuls", arithmetic)
         if fit is None:
             return self._by_peak("matmul_share", arithmetic, 2.0 * b * m * n * k)
         # the table's start holds a launch; inside a command buffer it may be shorter
@@ -118,7 +110,7 @@ class Prices:
 
     def grouped_matmul(self, arithmetic: str, kind: str, rows: float, k: float, n: float, groups: float) -> float:
         """Return the seconds of rows [R, K] by [G, K, N]; kind: 'forward', 'dlhs', 'drhs' (see `tables`)."""
-        fit = self._fit("grouped_matmuls", kind)
+        fit = self.table("grouped_matmuls", kind)
         if fit is None:
             return self._by_peak("grouped_share", arithmetic, 2.0 * rows * k * n)
         slower = self.target.flops_bf16 / self.target.flops(arithmetic)
@@ -130,7 +122,7 @@ class Prices:
         Args:
           sizes: batch, heads, length, head dim of q and k, head dim of v. Causal counts half of the FLOPs.
         """
-        fit = self._fit("attention", kind)
+        fit = self.table("attention", kind)
         if fit is None:
             batch, heads, length, head_dim, value_dim = sizes
             times = (5.0 if kind == "backward" else 2.0) * (0.5 if causal else 1.0)
@@ -141,7 +133,7 @@ class Prices:
     def described(self) -> dict[str, str]:
         """Return {what: on what its seconds rest}."""
         from_table = f"measured ({', '.join(self.target.tables)}; cluster/measured)"
-        found = {}
+        of_kernels, found = "data sheet" if self.constants.matmul_efficiency is None else "calibrated", {}
         for what, table, kind in (
             ("matmuls (bf16)", "matmuls", "bf16"),
             ("matmuls (tf32)", "matmuls", "tf32"),
@@ -149,8 +141,8 @@ class Prices:
             ("attention", "attention", "forward"),
             ("exchanges inside a node", "collectives", "all-to-all"),
         ):
-            basis = self.basis(table, kind)
-            found[what] = from_table if basis == "measured" else basis
+            without = "data sheet" if table == "collectives" else of_kernels
+            found[what] = without if self.table(table, kind) is None else from_table
         if lines := self.table("collectives", "all-to-all"):
             larger = "; larger ones extrapolated by rounds" if self.target.per_node > max(lines) else ""
             found["exchanges inside a node"] += f", groups of {min(lines)} to {max(lines)}{larger}"
@@ -175,9 +167,6 @@ class Prices:
         """Return the FLOP/s that a large matmul reaches."""
         size = 4096.0
         return 8 * size**3 / self.matmul(arithmetic, 4, size, size, size)
-
-    def _fit(self, table: str, kind: str) -> np.ndarray | None:
-        return None if self.constants.matmul_efficiency is not None else self.table(table, kind)
 
     def _by_peak(self, share: str, arithmetic: str, flops: float) -> float:
         given = self.constants.matmul_efficiency

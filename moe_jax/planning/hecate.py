@@ -327,34 +327,9 @@ def _exchanged(new: np.ndarray, old: np.ndarray, devices: int, per_node: int, ki
 
 
 def best_assignment(value: np.ndarray) -> np.ndarray:
-    """Return column int [n] of each row, every column once, with the largest sum of value [n, n].
+    """Return column int [n] of each row, each once, with the largest sum of value [n, n]; of equals those that stay."""
+    from scipy.optimize import linear_sum_assignment  # large, and needed only where homes move
 
-    The Hungarian method: rows join one by one along the shortest augmenting path under potentials, O(n^3). Of equal
-    assignments an earlier row keeps the lower column.
-    """
     size = len(value)
-    cost = (value.max(initial=0) - value) * (size + 1) + (np.arange(size)[:, None] != np.arange(size))  # ties: as it is
-    row_of = np.full(size + 1, -1)  # of each column; the last is the root of a search
-    u, v = np.zeros(size, np.int64), np.zeros(size + 1, np.int64)
-    far = np.iinfo(np.int64).max // 2
-    for row in range(size):
-        column, row_of[size] = size, row
-        least, before, used = np.full(size + 1, far), np.full(size + 1, size), np.zeros(size + 1, bool)
-        while row_of[column] >= 0:
-            used[column] = True
-            at = row_of[column]
-            slack = cost[at] - u[at] - v[:size]
-            better = ~used[:size] & (slack < least[:size])
-            least[:size][better], before[:size][better] = slack[better], column
-            following = int(np.where(used[:size], far, least[:size]).argmin())
-            step = least[following]
-            u[row_of[used]] += step
-            v[used] -= step
-            least[~used] -= step
-            column = following
-        while column != size:
-            row_of[column] = row_of[before[column]]
-            column = before[column]
-    column_of = np.empty(size, np.int64)
-    column_of[row_of[:size]] = np.arange(size)
-    return column_of
+    moves = np.arange(size)[:, None] != np.arange(size)
+    return linear_sum_assignment(value * (size + 1) - moves, maximize=True)[1]
