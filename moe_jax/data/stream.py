@@ -10,11 +10,9 @@ Windows are int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Do
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -189,29 +187,16 @@ def held_out_entropy(
     return float(-(share * np.log(share)).sum())
 
 
-Batch = TypeVar("Batch")
-
-
-def prefetch(
-    read: Callable[[int], Batch], start: int, stop: int | None = None, depth: int = 2
-) -> Iterator[tuple[int, Batch]]:
-    """Yield (step, read(step)) from `start` to before `stop`, with up to `depth` reads ahead.
+def prefetch(read: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Yield (step, read(step)) from `start` to before `stop`; up to two steps are read ahead, in a thread.
 
     An error of read(step) is raised where that step would have been yielded. To end the thread, close the iterator or
     exhaust it.
-
-    Args:
-      read: a pure function of the step, such as TokenStream.batch.
-      stop: None goes on for ever.
     """
-    steps = iter(range(start, stop) if stop is not None else count(start))
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    pool, ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch"), []
     try:
-        ahead = deque((step, pool.submit(read, step)) for step in islice(steps, depth))
-        while ahead:
-            step, future = ahead.popleft()
-            batch = future.result()
-            ahead.extend((following, pool.submit(read, following)) for following in islice(steps, 1))
-            yield step, batch
+        for step in range(start, stop):
+            ahead += [pool.submit(read, later) for later in range(step + len(ahead), min(step + 3, stop))]
+            yield step, ahead.pop(0).result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

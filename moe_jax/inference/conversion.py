@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from moe_jax.config.run_config import RunConfig, config_text
@@ -26,6 +25,7 @@ from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.families import (
     BACK,
+    DTYPES,
     FFN,
     HARMLESS,
     Family,
@@ -54,11 +54,6 @@ NOT_NEEDED = (".rotary_emb.inv_freq",)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2**27
 READ_DTYPES = ("F32", "BF16", "F16")
-NUMPY_DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
 
 
 def import_folder(
@@ -176,8 +171,8 @@ def export_folder(
     folder = RunFolder(workdir, create=False)
     run = run_config(workdir)
     dtype = dtype or run.model.dtype
-    if dtype not in NUMPY_DTYPES:
-        raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(NUMPY_DTYPES)}")
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(DTYPES)}")
     vocabulary = run.model.vocab_size or padded_vocabulary(build_tokenizer(run.data), run.model)
     model = dataclasses.replace(run.model, vocab_size=vocabulary, dtype=dtype)
     step = Checkpointer(folder.checkpoints, keep=1).choose()
@@ -185,7 +180,7 @@ def export_folder(
     places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
     parts = read_parts(folder.checkpoints, step, [(place.leaf, place.index) for place in places])
     with new_folder(target) as out:
-        dtypes = [NUMPY_DTYPES["float32" if place.float32 else model.dtype] for place in places]
+        dtypes = [np.dtype("float32" if place.float32 else model.dtype) for place in places]
         every = zip(places, parts, dtypes, strict=True)
         named = ((place.name, place.to_tensor(part).astype(of_file)) for place, part, of_file in every)
         write_tensors(out, named, shard_bytes)

@@ -19,6 +19,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig, Segment, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
+from moe_jax.training.checkpoint import Index
 
 MODEL_KEYS = {
     "vocab_size": "vocab_size",
@@ -369,7 +370,6 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     }
 
 
-Index = tuple[int | slice, ...]
 # an FFN's matrices: SwiGLU's gate half, its other half, the matrix back
 OURS, FFN, BACK = ("w_gate", "w_in", "w_out"), ("gate_proj", "up_proj", "down_proj"), 2
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.blocked import gather_weights
+from moe_jax.kernels.blocked import check_tiles, gather_weights
 from moe_jax.kernels.grouped import GroupedWeights, Operands, find_implementation
 
 COMPUTE, E4M3 = "compute", "float8_e4m3"
@@ -135,8 +135,7 @@ class Float8Matmul:
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands, transposed: bool = False) -> Array:
         """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
-        contracted, resulting = operands[0].bank.shape[1:]
-        for name, dim in (("the contracted dim", contracted), ("the resulting dim", resulting)):
+        for name, dim in zip(("the contracted dim", "the resulting dim"), operands[0].bank.shape[1:], strict=True):
             check_blocks("MoEConfig.expert_dtype", name, dim)
         values, scales = quantise(gather_weights(operands, lhs.dtype))
         slots = jnp.arange(values.shape[0], dtype=jnp.int32)
@@ -145,12 +144,7 @@ class Float8Matmul:
             weights = jnp.swapaxes(weights, 1, 2) if transposed else weights
             rows = dequantise(*quantise(lhs), lhs.dtype)
             return self._below.multiply(rows, group_sizes, (GroupedWeights(bank=weights, slots=slots),))
-        if resulting % BLOCK or contracted % BLOCK or lhs.dtype not in (jnp.bfloat16, jnp.float16):
-            raise UserError(
-                f"the mosaic grouped matmul of float8 needs weights whose dims ({contracted}, {resulting}) are "
-                f"multiples of {BLOCK}, and a compute dtype of 16 bits, not {lhs.dtype}; choose such sizes, or "
-                "MoEConfig.grouped_matmul = 'fused'"
-            )
+        check_tiles("mosaic (float8)", lhs, operands, BLOCK)
         if not transposed:  # tensor cores multiply 8-bit numbers only where the contracted dim lies together
             values, scales = jnp.swapaxes(values, 1, 2), jnp.swapaxes(scales, 1, 2)
         return self._below.run(lhs, group_sizes, [(values, slots)], scales, transposed=True)

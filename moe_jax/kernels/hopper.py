@@ -12,8 +12,7 @@ import types
 import jax
 import jax.numpy as jnp
 
-from moe_jax.errors import UserError
-from moe_jax.kernels.blocked import clear_unowned_rows, fill_lines, gather_weights, split_gradient
+from moe_jax.kernels.blocked import check_tiles, clear_unowned_rows, fill_lines, gather_weights, split_gradient
 from moe_jax.kernels.grouped import Operands, register
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
@@ -31,7 +30,7 @@ class HopperMatmul:
         """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-        _check("hopper", lhs, operands)
+        check_tiles("hopper", lhs, operands, TILE)
         weights, filled = gather_weights(operands, lhs.dtype), fill_lines(lhs)
         out = ragged_dot(
             filled,
@@ -75,20 +74,6 @@ def _tiles(resulting: int) -> dict[str, int]:
     return {"block_n": width, "block_k": TILE, "grid_block_n": together}
 
 
-def _check(name: str, rows: Array, operands: Operands) -> None:
-    contracted, resulting = operands[0].bank.shape[1:]
-    if contracted % TILE or resulting % TILE:
-        raise UserError(
-            f"the {name} grouped matmul needs weights whose dims ({contracted}, {resulting}) are multiples of {TILE}; "
-            "choose such sizes, or MoEConfig.grouped_matmul = 'fused'"
-        )
-    if rows.dtype not in (jnp.bfloat16, jnp.float16):
-        raise UserError(
-            f"the {name} grouped matmul takes bfloat16 or float16, not {rows.dtype}; compute in bfloat16, or choose "
-            "MoEConfig.grouped_matmul = 'fused'"
-        )
-
-
 @register("mosaic")
 class MosaicKernels:
     """This project's kernels, on all cores but `spared`.
@@ -108,7 +93,7 @@ class MosaicKernels:
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands, transposed: bool = False) -> Array:
         """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
-        _check("mosaic", lhs, operands)
+        check_tiles("mosaic", lhs, operands, TILE)
         weights = []
         for operand in operands:
             if operand.bank.dtype == lhs.dtype:

@@ -204,13 +204,13 @@ def test_prefetch_keeps_the_order_and_reads_no_further_ahead_than_depth():
     assert list(prefetch(read, 4, 20)) == [(step, step * 10) for step in range(4, 20)]
     assert list(prefetch(read, 4, 4)) == []
     started = []
-    batches = prefetch(lambda step: started.append(step) or step, 0, depth=2)
+    batches = prefetch(lambda step: started.append(step) or step, 0, 99)
     for step in range(5):
         assert next(batches) == (step, step)
         assert max(started) <= step + 2
     batches.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-    failing = prefetch(lambda step: {0: "a", 1: "b"}[step], 0)
+    failing = prefetch(lambda step: {0: "a", 1: "b"}[step], 0, 99)
     assert [next(failing), next(failing)] == [(0, "a"), (1, "b")]
     with pytest.raises(KeyError, match="2"):  # where the batch would have come
         next(failing)

@@ -188,7 +188,7 @@ TILES = r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"
         *((kernel, (8, 6), BF16, 4, None, TILES) for kernel in ("hopper", "mosaic_sparing")),
         *((kernel, (64, 64), F32, 4, None, "or float16, not float32") for kernel in ("hopper", "mosaic_sparing")),
         ("float8:fused", (192, 64), F32, 4, None, FLOAT8),
-        ("float8:mosaic", (64, 64), BF16, 4, None, "of float8 needs weights whose dims .* multiples of"),
+        ("float8:mosaic", (64, 64), BF16, 4, None, r"mosaic \(float8\) grouped .* multiples of 128"),
     ],
 )
 def test_what_does_not_fit_is_refused(implementation, dims, dtype, groups, sink, message):
