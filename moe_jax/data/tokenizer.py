@@ -123,8 +123,8 @@ class HuggingFaceTokenizer:
         self.name = "tokenizer.json " + hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        fast = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
-        return [np.array(item.ids, np.int32) for item in fast(list(texts), add_special_tokens=False)]
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(item.ids, np.int32) for item in encoded]
 
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text).ids, np.int32)

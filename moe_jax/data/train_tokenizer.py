@@ -78,29 +78,19 @@ def train_tokenizer(config: DataConfig, out: str, vocab_size: int) -> str:
     return f"{out}: {got} ids{short} from {read} bytes of text"
 
 
-def _parse(arguments: list[str]) -> list[str]:
+def _main():
+    app.define_help_flags()
     try:
-        rest = flags.FLAGS(arguments)
+        rest = flags.FLAGS(sys.argv)
         if rest[1:]:
             raise UserError(f"{rest[1]!r} is no flag; write --data=PATH --out=FILE")
         if not flags.FLAGS.out:
             raise UserError("--out must name the tokenizer.json to write, for example --out=tokenizer.json")
-    except (flags.Error, UserError) as error:
-        _leave(error)
-    return rest
-
-
-def _leave(error: Exception):
-    print(" ".join(str(error).split()), file=sys.stderr)
-    sys.exit(2)
-
-
-def _main(_):
-    try:
         config = DataConfig(path=flags.FLAGS.data, field=flags.FLAGS.field)
         print(train_tokenizer(config, flags.FLAGS.out, flags.FLAGS.vocab_size))
-    except UserError as error:
-        _leave(error)
+    except (flags.Error, UserError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
@@ -108,4 +98,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", None, "The tokenizer.json to write.")
     flags.DEFINE_integer("vocab_size", 4096, "Ids, the 256 bytes and two special ones included.")
     flags.DEFINE_string("field", "text", "The key of the text in .jsonl lines.")
-    app.run(_main, flags_parser=_parse)
+    _main()

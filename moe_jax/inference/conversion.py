@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.config.run_config import RunConfig, config_text
+from moe_jax.config.run_config import RunConfig, config_differences, config_text
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
@@ -107,12 +107,8 @@ def import_folder(
     if (source / TOKENIZER).exists():
         data = DataConfig(tokenizer=str(Path(workdir).expanduser().absolute() / TOKENIZER))
     run = RunConfig(model=model, moe=moe, data=data)
-    defaults, bound = RunConfig().by_name(), set()  # what differs is marked as set in config.gin
-    for name, config in run.by_name().items():
-        for field in dataclasses.fields(config):
-            if getattr(config, field.name) != getattr(defaults[name], field.name):
-                bound.add(f"{name}.{field.name}")
-    text = config_text(run, bound=bound)
+    # what differs from the defaults is marked as set in config.gin
+    text = config_text(run, bound={binding for binding, *_ in config_differences("", config_text(run))})
     with new_folder(workdir) as folder:
         (folder / "checkpoints").mkdir()
         host = {"config": text, "parameters_only": True}

@@ -1,4 +1,4 @@
-"""Compare an unverified grouped matmul with plain float32 matmuls on one expert FFN, before training on it.
+"""Compare an unverified grouped matmul with `reference` in float32 on one expert FFN, before training on it.
 
 Inputs: a `Session`, before it has a state, and the job's processes. Outputs: the session, with a proven grouped matmul
 where 'auto' had chosen one that does not hold, and a record for environment.json. Letters: docs/notation.md; F of this
@@ -35,7 +35,7 @@ from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
 from moe_jax.errors import UserError
 from moe_jax.kernels.grouped import FLOAT8, GroupedWeights
 from moe_jax.models.config import ModelConfig
-from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
+from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.training.compiling import compiler_options
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import Session
@@ -254,7 +254,7 @@ def rounding_limit(config: ModelConfig, platform: str) -> float:
 def compare_expert(
     implementation: str, config: ModelConfig, device, compiler_options: dict | None = None
 ) -> tuple[float, float, str]:
-    """Return how far an implementation is from plain matmuls, in the case and at the entry where it is furthest.
+    """Return how far an implementation is from `reference` in float32, in the case and entry where it is furthest.
 
     Args:
       implementation: of the grouped matmul.
@@ -271,18 +271,18 @@ def compare_expert(
     """
     is_float8 = implementation.startswith(FLOAT8)
     limit = FLOAT8_LIMIT if is_float8 else rounding_limit(config, device.platform)
-    furthest = (-1.0, "")
+    acc_dtype, furthest = jnp.promote_types(config.dtype, jnp.float32), (-1.0, "")
     for rows, sizes in CASES:
-        # rounding to float8 is no error of the kernel: it is emulated
-        plain = jax.jit(
-            of_implementation if is_float8 else _of_plain_matmuls, static_argnums=(0, 1, 2),
-            compiler_options=compiler_options,
-        )  # fmt: skip
         compute = jax.jit(of_implementation, static_argnums=(0, 1), compiler_options=compiler_options)
         with jax.default_device(device):
-            arrays = draw_arrays(config, rows, sizes)
-            got = compute(implementation, config.activation, jnp.array(sizes, jnp.int32), *arrays)
-            want = plain(FLOAT8 + "reference" if is_float8 else config, config.activation, sizes, *arrays)
+            arrays, group_sizes = draw_arrays(config, rows, sizes), jnp.array(sizes, jnp.int32)
+            got = compute(implementation, config.activation, group_sizes, *arrays)
+            if is_float8:  # rounding to float8 is no error of the kernel: it is emulated
+                want = compute(FLOAT8 + "reference", config.activation, group_sizes, *arrays)
+            else:  # without rounding in between
+                arrays = jax.tree.map(lambda array: array.astype(config.dtype).astype(acc_dtype), arrays)
+                with jax.default_matmul_precision("highest"):
+                    want = compute("reference", config.activation, group_sizes, *arrays)
             off = jax.device_get(_compare(got, want))
         for name, per_index in off.items():
             index, size = int(np.argmax(per_index)), float(np.max(per_index))
@@ -334,32 +334,6 @@ def of_implementation(implementation: str, activation: str, group_sizes, x, dout
     dx, (dhomes, dreplicas) = pull_back(dout)
     dweights = {f"gradient of {name}": (dhomes[name], dreplicas[name]) for name in homes}
     return {"output": (out,), "gradient of the rows": (dx,), **dweights}
-
-
-def _of_plain_matmuls(config: ModelConfig, activation: str, sizes: tuple[int, ...], x, dout, homes, replicas) -> dict:
-    """Return the same by one matmul of float32 (or wider) for each group, without rounding in between."""
-    acc_dtype = jnp.promote_types(config.dtype, jnp.float32)
-    owned = sum(sizes)
-    served = {
-        name: jnp.concatenate([w.astype(config.dtype).astype(acc_dtype) for w in (homes[name], replicas[name])])
-        for name in homes
-    }
-
-    def ffn(x, served):
-        parts, start = [], 0
-        for group, size in enumerate(sizes):
-            own = x[start : start + size]
-            pre = [own @ served[name][group] for name in weight_names(activation)[:-1]]
-            parts.append(apply_activation(activation, *pre) @ served["w_out"][group])
-            start += size
-        return jnp.concatenate(parts)
-
-    with jax.default_matmul_precision("highest"):
-        out, pull_back = jax.vjp(ffn, x[:owned].astype(acc_dtype), served)
-        dx, dserved = pull_back(dout[:owned].astype(acc_dtype))
-    unowned = ((0, x.shape[0] - owned), (0, 0))
-    dweights = {f"gradient of {name}": (dserved[name],) for name in served}
-    return {"output": (jnp.pad(out, unowned),), "gradient of the rows": (jnp.pad(dx, unowned),), **dweights}
 
 
 @jax.jit
