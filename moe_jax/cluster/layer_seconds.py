@@ -303,7 +303,7 @@ def layer_seconds(
     cluster: Cluster,
     gather: str = "saa",
     transport: str = "all_to_all",
-    waits: Callable[[Sequence[float]], float] = sum,
+    waits: Callable[[float], float] = float,
 ) -> LayerSeconds:
     """Predict one layer by fits; where whole layers were timed (`layer:SCHEDULE`), its parts cost what they did there.
 
@@ -340,7 +340,7 @@ def moving_seconds(
     cluster: Cluster,
     gather: str = "saa",
     transport: str = "all_to_all",
-    waits: Callable[[Sequence[float]], float] = sum,
+    waits: Callable[[float], float] = float,
 ) -> float:
     """Predict what a layer waits for its rows, forward and backward, by `transfer_seconds`.
 
@@ -349,8 +349,8 @@ def moving_seconds(
     Args:
       shape: its schedule and sizes, with bytes of a row.
       gather, transport: as in `MoEConfig`; the fit of a transport is looked up under its name.
-      waits: seconds of the exchanges of one direction, there and back -> those that the layer waits for: all, unless
-        something hides them. There and back count as equally long; what an MP group gathers before or after is none.
+      waits: seconds of the exchanges of one direction -> those that the layer waits for: all, unless something hides
+        them; what an MP group gathers before or after is none of them.
     """
     moving = 0.0
     # 'coordinated' is made of other collectives; a calibration has any other transport in place of its all-to-alls
@@ -361,8 +361,7 @@ def moving_seconds(
             way.remove(move)
         if transport != made_of:
             way = [move._replace(collective=transport) if move.collective == "all_to_all" else move for move in way]
-        seconds = transfer_seconds(way, shape, cluster, _PARM)
-        moving += transfer_seconds(outside, shape, cluster, _PARM) + waits((seconds / 2, seconds / 2))
+        moving += transfer_seconds(outside, shape, cluster, _PARM) + waits(transfer_seconds(way, shape, cluster, _PARM))
     return moving
 
 

@@ -9,7 +9,7 @@ halves, are our additions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.layer_seconds import LayerShape, layer_seconds, moving_seconds
@@ -64,7 +64,7 @@ def _decide(roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
     seconds = choose(roles, sizes, cluster)
     schedule = min(seconds, key=seconds.__getitem__)
     listed = ", ".join(f"{name} {value:.4g} s" for name, value in seconds.items())
-    less = "" if _waits(cluster, sizes) is sum else ", of exchanges what outlasts the other half's computation"
+    less = "" if _waits(cluster, sizes) is float else ", of exchanges what outlasts the other half's computation"
     return schedule, (
         f"schedule 'parm' takes {schedule} by {_RULES[rule].format(cluster.name)}{less}: {listed} in one layer"
     )
@@ -111,23 +111,23 @@ def choose(roles: Roles, sizes: LayerSizes, cluster: Cluster) -> dict[str, float
     return seconds
 
 
-def _waits(cluster: Cluster, sizes: LayerSizes) -> Callable[[Sequence[float]], float]:
-    """Return a function of the seconds of one half's exchanges, there and back: those that a layer waits for.
+def _waits(cluster: Cluster, sizes: LayerSizes) -> Callable[[float], float]:
+    """Return a function of the seconds of one half's exchanges in one direction: those that a layer waits for.
 
     All of them, or in two halves, where the rate of computation is known, what outlasts the other half's computation,
-    in the mean of forward and backward and with what the backward exchanges again. What an MP group gathers before or
-    after is counted whole, though it may fit next to the other half's exchange.
+    in the mean of forward and backward and with what the backward exchanges again. There and back count as equally
+    long. What an MP group gathers before or after counts whole, though it may fit next to the other half's exchange.
     """
     if sizes.other_half is None or cluster.flops is None:
-        return sum
+        return float
     work, halves = sizes.other_half, Prefetch(halves=True)
     alone = Times(attention=work.attention / cluster.flops, experts=work.experts / cluster.flops)
 
-    def added(seconds: float) -> float:
-        with_it = dataclasses.replace(alone, exchange=seconds)
-        return float(stage_seconds(halves, with_it, work.recompute) - stage_seconds(halves, alone, work.recompute)) / 4
+    def waits(seconds: float) -> float:
+        with_it = dataclasses.replace(alone, exchange=seconds / 2)
+        return float(stage_seconds(halves, with_it, work.recompute) - stage_seconds(halves, alone, work.recompute)) / 2
 
-    return lambda exchanges: sum(map(added, exchanges))
+    return waits
 
 
 def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, groups: int = 1) -> LayerShape:
