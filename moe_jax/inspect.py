@@ -82,7 +82,7 @@ def command(argv: list[str]) -> int:
             "--profile and --host_devices need real devices; leave --target out to take those of this machine"
         )
     from moe_jax.analysis import compile_ahead, cuda_wheels
-    from moe_jax.cluster.prices import Constants, read_constants
+    from moe_jax.cluster.prices import Constants, Prices, read_constants
     from moe_jax.cluster.targets import device_named, parse_target, target_names
     from moe_jax.config.gin_files import parse_run_config
 
@@ -104,14 +104,14 @@ def command(argv: list[str]) -> int:
             )
         target = parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
     text = compile_ahead.read_text(_HLO.value) if _HLO.value else None
-    constants = read_constants(_CONSTANTS.value) if _CONSTANTS.value else Constants()
+    prices = Prices(target, read_constants(_CONSTANTS.value) if _CONSTANTS.value else Constants())
     config = None
     if text is None or _GIN_FILES.value or _GIN_BINDINGS.value:  # of a saved schedule the run that it is of
         config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)[0]
         config = compile_ahead.on_target(config, target)
     if text is not None:
         buckets = () if config is None else compile_ahead.buckets_on_target(config, target, _SKEW.value)
-        write_report(text, target, constants, buckets)
+        write_report(text, prices, buckets)
         return 0
     if _TARGET.value:
         target.check_compilable(cuda_wheels.installed_cuda() or 13)
@@ -119,11 +119,11 @@ def command(argv: list[str]) -> int:
         if code is not None:
             return code
         devices = compile_ahead.described_devices(target)
-    inspect_devices(config, devices, target, constants, options)
+    inspect_devices(config, devices, prices, options)
     return 0
 
 
-def inspect_devices(config, devices, target, constants, options: dict[str, str]) -> None:
+def inspect_devices(config, devices, prices, options: dict[str, str]) -> None:
     """Compile the run's step for these devices, report it, and with --profile run it.
 
     Args:
@@ -142,17 +142,17 @@ def inspect_devices(config, devices, target, constants, options: dict[str, str])
         if _COMPLETE.value and compiled.common:
             rest = compile_step(config, devices, options=options, complete=True, **asked)
         dumped = Path(folder) if dump else None
-        report, module = write_report(compiled.text, target, constants, compiled.buckets, compiled, rest, dumped)
+        report, module = write_report(compiled.text, prices, compiled.buckets, compiled, rest, dumped)
     if _PROFILE.value:
         out = Path(_OUT.value)
         seconds = record_steps(config, devices, compiled, out / "profile", PROFILED_STEPS, PLAIN_STEPS)
         spans = read_spans(out / "profile", module.name)
-        report = add_measured(report, module, target, constants, spans, PROFILED_STEPS, seconds)
+        report = add_measured(report, module, prices, spans, PROFILED_STEPS, seconds)
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(report_text(report), end="")
 
 
-def write_report(text: str, target, constants, buckets=(), compiled=None, complete=None, dump: Path | None = None):
+def write_report(text: str, prices, buckets=(), compiled=None, complete=None, dump: Path | None = None):
     """Model a schedule, print the report and fill the folder; return the report and the program (`Module`).
 
     Args:
@@ -168,7 +168,7 @@ def write_report(text: str, target, constants, buckets=(), compiled=None, comple
     from moe_jax.observe.run_folder import environment_record
 
     module = parse_module(text)
-    timeline = play(module, target, constants)
+    timeline = play(module, prices)
     facts = {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     if compiled is not None:
         facts |= {
@@ -180,15 +180,15 @@ def write_report(text: str, target, constants, buckets=(), compiled=None, comple
             "program": "common" if compiled.common else "complete",
             **{name: getattr(compiled, name) for name in ("resolved", "memory", "model_flops")},
         }
-    facts |= program_report.what_if(module, target, constants, buckets)
+    facts |= program_report.what_if(module, prices, buckets)
     if compiled is not None and compiled.common:
-        rest = None if complete is None else play(parse_module(complete.text), target, constants)
+        rest = None if complete is None else play(parse_module(complete.text), prices)
         facts["overflow"] = program_report.overflow_record(timeline, buckets, rest)
         if complete is not None:
             facts["overflow"]["complete_compile_seconds"] = complete.compile_seconds
     if dump is not None and (thunks := program_report.count_thunks(dump, module)) is not None:
         facts["thunks"] = thunks
-    report = program_report.build_report(timeline, target, constants, **facts)
+    report = program_report.build_report(timeline, prices, **facts)
     out = Path(_OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def write_report(text: str, target, constants, buckets=(), compiled=None, comple
     if not _PROFILE.value:  # else it is printed with what was measured
         print(program_report.report_text(report), end="")
     try:
-        title = f"{target.nodes} x {target.per_node} {target.device}"
+        title = f"{prices.target.nodes} x {prices.target.per_node} {prices.target.device}"
         program_report.draw_timeline(timeline, out / "timeline.png", title)
     except ModuleNotFoundError:
         print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")

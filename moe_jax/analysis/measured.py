@@ -21,8 +21,7 @@ import numpy as np
 from moe_jax.analysis.compile_ahead import Compiled
 from moe_jax.cluster.costs import FREE, cost_of
 from moe_jax.cluster.hlo import Module, scope_of
-from moe_jax.cluster.prices import Constants, Prices
-from moe_jax.cluster.targets import Target
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.timeline import collective_of, instruction_seconds, launched_instructions, play
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
@@ -47,8 +46,7 @@ class Span:
 def add_measured(
     report: dict,
     module: Module,
-    target: Target,
-    constants: Constants,
+    prices: Prices,
     spans: Sequence[Span],
     steps: int,
     step_seconds: float | None = None,
@@ -99,7 +97,7 @@ def add_measured(
         "collective_seconds": sum(own["seconds"] for own in sums.values()) * share,
         "exposed_seconds": sum(own["exposed_seconds"] for own in sums.values()) * share,
     }
-    found = compare_instructions(module, target, constants, spans, steps, step_seconds)
+    found = compare_instructions(module, prices, spans, steps, step_seconds)
     return {
         **report,
         "measured": total,
@@ -126,17 +124,17 @@ def merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def modelled_instructions(module: Module, target: Target, constants: Constants) -> dict[str, dict]:
+def modelled_instructions(module: Module, prices: Prices) -> dict[str, dict]:
     """Return {name: record} of every instruction that runs.
 
     A record has group ('kernel' for custom calls and everything else), scope, executions in one step, and of one
     execution seconds, matmul_seconds (its FLOPs at the device's peak) and memory_seconds (its bytes at full bandwidth).
     """
-    timeline = play(module, target, constants)
+    timeline = play(module, prices)
     executions = Counter(event.name for event in timeline.events if event.row == "compute")
     executions.update({name: flight.executions for name, flight in timeline.flights.items()})
     executions.update({name: record["executions"] for name, record in timeline.skipped.items()})
-    seconds = instruction_seconds(module, target, constants)
+    seconds = instruction_seconds(module, prices)
     found = {}
     for instruction, computation in launched_instructions(module, module.entry):
         name, opcode = instruction.name, instruction.opcode
@@ -155,28 +153,27 @@ def modelled_instructions(module: Module, target: Target, constants: Constants) 
             group = FUSION if opcode.startswith("fusion") else KERNEL
         if group != LOOP and not executions[name]:
             continue
-        alone = {"while": 0.0, "conditional": Prices(target, constants).conditional}  # without what they run
+        alone = {"while": 0.0, "conditional": prices.conditional}  # without what they run
         found[name] = {
             "group": group,
             "scope": scope_of(instruction.op_name),
             "executions": executions[name],
             "seconds": alone.get(opcode, seconds.get(instruction, (0.0, None))[0]),
-            "matmul_seconds": sum(count / target.flops(kind) for kind, count in cost.flops.items()),
-            "memory_seconds": cost.bytes / target.memory_bandwidth,
+            "matmul_seconds": sum(count / prices.target.flops(kind) for kind, count in cost.flops.items()),
+            "memory_seconds": cost.bytes / prices.target.memory_bandwidth,
         }
     return found
 
 
 def compare_instructions(
     module: Module,
-    target: Target,
-    constants: Constants,
+    prices: Prices,
     spans: Sequence[Span],
     steps: int,
     step_seconds: float | None = None,
 ) -> dict:
     """Return a record of measured next to modelled seconds, of one step on the mean device; see `add_measured`."""
-    modelled = modelled_instructions(module, target, constants)
+    modelled = modelled_instructions(module, prices)
     launched = [instruction for instruction, _ in launched_instructions(module, module.entry)]
     conditionals = {own.name for own in launched if own.opcode == "conditional"}
     loops = (module.computations[own.attribute("condition")] for own in launched if own.opcode == "while")
@@ -224,7 +221,7 @@ def compare_instructions(
     missing = [record for n, record in modelled.items() if n not in seconds and record["group"] != LOOP]
     launches = sum(own["executions"] for own in modelled.values() if own["group"] not in (COLLECTIVE, LOOP))
     idle = None if step_seconds is None or not launches else max(step_seconds - busy, 0.0) / launches
-    fit = fit_constants(samples, Prices(target, constants), pauses)
+    fit = fit_constants(samples, prices, pauses)
     return {
         "steps": steps,
         "devices": len(devices),

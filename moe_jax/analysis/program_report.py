@@ -18,7 +18,6 @@ from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import EXCHANGE, Module
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.tables import LEVELS
-from moe_jax.cluster.targets import Target
 from moe_jax.cluster.timeline import Flight, Timeline, play
 from moe_jax.errors import UserError
 
@@ -26,14 +25,14 @@ MOST_NAMES = 8  # of what computes next to a transfer
 TAKEN_CORES = (0, 16, 32)
 
 
-def build_report(timeline: Timeline, target: Target, constants: Constants, **facts) -> dict:
+def build_report(timeline: Timeline, prices: Prices, **facts) -> dict:
     """Return the record of a program.
 
     Args:
       facts: what stands at the top of the record as it is: command, date, versions, memory, compile_seconds, what
         `what_if` and `count_thunks` return; model_flops, of a device's step.
     """
-    described, prices = dataclasses.asdict(target), Prices(target, constants)
+    target, described = prices.target, dataclasses.asdict(prices.target)
     described.pop("config")
     flights = sorted(timeline.flights.values(), key=lambda flight: -flight.exposed_seconds)
     model_flops = facts.get("model_flops")
@@ -50,7 +49,7 @@ def build_report(timeline: Timeline, target: Target, constants: Constants, **fac
         **facts,
         "target": described,
         "model": {
-            **dataclasses.asdict(constants),
+            **dataclasses.asdict(prices.constants),
             "prices": prices.described(),
             "states": "kernel = max(its products, bytes / (share x memory_bandwidth), launch); collective = start-up + "
             "max(inside nodes, bytes across / node links), one at a time on each kind of link; exposed = wait at its "
@@ -109,7 +108,7 @@ def _totals(flights: Iterable[Flight], name: str) -> list[dict]:
     return sorted(({name: key, **total} for key, total in sums.items()), key=lambda total: -total["seconds"])
 
 
-def what_if(module: Module, target: Target, constants: Constants, buckets: Sequence[Buckets] = ()) -> dict:
+def what_if(module: Module, prices: Prices, buckets: Sequence[Buckets] = ()) -> dict:
     """Return the program under other assumptions, for JSON; buckets are those of the program, () where not known.
 
     Returns:
@@ -121,9 +120,9 @@ def what_if(module: Module, target: Target, constants: Constants, buckets: Seque
       experts' matmuls and the exchanges had the expected rows alone (padding skipped, not sent); instructions: of each
       part and scope executions, rows, expected_rows, bytes of exchanges, and seconds and flops both ways.
     """
-    buckets, cores, levels = tuple(buckets), [], {}
+    buckets, cores, levels, target = tuple(buckets), [], {}, prices.target
     for level in LEVELS:
-        line = play(module, target, dataclasses.replace(constants, level=level))
+        line = play(module, Prices(target, dataclasses.replace(prices.constants, level=level)))
         exposed = sum(own.exposed_seconds for own in line.flights.values())
         levels[level] = {
             "step_seconds": line.seconds,
@@ -132,16 +131,16 @@ def what_if(module: Module, target: Target, constants: Constants, buckets: Seque
         }
     for taken in TAKEN_CORES if target.cores else ():
         share = taken / target.cores
-        line = play(module, target, constants, taken=share)
+        line = play(module, prices, taken=share)
         record = {"taken": taken, "cores": target.cores, "step_seconds": line.seconds}
         cores.append({**record, "exposed_seconds": sum(own.exposed_seconds for own in line.flights.values())})
         if buckets:
-            both = play(module, target, constants, buckets, expected_rows=True, taken=share)
+            both = play(module, prices, buckets, expected_rows=True, taken=share)
             cores[-1]["expected_rows_step_seconds"] = both.seconds
     if not buckets:
         return {"range": levels, "cores": cores}
-    by_shape = play(module, target, constants, buckets)
-    expected = play(module, target, constants, buckets, expected_rows=True)
+    by_shape = play(module, prices, buckets)
+    expected = play(module, prices, buckets, expected_rows=True)
     instructions = []
     for (part, scope), rows in sorted(by_shape.rows.items()):
         record = {"part": part, "scope": scope, "executions": rows["executions"], "rows": rows["rows"]}

@@ -26,8 +26,7 @@ from moe_jax.cluster.hlo import (
     role_of,
     scope_of,
 )
-from moe_jax.cluster.prices import Constants, Prices
-from moe_jax.cluster.targets import Target
+from moe_jax.cluster.prices import Prices
 from moe_jax.errors import UserError
 
 
@@ -97,34 +96,31 @@ class Timeline:
 
 def play(
     module: Module,
-    target: Target,
-    constants: Constants | None = None,
+    prices: Prices,
     buckets: tuple[Buckets, ...] = (),
     expected_rows: bool = False,
     taken: float = 0.0,
 ) -> Timeline:
-    """Return the modelled timeline of one execution of the program on one device of the target.
+    """Return the modelled timeline of one execution of the program on one device of the prices' target.
 
     Args:
       buckets: of the program, for counting rows; () where they are not known.
       expected_rows: experts' matmuls and exchanges work on the rows that are expected, not on those of their shapes.
       taken: share of the device's cores that a transfer under way takes from the kernels next to it.
     """
-    player = _Player(module, target, constants or Constants(), buckets, expected_rows, taken)
+    player = _Player(module, prices, buckets, expected_rows, taken)
     player.run(module.entry, ())
     player.timeline.seconds = player.now
     return player.timeline
 
 
-def instruction_seconds(
-    module: Module, target: Target, constants: Constants
-) -> dict[Instruction, tuple[float, Instruction | None]]:
+def instruction_seconds(module: Module, prices: Prices) -> dict[Instruction, tuple[float, Instruction | None]]:
     """Return {instruction: (modelled seconds, its start, for a done)} of every instruction that takes time.
 
     A collective has its seconds at its start and again, as the time between the two, at its done. Loops and branches
     have the sum of what they run, without overlap.
     """
-    player, found = _Player(module, target, constants), {}
+    player, found = _Player(module, prices), {}
     for instruction, computation in launched_instructions(module, module.entry):
         opcode = instruction.opcode
         if opcode.endswith("-done"):
@@ -161,10 +157,8 @@ def collective_of(instruction: Instruction, module: Module) -> Instruction | Non
 class _Player:
     """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
 
-    def __init__(
-        self, module: Module, target: Target, constants: Constants, buckets=(), expected_rows=False, taken=0.0
-    ):
-        self.module, self.target, self.prices = module, target, Prices(target, constants)
+    def __init__(self, module: Module, prices: Prices, buckets=(), expected_rows=False, taken=0.0):
+        self.module, self.target, self.prices = module, prices.target, prices
         self.buckets, self.expected_rows, self.taken = buckets, expected_rows, taken
         self.timeline = Timeline()
         self.now = 0.0  # the compute stream's clock
@@ -406,10 +400,10 @@ class _Player:
             self.now = end
 
 
-def scheduler_profile(module: Module, target: Target, constants: Constants | None = None) -> str:
+def scheduler_profile(module: Module, prices: Prices) -> str:
     """Return the profile: microseconds of each instruction, and between the start and the done of each transfer."""
     lines = []
-    for instruction, (took, start) in instruction_seconds(module, target, constants or Constants()).items():
+    for instruction, (took, start) in instruction_seconds(module, prices).items():
         name = instruction.scheduling_name
         if start is not None:
             lines.append(
@@ -421,7 +415,7 @@ def scheduler_profile(module: Module, target: Target, constants: Constants | Non
     return "\n".join(lines) + "\n"
 
 
-def unguided_share(module: Module, target: Target, profile: str, constants: Constants | None = None) -> float:
+def unguided_share(module: Module, prices: Prices, profile: str) -> float:
     """Return the share of a program's modelled seconds whose instructions a profile does not name.
 
     XLA matches a profile to a program by names alone and uses its own estimates where none fits: for a profile that was
@@ -430,7 +424,7 @@ def unguided_share(module: Module, target: Target, profile: str, constants: Cons
     """
     named = set(re.findall(r'(?:name|target): "([^"]*)"', profile))
     total = missed = 0.0
-    for instruction, (took, start) in instruction_seconds(module, target, constants or Constants()).items():
+    for instruction, (took, start) in instruction_seconds(module, prices).items():
         if start is None:
             total += took
             missed += took if instruction.scheduling_name not in named else 0.0

@@ -22,6 +22,7 @@ from jax._src import distributed  # the coordination service has no public name
 from jax.experimental import serialize_executable
 
 from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target, device_named, read_device, target_names
 from moe_jax.cluster.timeline import scheduler_profile, unguided_share
 from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
@@ -252,10 +253,11 @@ def compile_guided(
     executable = lowered.compile(options)
     if target is None:
         return executable, ""
-    profile = scheduler_profile(parse_module(executable.as_text()), target)
+    prices = Prices(target)
+    profile = scheduler_profile(parse_module(executable.as_text()), prices)
     executable = compile_with_profile(lowered, options, profile)
     module = parse_module(executable.as_text())
-    share = unguided_share(module, target, profile)
+    share = unguided_share(module, prices, profile)
     if share > UNGUIDED_LIMIT:  # the compiler itself logs in C++ only that it could not match the profile
         _LOG.warning(
             "train.guide_scheduler (True) had little effect on %s: the profile names instructions of %.0f%% of its "

@@ -106,7 +106,7 @@ def floor_bytes(model, params) -> float:
 def main(_):
     from moe_jax.analysis import compile_ahead
     from moe_jax.cluster.hlo import parse_module
-    from moe_jax.cluster.prices import Constants
+    from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import play
     from moe_jax.config.gin_files import parse_run_config
@@ -120,7 +120,7 @@ def main(_):
     if _OUT.value:
         with open(_OUT.value, "w", encoding="utf-8") as file:
             file.write(text)
-    timeline = play(parse_module(text), target, Constants())
+    timeline = play(parse_module(text), Prices(target))
     read = floor_bytes(model, params)
     floor = read / target.memory_bandwidth
     record = {

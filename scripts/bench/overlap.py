@@ -70,7 +70,7 @@ def compile_case(name: str, schedule: str):
     from moe_jax.analysis import compile_ahead
     from moe_jax.analysis.program_report import build_report
     from moe_jax.cluster.hlo import parse_module
-    from moe_jax.cluster.prices import Constants
+    from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import play, scheduler_profile
     from moe_jax.config.gin_files import parse_run_config
@@ -91,15 +91,15 @@ def compile_case(name: str, schedule: str):
     program = build_program(config, compile_ahead.described_devices(target))
     options = dict(text.split("=", 1) for text in _OPTIONS.value)
     options = {"xla_gpu_autotune_level": "0", **program.compiler_options(), **options}
-    started, text = time.monotonic(), None
+    started, text, prices = time.monotonic(), None, Prices(target)
     lowered = program.trace_step({"segment_0": ring_replicas(program, replicas)}).lower()
     for guided in range(1 + _GUIDED.value):
         if guided:
-            executable = compile_with_profile(lowered, options, scheduler_profile(parse_module(text), target))
+            executable = compile_with_profile(lowered, options, scheduler_profile(parse_module(text), prices))
         else:
             executable = lowered.compile(compiler_options=options)
         text = executable.as_text()
-        report = build_report(play(parse_module(text), target, Constants()), target, Constants())
+        report = build_report(play(parse_module(text), prices), prices)
         yield (
             bool(guided),
             text,

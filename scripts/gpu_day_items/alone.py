@@ -162,6 +162,7 @@ def after_gate(context, planner: str):
 
     from moe_jax.cluster import UNNAMED
     from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import play
     from moe_jax.moe.after_gate_rules import RULES
@@ -200,7 +201,7 @@ def after_gate(context, planner: str):
     pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
     apart = max(int(np.abs(a.astype(np.int64) - b.astype(np.int64)).max(initial=0)) for a, b in pairs)
     text = jitted.lower(*arguments).compile().as_text()
-    timeline = play(parse_module(text), parse_target("h200:1x1"))
+    timeline = play(parse_module(text), Prices(parse_target("h200:1x1")))
     launches, turns = sum(event.row == "compute" for event in timeline.events), text.count(" while(")
     context.record(decide_seconds=seconds["decide"], launches=launches, largest_difference_from_cpu=apart)
     equal = "equal to the CPU's" if not apart else f"tables differ from the CPU's by {apart} at most"

@@ -17,7 +17,7 @@ def measure(context):
     from moe_jax.analysis.measured import add_measured, read_spans, record_steps
     from moe_jax.analysis.program_report import build_report
     from moe_jax.cluster.hlo import parse_module
-    from moe_jax.cluster.prices import Constants
+    from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.timeline import play
 
     choice = context.scratch / whole.CHOICE
@@ -28,12 +28,12 @@ def measure(context):
         raise NotHere(f"the rates of {devices[0].device_kind} are not known; add moe_jax/cluster/devices/NAME.txt")
     config = compile_ahead.on_target(config, target)
     compiled = compile_ahead.compile_step(config, devices, skew=1.0, options={}, real=True)
-    constants, module = Constants(), parse_module(compiled.text)
-    report = build_report(play(module, target, constants), target, constants, memory=compiled.memory)
+    prices, module = Prices(target), parse_module(compiled.text)
+    report = build_report(play(module, prices), prices, memory=compiled.memory)
     folder, steps = context.scratch / "profile", context.of_size(3, 2)
     seconds = record_steps(config, devices, compiled, folder, steps, 2 * steps)
     spans = read_spans(folder, module.name)
-    report = add_measured(report, module, target, constants, spans, steps, seconds)
+    report = add_measured(report, module, prices, spans, steps, seconds)
     measured = report["instructions"]
     # for the day's folder: a machine without a GPU can read report, schedule and trace again
     keep = context.scratch / "keep"

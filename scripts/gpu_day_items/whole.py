@@ -31,6 +31,7 @@ def train(context, grouped_matmul: str):
     import moe_jax.training.run as training_run
     from moe_jax.analysis import compile_ahead
     from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.timeline import play
     from moe_jax.config.run_config import config_text
     from moe_jax.training.hosts import Hosts
@@ -80,7 +81,7 @@ def train(context, grouped_matmul: str):
         return
     built = compile_ahead.on_target(config_of(context, used), target)
     compiled = compile_ahead.compile_step(built, jax.devices()[:1], skew=1.0, options={}, real=True)
-    timeline = play(parse_module(compiled.text), target)
+    timeline = play(parse_module(compiled.text), Prices(target))
     launches = sum(event.row == "compute" for event in timeline.events)
     conditionals = sum(record["executions"] for record in timeline.skipped.values())
     context.record(

@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from moe_jax.analysis.compile_ahead import described_devices
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
 from moe_jax.moe.after_gate_rules import RULES, ShareRule, edges_of
@@ -364,5 +365,5 @@ def test_a_gpu_runs_the_rounds_in_one_kernel(device):
     shapes = [((64,), jnp.float32), ((64, 32), bool), ((64, 32), bool)]
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     text = jax.jit(ShareRule(sweeps=SWEEPS).quotas).lower(*arguments).compile().as_text()
-    timeline = play(parse_module(text), target)
+    timeline = play(parse_module(text), Prices(target))
     assert timeline.kernels <= 3 and " while(" not in text and not timeline.unknown_calls

@@ -13,7 +13,7 @@ from moe_jax.analysis.compile_ahead import read_text, without_places
 from moe_jax.analysis.program_report import build_report
 from moe_jax.cluster.costs import cost_of
 from moe_jax.cluster.hlo import parse_module, pass_of, replica_groups, role_of, scope_of
-from moe_jax.cluster.prices import Constants
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import collective_of, play
 from moe_jax.errors import UserError
@@ -204,7 +204,7 @@ def read(name):
     """Return (text, module, report) of a fixture."""
     text, target = read_text(str(FIXTURES / f"{name}.hlo.xz")), parse_target("h200:2x2")
     module = parse_module(text)
-    return text, module, build_report(play(module, target, Constants()), target, Constants())
+    return text, module, build_report(play(module, Prices(target)), Prices(target))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ import pathlib
 
 import pytest
 from support.gpu_trace import write_gpu_trace
-from support.toy import BRANCH, LOOP, MODEL, TARGET
+from support.toy import BRANCH, LOOP, MODEL, PRICES, TARGET
 
 from moe_jax.analysis import program_report
 from moe_jax.analysis.compile_ahead import stated_buckets
@@ -32,8 +32,8 @@ HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.
 
 def test_report_sums_and_prints(tmp_path):
     slow = dataclasses.replace(TARGET, node_bandwidth=8.0)
-    timeline = play(parse_module(LOOP), slow, MODEL)
-    report = build_report(timeline, slow, MODEL, memory={"peak": 7}, compile_seconds=1.0, lower_seconds=0.5)
+    timeline = play(parse_module(LOOP), Prices(slow, MODEL))
+    report = build_report(timeline, Prices(slow, MODEL), memory={"peak": 7}, compile_seconds=1.0, lower_seconds=0.5)
     (total,) = report["totals"]["by_role"]
     assert total["role"] == "all-to-all" and [total] == report["in_loops"]["by_role"]
     (of_scope,) = report["totals"]["by_scope"]
@@ -77,9 +77,9 @@ def test_rows_by_shape():
 def test_expected_rows_shorten_transfers_and_matmuls():
     """Half of the rows: 80 bytes of 160 take 8 s, 512 FLOPs of 1,024 too."""
     module = parse_module(LOOP)
-    by_shape = play(module, TARGET, MODEL, (HALF,))
-    assert by_shape.seconds == play(module, TARGET, MODEL).seconds == pytest.approx(48.0)
-    record = what_if(module, TARGET, MODEL, (HALF,))["rows"]
+    by_shape = play(module, PRICES, (HALF,))
+    assert by_shape.seconds == play(module, PRICES).seconds == pytest.approx(48.0)
+    record = what_if(module, PRICES, (HALF,))["rows"]
     assert record["step_seconds"] == pytest.approx(24.0) and record["flops"] == pytest.approx(3 * 512)
     experts, sent = sorted(record["instructions"], key=lambda own: own["bytes"])
     assert (experts["scope"], sent["scope"]) == ("moe/experts", "moe/dispatch")
@@ -92,17 +92,17 @@ def test_expected_rows_shorten_transfers_and_matmuls():
 def test_fewer_cores_slow_what_runs_next_to_a_transfer():
     """A matmul of 16 s at half the rate does 8 s of it next to a transfer of 16 s, and the rest in 8 s."""
     module = parse_module(LOOP)
-    half = play(module, TARGET, MODEL, taken=0.5)
+    half = play(module, PRICES, taken=0.5)
     assert half.seconds == half.compute_seconds == pytest.approx(3 * 24.0)
     assert sum(flight.exposed_seconds for flight in half.flights.values()) == 0
     slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, next to which the matmul takes 32
-    assert play(module, slow, MODEL, taken=0.5).seconds == pytest.approx(3 * 40.0)
-    found = what_if(module, TARGET, MODEL)
+    assert play(module, Prices(slow, MODEL), taken=0.5).seconds == pytest.approx(3 * 40.0)
+    found = what_if(module, PRICES)
     assert found["cores"] == []  # the toy's cores are not known
     steps = {level: own["step_seconds"] for level, own in found["range"].items()}
     assert steps == pytest.approx({"low": 48.0, "middle": 48.0, "high": 48.0})  # nothing is assumed of the toy
     described = dataclasses.replace(TARGET, config="core_count: 64")
-    records = what_if(module, described, MODEL, (HALF,))["cores"]
+    records = what_if(module, Prices(described, MODEL), (HALF,))["cores"]
     assert [record["taken"] for record in records] == [0, 16, 32]
     assert [record["step_seconds"] for record in records] == pytest.approx([48.0, 3 * 20.0, 3 * 24.0])
     assert records[2]["expected_rows_step_seconds"] == pytest.approx(3 * 12.0)
@@ -110,7 +110,7 @@ def test_fewer_cores_slow_what_runs_next_to_a_transfer():
 
 def test_an_overflow_costs_the_common_step_and_the_complete_one():
     """The branch that is not taken holds one kernel of 64 bytes at 1,000 bytes/s."""
-    common, complete = (play(parse_module(text), TARGET, MODEL) for text in (LOOP, BRANCH))
+    common, complete = (play(parse_module(text), PRICES) for text in (LOOP, BRANCH))
     record = overflow_record(common, (HALF,), complete)
     assert record["chance"] == pytest.approx(0.03)
     assert record["complete_with_passes_seconds"] == pytest.approx(complete.seconds + 0.064)
@@ -122,10 +122,12 @@ def test_an_overflow_costs_the_common_step_and_the_complete_one():
 
 def test_the_report_says_all_of_it():
     module, target = parse_module(LOOP), dataclasses.replace(TARGET, config="core_count: 132")
-    line = play(module, target, MODEL)
-    found = what_if(module, target, MODEL, (HALF,))
+    line = play(module, Prices(target, MODEL))
+    found = what_if(module, Prices(target, MODEL), (HALF,))
     found["thunks"] = {"buffers": 2, "inside": {"kernels": 7}, "outside": {"kernels": 3, "conditionals": 0}}
-    text = report_text(build_report(line, target, MODEL, overflow=overflow_record(line, (HALF,), line), **found))
+    text = report_text(
+        build_report(line, Prices(target, MODEL), overflow=overflow_record(line, (HALF,), line), **found)
+    )
     for said in (
         "P(overflow) of a step is at most 3.000%; complete program 48000.000 ms",
         "= 48000.000 ms + 3.000% x (48000.000 ms + 48000.000 ms) = 50880.000 ms",
@@ -135,7 +137,7 @@ def test_the_report_says_all_of_it():
         "2 command buffers with 7 thunks; outside of them 3 kernels, 0 conditionals",
     ):
         assert said in text, said
-    unknown = report_text(build_report(line, target, MODEL, overflow=overflow_record(line, (HALF,), None)))
+    unknown = report_text(build_report(line, Prices(target, MODEL), overflow=overflow_record(line, (HALF,), None)))
     assert "--complete compiles the complete program" in unknown
 
 
@@ -236,15 +238,15 @@ def test_a_trace_of_the_model_itself_has_ratio_one(tmp_path):
     program = parse_module(lzma.decompress((FIXTURES / "expert_parallel.hlo.xz").read_bytes()).decode())
     write_gpu_trace(tmp_path, program, H200, REAL, steps=2)
     spans = read_spans(tmp_path, program.name)
-    record = compare_instructions(program, H200, REAL, spans, 2, step_seconds=1.0)
+    record = compare_instructions(program, Prices(H200, REAL), spans, 2, step_seconds=1.0)
     assert {group["group"] for group in record["groups"]} >= {"matmul", "fusion", "collective"}
     for row in [*record["groups"], *record["worst"]]:
         assert row["ratio"] == pytest.approx(1, rel=1e-6), row
     assert record["not_in_trace"]["instructions"] == record["not_in_program"]["instructions"] == 0
     assert record["devices"] == 1 and record["busy_seconds"] <= record["profiled_step_seconds"] * 1.001
 
-    report = build_report(play(program, H200, Constants()), H200, Constants())
-    report = add_measured(report, program, H200, Constants(), spans, 2, 1.0)
+    report = build_report(play(program, Prices(H200)), Prices(H200))
+    report = add_measured(report, program, Prices(H200), spans, 2, 1.0)
     assert report["constants"] == report["instructions"]["constants"] == pytest.approx({"launch": REAL.launch})
     text = report_text(report)
     assert "instructions that differ most" in text and "launch 2.4e-06 -> 4e-06" in text
@@ -260,7 +262,7 @@ def test_compare_by_hand():
         spans.append(Span("gpu", "dot.1", 30.0 * turn, 30.0 * turn + 20))
         spans.append(Span("gpu", "all-to-all-start", 30.0 * turn, 30.0 * turn + 25))
     spans.append(Span("gpu", "stranger", 200.0, 202.0))
-    record = compare_instructions(module, TARGET, MODEL, spans, steps=2, step_seconds=100.0)
+    record = compare_instructions(module, PRICES, spans, steps=2, step_seconds=100.0)
     matmul = next(group for group in record["groups"] if group["group"] == "matmul")
     assert matmul == {
         "group": "matmul", "instructions": 1, "executions": 3, "modelled_seconds": 48.0, "measured_seconds": 60.0,
@@ -283,7 +285,7 @@ def test_pauses_around_conditionals_are_their_cost():
         spans.append(Span("gpu", "before", start, start + 1e-3))
         spans.append(Span("gpu", "conditional.1", start + 1.1e-3, start + 1.2e-3))
         spans.append(Span("gpu", "after", start + 1.5e-3, start + 2e-3))
-    record = compare_instructions(module, H200, Constants(), spans, steps=4)
+    record = compare_instructions(module, Prices(H200), spans, steps=4)
     assert record["constants"]["conditional"] == pytest.approx(0.5e-3 - Prices(H200).launch)
     loops = next(group for group in record["groups"] if group["group"] == "loop overhead")
     assert loops["measured_seconds"] == pytest.approx(1e-4) and record["step_seconds"] is None
@@ -294,17 +296,17 @@ def test_collectives_measured_by_hand():
     2 s and 2 s, exposed 4 s. On d1 nothing computes next to 2 s of transfer. Per device and step: 10 / 4 s, exposed
     6 / 4 s."""
     module = parse_module(LOOP)
-    report = build_report(play(module, TARGET, MODEL), TARGET, MODEL)
+    report = build_report(play(module, PRICES), PRICES)
     transfer, other = "all-to-all-start", ("all-to-all", 5, 7)  # started and done, or a kernel
     ran = [(transfer, 0, 4), ("dot.1", 1, 2), ("fusion.7", 1.5, 3), (transfer, 10, 14), ("dot.1", 12, 20)]
     spans = [Span("d0", *own) for own in ran] + [Span("d1", *own) for own in (other, ("dot.1", 7, 8))]
-    found = add_measured(report, module, TARGET, MODEL, spans, steps=2)
+    found = add_measured(report, module, PRICES, spans, steps=2)
     times = {"step_seconds": 10.0, "compute_seconds": 11 / 4, "collective_seconds": 10 / 4, "exposed_seconds": 6 / 4}
     assert found["measured"] == {"steps": 2, "devices": 2, **times}
     (record,) = found["collectives"]
     assert record["measured"] == {"executions": 3 / 4, "seconds": 10 / 4, "exposed_seconds": 6 / 4}
     assert "2500.000" in report_text(found)
-    lacking = add_measured(report, module, TARGET, MODEL, [Span("d0", "dot.1", 0, 1)], steps=1)
+    lacking = add_measured(report, module, PRICES, [Span("d0", "dot.1", 0, 1)], steps=1)
     assert lacking["collectives"][0]["measured"] is None and "not in the trace" in report_text(lacking)
 
 

@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 import pytest
-from support.toy import HEAD, LOOP, MODEL, TARGET
+from support.toy import HEAD, LOOP, MODEL, PRICES, TARGET
 
 from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster import cluster_of, exchange_seconds, group_of, received_seconds, uniform_seconds
@@ -48,7 +48,7 @@ STARTS = dataclasses.replace(MODEL, start=1.0, step=2.0, node_start=10.0, node_s
     ],
 )
 def test_traffic_by_hand(kind, groups, inside, leaving, seconds):
-    assert traffic(kind, 160, groups, Prices(TARGET, MODEL)) == (inside, leaving, pytest.approx(seconds, rel=1e-12))
+    assert traffic(kind, 160, groups, PRICES) == (inside, leaving, pytest.approx(seconds, rel=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def only(timeline):
 
 
 def test_a_transfer_as_long_as_its_compute_is_hidden():
-    timeline = play(parse_module(LOOP), TARGET, MODEL)
+    timeline = play(parse_module(LOOP), PRICES)
     flight = only(timeline)
     assert timeline.seconds == pytest.approx(48.0) and timeline.compute_seconds == pytest.approx(48.0)
     assert timeline.flops == {"bf16": 3 * 1024.0}
@@ -115,7 +115,7 @@ def test_a_transfer_as_long_as_its_compute_is_hidden():
 
 def test_a_transfer_that_ends_before_the_matmul_begins_is_exposed_whole():
     dot, done = (re.search(rf"  %{name} = .*\n", LOOP).group() for name in ("dot.1", "all-to-all-done"))
-    flight = only(play(parse_module(LOOP.replace(dot, "").replace(done, done + dot)), TARGET, MODEL))
+    flight = only(play(parse_module(LOOP.replace(dot, "").replace(done, done + dot)), PRICES))
     assert flight.exposed_seconds == flight.seconds == pytest.approx(48.0)
     assert (
         flight.executions_overlapping_matmuls == flight.executions_overlapping_kernels == 0 and flight.overlapped == {}
@@ -125,13 +125,13 @@ def test_a_transfer_that_ends_before_the_matmul_begins_is_exposed_whole():
 def test_synchronous_collectives_are_exposed_whole():
     text = LOOP.replace("((f32[4,10]{1,0}), f32[4,10]{1,0}) all-to-all-start(%x)", "f32[4,10]{1,0} all-to-all(%x)")
     text = re.sub(r"  %all-to-all-done = .*\n", "", text).replace("%all-to-all-done", "%all-to-all-start")
-    flight = only(play(parse_module(text), TARGET, MODEL))
+    flight = only(play(parse_module(text), PRICES))
     assert not flight.asynchronous and flight.exposed_seconds == pytest.approx(48.0) and flight.bytes == 160
 
 
 def test_unknown_trip_counts_run_once_and_are_named():
     text = LOOP.replace('"known_trip_count":{"n":"3"},', "")
-    timeline = play(parse_module(text), TARGET, MODEL)
+    timeline = play(parse_module(text), PRICES)
     assert only(timeline).executions == 1 and timeline.unknown_loops == {"while.1"}
 
 
@@ -157,7 +157,7 @@ def test_transfers_share_links_one_after_the_other():
     """All-gather of 320 bytes inside nodes: 1.6 s. The permute of 160 waits for it, ends at 3.2. The all-reduce crosses
     nodes, one device of each: 2 groups of 2 x 80 bytes leave a node: 32 s; begun at 1.6 it ends at 33.6. It uses no
     link inside. The matmul runs from 3.2 to 19.2."""
-    flights = play(parse_module(TWO), TARGET, MODEL).flights
+    flights = play(parse_module(TWO), PRICES).flights
     gather, permute, reduce = flights["ags"], flights["cps"], flights["ars"]
     assert gather.bytes == 320 and gather.exposed_seconds == pytest.approx(1.6)
     assert permute.waited_for_links_seconds == pytest.approx(1.6) and permute.exposed_seconds == pytest.approx(1.6)
@@ -170,7 +170,7 @@ def test_time_in_which_two_exchanges_move_is_overlapped_once():
     dot, done = (re.search(rf"  %{name} = .*\n", TWO).group() for name in ("dot.9", "cpd"))
     text = TWO.replace(dot, "").replace(done, dot + done).replace("all-reduce", "all-to-all")
     text = text.replace("{{0,1},{1,0}}", '{{0,1},{1,0}}, metadata={op_name="jit(f)/dispatch/ppermute"}')
-    timeline = play(parse_module(text), TARGET, MODEL)
+    timeline = play(parse_module(text), PRICES)
     assert {flight.role for flight in timeline.flights.values()} == {"all-gather", "all-to-all"}
     assert timeline.overlapped == {("", ""): pytest.approx(16.0)}
 
@@ -208,12 +208,12 @@ ENTRY %main (x: f32[4,10], p: pred[], a: bf16[8,8]) -> f32[4,10] {
 
 def test_wrapped_collectives_calls_and_branches():
     """80 of 160 bytes to the neighbour: 0.8 s during a called matmul of 16 s; the branch that computes is not taken."""
-    timeline = play(parse_module(WRAPPED), TARGET, MODEL)
+    timeline = play(parse_module(WRAPPED), PRICES)
     flight = only(timeline)
     assert (flight.kind, flight.role, flight.bytes) == ("all-to-all", "all-to-all", 160)
     assert (flight.seconds, flight.exposed_seconds, flight.executions_overlapping_matmuls) == (pytest.approx(0.8), 0, 1)
     assert timeline.seconds == pytest.approx(16.0) and timeline.overlapped == {("", ""): pytest.approx(0.8)}
-    slower = play(parse_module(WRAPPED), TARGET, dataclasses.replace(MODEL, conditional=3.0))
+    slower = play(parse_module(WRAPPED), Prices(TARGET, dataclasses.replace(MODEL, conditional=3.0)))
     assert slower.seconds == pytest.approx(19.0)
     branch = timeline.skipped["conditional.1"]
     assert branch["seconds_not_taken"] == [pytest.approx(16.0)] and branch["executions"] == 1
@@ -247,7 +247,7 @@ def test_profile_by_hand():
     """Matmul and exchange take 16 s, the loop runs both three times; what is free has no entry. Names are those that
     the scheduler gave."""
     renamed = LOOP.replace('op_name="jit(f)/jvp(moe)/while/body/experts/dot_general"', 'scheduling_name="dot.7.clone"')
-    assert sorted(scheduler_profile(parse_module(renamed), TARGET, MODEL).splitlines()) == [
+    assert sorted(scheduler_profile(parse_module(renamed), PRICES).splitlines()) == [
         'costs { name: "all-to-all-start" cost_us: 16000000.000 }',
         'costs { name: "dot.7.clone" cost_us: 16000000.000 }',
         'costs { name: "while.1" cost_us: 96000000.000 }',
@@ -260,7 +260,7 @@ def test_every_transfer_of_a_real_schedule_has_a_latency(name):
     """The scheduler looks for the done of a kernel among the costs, unlike for a collective's; jax 0.12 has such."""
     text = read_text(f"{__file__.rpartition('/')[0]}/fixtures/{name}.hlo.xz")
     module = parse_module(text)
-    profile = scheduler_profile(module, parse_target("h200:2x2"))
+    profile = scheduler_profile(module, Prices(parse_target("h200:2x2")))
     starts = re.findall(r"%(\S+) = \S.* (?:all-to-all|all-reduce|all-gather|collective-permute|fusion)-start\(", text)
     instructions = [i for c in module.computations.values() for i in c.instructions]
     names = {i.scheduling_name for i in instructions if i.name in set(starts)}
@@ -274,8 +274,8 @@ def test_every_transfer_of_a_real_schedule_has_a_latency(name):
 
 def test_unguided_share_is_that_of_the_seconds_without_a_name():
     module = parse_module(LOOP)
-    profile = scheduler_profile(module, TARGET, MODEL)
-    assert unguided_share(module, TARGET, profile, MODEL) == 0.0
+    profile = scheduler_profile(module, PRICES)
+    assert unguided_share(module, PRICES, profile) == 0.0
     # of 16 s of the matmul, 16 s of the exchange and three times both: the loop has another name
-    assert unguided_share(module, TARGET, profile.replace("while.1", "while.2"), MODEL) == pytest.approx(96 / 128)
-    assert unguided_share(module, TARGET, "", MODEL) == 1.0
+    assert unguided_share(module, PRICES, profile.replace("while.1", "while.2")) == pytest.approx(96 / 128)
+    assert unguided_share(module, PRICES, "") == 1.0

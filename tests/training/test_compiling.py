@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import scheduler_profile
 from moe_jax.config.train_config import TrainConfig
@@ -62,7 +63,7 @@ def test_second_compilation_gets_the_seconds_of_the_first(lowered):
     compiling.compile_guided(lowered, {"xla_a": "1"}, target)
     (first, nothing), (second, profile) = lowered.compilations
     assert first["xla_a"] == second["xla_a"] == "1" and nothing is None
-    assert profile == scheduler_profile(parse_module(lowered.text), target)
+    assert profile == scheduler_profile(parse_module(lowered.text), Prices(target))
     compiling.compile_guided(lowered, {"xla_a": "1"}, target)
     assert lowered.compilations[3][0] == second, "another name would be another program to JAX's compilation cache"
 
@@ -73,7 +74,7 @@ def test_a_profile_that_does_not_fit_is_said(lowered, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         compiling.compile_guided(lowered, {}, target)
         assert not caplog.records
-        other = scheduler_profile(parse_module(lowered.text), target).replace('" ', '.of_another_program" ')
+        other = scheduler_profile(parse_module(lowered.text), Prices(target)).replace('" ', '.of_another_program" ')
         monkeypatch.setattr(compiling, "scheduler_profile", lambda *_: other)
         compiling.compile_guided(lowered, {}, target)
     (record,) = caplog.records
