@@ -139,7 +139,7 @@ MESHES = {
 def test_run_files_compile_for_gpus(target, name, tmp_path, request):
     """Both programs by the compiler; its described devices and the stand-ins resolve alike."""
     described = parse_target(target)
-    on = all_three("halves" if name == "gpt_moe_s_h200" else "auto")
+    on = all_three("halves" if name == "gpt_moe_s_h200" else "none")
     bindings = [*bindings_of(name, request), *MESHES[target], *on]
     bindings.append(f"MeshConfig.devices_per_node = {described.per_node}")
     config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings)[0], described)
@@ -154,7 +154,7 @@ TINY = (
     "ModelConfig.layers = 3", "ModelConfig.model_dim = 64", "ModelConfig.heads = 2", "ModelConfig.hidden_dim = 128",
     "ModelConfig.dtype = 'bfloat16'", "ModelConfig.vocab_size = 256", "ModelConfig.max_length = 64",
     "ModelConfig.loss_chunk = 64", "MoEConfig.num_experts = 8", "DataConfig.sequence_length = 64",
-    "train.batch_size = 8", *all_three("auto"),
+    "train.batch_size = 8", *all_three("none"),
 )  # fmt: skip
 # what lays the step out in another way, around the call of cuDNN
 FORMS = {
