@@ -18,7 +18,7 @@ from moe_jax.cluster import (
     uniform_seconds,
 )
 from moe_jax.cluster.fits import fit_layers
-from moe_jax.cluster.layer_seconds import LayerShape, pairwise_seconds, transport_seconds
+from moe_jax.cluster.layer_seconds import LayerShape, Transfer, pairwise_seconds, transfer_seconds, transport_seconds
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
@@ -130,6 +130,17 @@ def test_fit_needs_different_sizes():
         fit_alpha_beta([5, 5, 5], [1, 2, 3])
     with pytest.raises(UserError, match="a fit of layers needs at least 3 measurements, got 2"):
         fit_layers(["s1", "s1"], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
+
+
+def test_rounds_next_to_gathers_by_hand():
+    """s2 with SAA on D = Ns = N_MP = 2 at 1 byte/s: 3 rounds and a gather start in 10 s each; 3/4 of 32 bytes leave,
+    next to them half of the first 16 gathered ones, and then half of the last 16."""
+    shape = LayerShape(schedule="s2", tokens=16, model_dim=4, rows=8, ep_size=2, esp_size=2, mp_size=2)
+    moves = [Transfer("permute", "expert+expert_shard", 8, 3), Transfer("all_gather", "model", 16, 2)]
+    flat = Cluster(flat=True, intra_bandwidth=1.0, intra_latency=10.0)
+    assert transfer_seconds(moves, shape, flat, "test") == 3 * 10 + 24 + 8 + 10 + 8
+    fits = {"saa:4,2,2": Fit(5.0, 1.0, 0.5)}
+    assert transfer_seconds(moves, shape, Cluster(fits=fits), "test") == 5 + 32 + 0.5 * 32
 
 
 def test_fit_starts_at_zero_or_above():
