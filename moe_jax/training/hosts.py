@@ -7,6 +7,7 @@ lost, a line on stderr that names it, and exit code 4.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -35,6 +36,7 @@ from moe_jax.training.rendezvous import (
     connect,
     derive_token,
     gather_peers,
+    held_port,
     machine_id,
 )
 
@@ -99,50 +101,52 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
     launcher = None if by_flags else find_launcher(environment)
     token = derive_token(config.job_token, config.coordinator, launcher, environment)
     place = Place(index=index, count=count, host=host, port=port, token=token, host_id=machine_id(environment))
-    if index == 0:
-        peers, host_ids = gather_peers(place, seconds=config.start_timeout_seconds)
-    else:
-        hub, host_ids = connect(place, seconds=config.start_timeout_seconds)
-        peers = [hub]
-        # jax's own service opens at the same port next; after a failed attempt jax would wait a second
-        deadline = time.monotonic() + _SERVICE_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection((host, port), timeout=_SERVICE_SECONDS).close()
-                break
-            except OSError:
-                time.sleep(0.01)
-    hosts = Hosts(
-        process_index=index,
-        process_count=count,
-        peers=peers,
-        host_ids=host_ids,
-        lost_seconds=config.lost_after_seconds,
-        stall_seconds=config.stall_after_seconds,
-    )
-    # XLA reads its flags when a backend first starts. Without this one it shares the timing of kernels among
-    # processes: one that finds a program in a cache would leave the others waiting, and one that compiles a program
-    # of its own would wait for them. jax 0.10.2, 0.11.2 and 0.12.0.1 know the flag; an unknown name in XLA_FLAGS
-    # would end the process.
-    given = os.environ.get("XLA_FLAGS", "")
-    for flag, value in ALONE.items():
-        if flag not in given:
-            os.environ["XLA_FLAGS"] = f"{given} --{flag}={value.lower()}".strip()
-    # jax's own handler of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
-    jax.config.update("jax_enable_preemption_service", False)
-    try:
-        jax.distributed.initialize(
-            f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-            count,
-            index,
-            local_device_ids,
-            cluster_detection_method="deactivate",
-            initialization_timeout=config.start_timeout_seconds,
-            heartbeat_timeout_seconds=int(config.lost_after_seconds) + _JAX_HEARTBEAT_MARGIN_SECONDS,
-            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    # `--coordinator` is where process 0 listens for the rendezvous; the port of jax's own service is free to choose, so
+    # process 0 picks it and offers it to the others.
+    with held_port() if index == 0 else contextlib.nullcontext("") as offer:
+        if index == 0:
+            peers, host_ids = gather_peers(place, offer=offer, seconds=config.start_timeout_seconds)
+        else:
+            hub, host_ids, offer = connect(place, seconds=config.start_timeout_seconds)
+            peers = [hub]
+            deadline = time.monotonic() + _SERVICE_SECONDS
+            while time.monotonic() < deadline:  # after a failed attempt jax would wait a second
+                try:
+                    socket.create_connection((host, int(offer)), timeout=_SERVICE_SECONDS).close()
+                    break
+                except OSError:
+                    time.sleep(0.01)
+        hosts = Hosts(
+            process_index=index,
+            process_count=count,
+            peers=peers,
+            host_ids=host_ids,
+            lost_seconds=config.lost_after_seconds,
+            stall_seconds=config.stall_after_seconds,
         )
-    except Exception as error:
-        hosts.fail(error)
+        # XLA reads its flags when a backend first starts. Without this one it shares the timing of kernels among
+        # processes: one that finds a program in a cache would leave the others waiting, and one that compiles a program
+        # of its own would wait for them. jax 0.10.2, 0.11.2 and 0.12.0.1 know the flag; an unknown name in XLA_FLAGS
+        # would end the process.
+        given = os.environ.get("XLA_FLAGS", "")
+        for flag, value in ALONE.items():
+            if flag not in given:
+                os.environ["XLA_FLAGS"] = f"{given} --{flag}={value.lower()}".strip()
+        # jax's own handler of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
+        jax.config.update("jax_enable_preemption_service", False)
+        try:
+            jax.distributed.initialize(
+                f"[{host}]:{offer}" if ":" in host else f"{host}:{offer}",
+                count,
+                index,
+                local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=config.start_timeout_seconds,
+                heartbeat_timeout_seconds=int(config.lost_after_seconds) + _JAX_HEARTBEAT_MARGIN_SECONDS,
+                shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            )
+        except Exception as error:
+            hosts.fail(error)
     return hosts
 
 

@@ -1,7 +1,7 @@
 """Connects the processes of a job in a star around process 0, and checks their flags. No arrays, no jax.
 
-Inputs: this process' place, the coordinator's host and port, and the job's token. Outputs: the connections, and which
-processes share a machine.
+Inputs: this process' place, the coordinator's host and port, and the job's token. Outputs: the connections, which
+processes share a machine, and a text that process 0 offers to the others.
 """
 
 # It comes before anything of jax, whose coordination service reacts to every mistake made here by aborting the process
@@ -33,11 +33,13 @@ import ipaddress
 import json
 import logging
 import os
+import random
 import secrets
 import selectors
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -167,6 +169,8 @@ class Peer:
 
 
 _BACKLOG = 1024
+_SERVICE_PORTS = (20000, 30000)  # above them Kubernetes has its node ports, then come those of outgoing connections
+_PORT_ATTEMPTS = 20
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)  # the last: link-local, without its interface
 
 
@@ -217,7 +221,38 @@ def listen(host: str, port: int, deadline: float) -> list[socket.socket]:
             time.sleep(0.5)
 
 
-VERSIONS = {"protocol": "2", "jax": importlib.metadata.version("jax")}  # what must be equal on all processes
+@contextlib.contextmanager
+def held_port() -> Iterator[str]:
+    """Keep a free port for jax's service, which process 0 opens when all processes have joined, minutes later perhaps.
+
+    It lies below the ports that systems give to outgoing connections (32768 on Linux, 49152 elsewhere) and is drawn at
+    random, so that neither a connection nor another job on this machine takes it meanwhile. On Linux a socket that is
+    bound and does not listen keeps it too: the service may share it (gRPC opens with SO_REUSEPORT), others may not.
+    """
+    ports = random.SystemRandom()
+    dual = socket.has_dualstack_ipv6()
+    for port in (*(ports.randrange(*_SERVICE_PORTS) for _ in range(_PORT_ATTEMPTS)), 0):
+        holder = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+        try:
+            socket.create_server(("", port)).close()  # raises where another job's holder is, which would share as well
+            if dual:
+                holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            if sys.platform == "linux":
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind(("", port))
+        except OSError:  # taken
+            holder.close()
+            continue
+        with holder:
+            found = str(holder.getsockname()[1])
+            if sys.platform != "linux":
+                holder.close()
+            yield found
+        return
+    raise OSError("no port is free")
+
+
+VERSIONS = {"protocol": "1", "jax": importlib.metadata.version("jax")}  # what must be equal on all processes
 _BIND_SECONDS = 10.0  # a predecessor on the same port may still be ending
 _HELLO_SECONDS = 5.0  # a process of the job answers the challenge at once
 _SEND_SECONDS = 5.0
@@ -240,8 +275,8 @@ class Place:
     host_id: str = ""  # names this machine; equal on processes that share it
 
 
-def gather_peers(place: Place, *, seconds: float) -> tuple[list[Peer], list[str]]:
-    """Wait, as process 0, until all others have joined; nothing listens at the port any more when they hear of it.
+def gather_peers(place: Place, *, offer: str, seconds: float) -> tuple[list[Peer], list[str]]:
+    """Wait, as process 0, until all others have joined, and send them the offer.
 
     Returns:
       the connections to all others, and the machines of all processes, by index.
@@ -266,7 +301,7 @@ def gather_peers(place: Place, *, seconds: float) -> tuple[list[Peer], list[str]
         admission.selector.close()
     peers = [admission.joined[index] for index in sorted(admission.joined)]
     host_ids = [place.host_id, *(peer.host_id for peer in peers)]
-    go = {"name": socket.gethostname(), "host_ids": host_ids}
+    go = {"name": socket.gethostname(), "offer": offer, "host_ids": host_ids}
     for peer in peers:
         peer.connection.settimeout(_SEND_SECONDS)
         peer.send(seal(place.token, "go", peer.challenge, go))
@@ -413,11 +448,11 @@ class _OtherTokenError(ConnectionError):
     """Two tokens differ: a user may correct it while attempts to join go on."""
 
 
-def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str]]:
+def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
     """Join process 0 and wait until all others have.
 
     Returns:
-      the connection to process 0, and the machines of all processes by index.
+      the connection to process 0, the machines of all processes by index, and process 0's offer.
 
     Raises:
       UserError: process 0 refuses this process' flags.
@@ -452,7 +487,7 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str]]:
                 if message["kind"] == "refused":
                     raise (HostLostError if content["lost"] else UserError)(content["line"])
                 hub.name = content["name"]
-                return hub, content["host_ids"]
+                return hub, content["host_ids"], content["offer"]
             except BaseException:
                 connection.close()
                 raise

@@ -21,7 +21,7 @@ from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 from moe_jax.training import hosts as hosts_module
 from moe_jax.training.hosts import Hosts, HostsConfig, StopSignal, resolve_hosts, start_hosts
-from moe_jax.training.rendezvous import machine_id
+from moe_jax.training.rendezvous import held_port, machine_id
 
 WORKER, HERE = Path(__file__).with_name("hosts_worker.py"), socket.gethostname()
 
@@ -137,6 +137,22 @@ def test_hosts_config_refuses_and_does_not_show_its_token(fields, words):
     with pytest.raises(UserError, match=words):
         HostsConfig(**fields)
     assert "secret" not in repr(HostsConfig(job_token="secret"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the port is only looked up")
+def test_port_of_the_service_is_kept_until_it_is_opened():
+    """Nobody is given it while processes join; what gRPC opens, with SO_REUSEPORT, may share it."""
+    with held_port() as port:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("", int(port)))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(port)))
+        with (
+            socket.create_server(("::", int(port)), family=socket.AF_INET6, reuse_port=True, dualstack_ipv6=True),
+            socket.create_connection(("127.0.0.1", int(port))),
+        ):
+            pass
+    socket.create_server(("", int(port))).close()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ class Meeting:
 
     def __init__(self, count: int, seconds: float):
         self.count, self.port, self.threads, self.opened = count, free_port(), ThreadPoolExecutor(), []
-        self.gathering = self.threads.submit(gather_peers, place(0, count, self.port), seconds=seconds)
+        self.gathering = self.threads.submit(
+            gather_peers, place(0, count, self.port), offer="jax at 77", seconds=seconds
+        )
 
     def __enter__(self):
         return self
@@ -37,9 +39,9 @@ class Meeting:
         self.threads.shutdown()
 
     def join(self, index: int, count: int = 0, seconds: float = 30.0, token: bytes = TOKEN) -> Peer:
-        hub, host_ids = connect(place(index, count or self.count, self.port, token), seconds=seconds)
+        hub, host_ids, offer = connect(place(index, count or self.count, self.port, token), seconds=seconds)
         self.opened.append(hub.connection)
-        assert host_ids == [f"machine of {index}" for index in range(self.count)]
+        assert host_ids == [f"machine of {index}" for index in range(self.count)] and offer == "jax at 77"
         return hub
 
     def start_joining(self, index: int):
@@ -63,13 +65,11 @@ class Meeting:
         return peers
 
 
-def test_gather_peers_connects_all_and_leaves_the_port_to_the_service():
+def test_gather_peers_connects_all_and_hands_out_the_offer():
     with Meeting(count=3, seconds=5) as meeting:
         joining = [meeting.start_joining(index) for index in (2, 1)]
         hubs, peers = [one.result(10) for one in joining], meeting.peers()
         assert all(hub.index == 0 and hub.name == socket.gethostname() for hub in hubs)
-        any_address = {"family": socket.AF_INET6, "dualstack_ipv6": True, "reuse_port": True}  # as gRPC opens it
-        socket.create_server(("::", meeting.port), **any_address).close()
         peers[0].send({"kind": "hello again"})
         assert hubs[1].read() and hubs[1].next_message() == {"kind": "hello again"} and hubs[1].next_message() is None
 
@@ -307,4 +307,4 @@ def test_gather_peers_says_that_the_port_is_taken(monkeypatch):
     monkeypatch.setattr(rendezvous, "_BIND_SECONDS", 0.1)
     words = "cannot listen at the coordinator's port"
     with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(UserError, match=words):
-        gather_peers(place(0, 2, holder.getsockname()[1]), seconds=1)
+        gather_peers(place(0, 2, holder.getsockname()[1]), offer="", seconds=1)
