@@ -328,7 +328,7 @@ def _exchanged(new: np.ndarray, old: np.ndarray, devices: int, per_node: int, ki
 
 def best_assignment(value: np.ndarray) -> np.ndarray:
     """Return column int [n] of each row, each once, with the largest sum of value [n, n]; of equals those that stay."""
-    from scipy.optimize import linear_sum_assignment  # large, and needed only where homes move
+    from scipy.optimize import linear_sum_assignment  # comes with jax; large, and needed only where homes move
 
     size = len(value)
     moves = np.arange(size)[:, None] != np.arange(size)
