@@ -12,7 +12,7 @@ from moe_jax.training.program import Session
 def test_one_process_compiles_for_two():
     worker = Path(__file__).with_name("shared_program_worker.py")
     done = finish_pair(start_pair([sys.executable, str(worker), ""]))
-    said = [[line for line in out.splitlines() if not line.startswith("[Gloo]")] for _, out, _ in done]
+    said = [[line for line in out.splitlines() if line and not line.startswith("[Gloo]")] for _, out, _ in done]
     assert [code for code, *_ in done] == [0, 0], done
     ran = ["handed out 12.0", "function 18.0 18.0", "each 24.0", "once more 12.0"]  # 2, 3, 4, 2 times 0 + 1 + 2 + 3
     assert said[0] == [
