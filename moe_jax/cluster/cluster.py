@@ -57,13 +57,6 @@ class Cluster:
     source: str = ""  # where the figures come from
 
     def __post_init__(self):
-        if self.kind and self.prices is None:
-            if self.kind not in target_names():
-                raise UserError(f"Cluster.kind ({self.kind!r}) must be one of {', '.join(target_names())}")
-            known = cluster_of(Prices(read_device(self.kind)))
-            for field in dataclasses.fields(self):
-                if getattr(self, field.name) == field.default and field.name not in ("nodes", "devices_per_node"):
-                    object.__setattr__(self, field.name, getattr(known, field.name))
         for field in ("nodes", "devices_per_node", "cards_per_node", "switches_per_node"):
             value, may_be_absent = getattr(self, field), field in ("nodes", "devices_per_node")
             if value is None and may_be_absent:
@@ -222,6 +215,19 @@ def cluster_of(prices: Prices) -> Cluster:
     )
 
 
+def cluster_of_kind(kind: str, **given) -> Cluster:
+    """Return a cluster of a device of `devices/`, of any size; fields that are given and not None replace its own.
+
+    Raises:
+      UserError: there is no such device.
+    """
+    if kind not in target_names():
+        raise UserError(f"Cluster.kind ({kind!r}) must be one of {', '.join(target_names())}")
+    given = {field: value for field, value in given.items() if value is not None}
+    sizes = {"nodes": None, "devices_per_node": None}
+    return dataclasses.replace(cluster_of(Prices(read_device(kind))), **{**sizes, **given})
+
+
 # assumed round figures, as in the presets of the same names, which need not be installed: CPU devices, whose links are
 # copies in memory; and the devices of a trace that does not say where it was recorded
 HOST = Cluster(name="host_devices", flat=True, intra_bandwidth=1e9, flops=1e9)
@@ -237,7 +243,7 @@ def cluster_named(path: str, device_kind: str) -> Cluster:
       path: as `read_cluster` takes it, or ''; device_kind: what a device calls itself.
     """
     known = device_named(device_kind)
-    at_hand = HOST if known is None else Cluster(name=known, kind=known)
+    at_hand = HOST if known is None else cluster_of_kind(known)
     if not path:
         return at_hand
     cluster = read_cluster(path)
@@ -259,7 +265,7 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
       UserError: no such file, a line that is no binding of Cluster, or a field that Cluster does not have.
     """
     if str(path) in target_names():
-        return Cluster(name=str(path), kind=str(path))
+        return cluster_of_kind(str(path))
     path, shipped = pathlib.Path(path), FOLDER.parents[1] / path
     path = shipped if not path.exists() and shipped.exists() else path
     if not path.is_file():
@@ -296,7 +302,8 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
     unknown = [name for name in fields if name not in known]
     if unknown:
         raise UserError(f"{path.name}: Cluster has no field {unknown[0]!r}; its fields are {', '.join(known)}")
-    cluster = Cluster(**{"name": path.stem, **fields})
+    fields = {"name": path.stem, **fields}
+    cluster = cluster_of_kind(**fields) if fields.get("kind") else Cluster(**fields)
     name = device_named(cluster.device)
     one_way = None if name is None else read_device(name).intra_bandwidth
     if one_way and not cluster.fits and cluster.intra_bandwidth and 1.9 < cluster.intra_bandwidth / one_way < 2.1:

@@ -13,7 +13,6 @@ import pytest
 from moe_jax.cluster import (
     HOST,
     UNNAMED,
-    Cluster,
     Group,
     cluster_named,
     cluster_of,
@@ -22,6 +21,7 @@ from moe_jax.cluster import (
     uniform_seconds,
     write_cluster,
 )
+from moe_jax.cluster.cluster import cluster_of_kind
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import read_device, target_names
 from moe_jax.errors import UserError
@@ -138,15 +138,16 @@ def test_a_name_of_a_device_is_a_cluster(tmp_path, caplog):
     assert (named.intra_bandwidth, named.flops) == (at_hand.intra_bandwidth, at_hand.flops)
     assert cluster_named("", "cpu") is HOST and named.prices.target.tables == ("H100",)
     path = tmp_path / "own.gin"
-    path.write_text("Cluster.kind = 'h100'\nCluster.flops = 5e14\n")
-    assert read_cluster(path).flops == 5e14 and read_cluster(path).memory_bytes == 80e9
+    path.write_text("Cluster.kind = 'h100'\nCluster.flops = 5e14\nCluster.cards_per_node = 1\n")
+    own = read_cluster(path)  # what the file says stays, also where that is a field's default
+    assert (own.flops, own.cards_per_node, own.memory_bytes, own.nodes) == (5e14, 1, 80e9, None)
     path.write_text("Cluster.inter_bandwidth = 1e9\nCluster.intra_bandwidth = 2e9\n")
     links = cluster_named(str(path), "NVIDIA H200")
     assert (links.flops, links.intra_bandwidth) == (named.flops, 2e9)
     assert "own.gin leaves out flops: those of h200 are taken" in caplog.text
     assert cluster_named(str(path), "cpu").flops == HOST.flops
     with pytest.raises(UserError, match=r"Cluster.kind \('h1'\) must be one of 2080ti"):
-        Cluster(kind="h1")
+        cluster_of_kind("h1")
     path.write_text("Cluster.device = 'NVIDIA A100'\nCluster.intra_bandwidth = 600e9\n")
     read_cluster(path)
     assert "is twice what a a100 sends one way (3e+11); is it a two-way figure?" in caplog.text
