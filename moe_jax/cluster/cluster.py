@@ -234,6 +234,11 @@ HOST = Cluster(name="host_devices", flat=True, intra_bandwidth=1e9, flops=1e9)
 UNNAMED = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
 
 
+@functools.cache
+def _warn_once(line: str) -> None:
+    _LOG.warning(line)
+
+
 def cluster_named(path: str, device_kind: str) -> Cluster:
     """Return the cluster of a file or, where none is named, of the devices at hand: `HOST` where those have no prices.
 
@@ -245,14 +250,16 @@ def cluster_named(path: str, device_kind: str) -> Cluster:
     known = device_named(device_kind)
     at_hand = HOST if known is None else cluster_of_kind(known)
     if not path:
+        if known is None and device_kind not in ("", "cpu"):
+            _warn_once(f"{device_kind!r} has no prices here: those of {HOST.name} are taken; name a file of calibrate")
         return at_hand
     cluster = read_cluster(path)
     absent = [field for field in ("flops", "intra_bandwidth") if getattr(cluster, field) is None]
     if absent:
-        _LOG.warning("%s leaves out %s: those of %s are taken", path, " and ".join(absent), at_hand.name)
+        _warn_once(f"{path} leaves out {' and '.join(absent)}: those of {at_hand.name} are taken")
         cluster = dataclasses.replace(cluster, **{field: getattr(at_hand, field) for field in absent})
     if cluster.fits and device_kind and not cluster.device.endswith(device_kind):
-        _LOG.warning("%s was calibrated on %r, and the devices here are %r", path, cluster.device, device_kind)
+        _warn_once(f"{path} was calibrated on {cluster.device!r}, and the devices here are {device_kind!r}")
     return cluster
 
 
@@ -307,10 +314,10 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
     name = device_named(cluster.device)
     one_way = None if name is None else read_device(name).intra_bandwidth
     if one_way and not cluster.fits and cluster.intra_bandwidth and 1.9 < cluster.intra_bandwidth / one_way < 2.1:
-        _LOG.warning(
-            "%s: Cluster.intra_bandwidth (%g) is twice what a %s sends one way (%g); is it a two-way figure?",
-            path.name, cluster.intra_bandwidth, name, one_way,
-        )  # fmt: skip
+        _warn_once(
+            f"{path}: Cluster.intra_bandwidth ({cluster.intra_bandwidth:g}) is twice what {name} sends one way "
+            f"({one_way:g}); is it a two-way figure?"
+        )
     return cluster
 
 

@@ -150,7 +150,11 @@ def test_a_name_of_a_device_is_a_cluster(tmp_path, caplog):
         cluster_of_kind("h1")
     path.write_text("Cluster.device = 'NVIDIA A100'\nCluster.intra_bandwidth = 600e9\n")
     read_cluster(path)
-    assert "is twice what a a100 sends one way (3e+11); is it a two-way figure?" in caplog.text
+    read_cluster(path)
+    assert caplog.text.count("is twice what a100 sends one way (3e+11); is it a two-way figure?") == 1
+    assert (
+        cluster_named("", "NVIDIA B9") is HOST and "'NVIDIA B9' has no prices here: those of host_devi" in caplog.text
+    )
     calibrated = dataclasses.replace(UNNAMED, fits=(("call", (1.0, 0.0)),), device="gpu NVIDIA H100 80GB HBM3")
     write_cluster(calibrated, tmp_path / "own.json")
     cluster_named(str(tmp_path / "own.json"), "NVIDIA H200")
