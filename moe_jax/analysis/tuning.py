@@ -25,6 +25,7 @@ from moe_jax.analysis.compile_ahead import memory_of
 from moe_jax.analysis.replay_report import summarize
 from moe_jax.analysis.simulate import simulate
 from moe_jax.analysis.timed import interleaved_seconds
+from moe_jax.cluster.targets import device_named
 from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig
 from moe_jax.errors import UserError
 from moe_jax.kernels.grouped import HOPPER, choose_implementation, implementations
@@ -82,7 +83,7 @@ def prepare(config: RunConfig, devices, trace: str = "") -> tuple[Setting, Candi
       trace: run folder or file of loads to choose a planner by; '' leaves the planner as it is.
     """
     roles, gains = build_mesh(config.mesh, devices, mesh_experts(config, len(devices))), {}
-    target = find_target(devices, roles.config.devices_per_node)
+    target = find_target(devices, roles.config.devices_per_node) if device_named(devices[0].device_kind) else None
     if target is not None and config.model.overlap == "none" and not why_not_halves(config, roles):
         for own, own_roles in segment_runs(config, roles).values():
             whole, halves = compare_halves(own, own_roles, target)
