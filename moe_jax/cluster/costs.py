@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from moe_jax.cluster.hlo import Array, Computation, Instruction, Module
-from moe_jax.cluster.prices import Prices
+from moe_jax.cluster.prices import Prices, attention_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,8 @@ SORT_SWEEPS = 4  # a radix sort of 32-bit keys reads and writes everything about
 class Product(typing.NamedTuple):
     """A matmul, a grouped matmul or fused attention, as `Prices` takes it."""
 
-    kind: str  # 'matmul', of grouped ones 'forward', 'dlhs', 'drhs', of attention 'attention', 'attention_backward'
+    # 'matmul', of grouped ones 'forward', 'dlhs', 'drhs', of attention 'attention forward', 'attention backward'
+    kind: str
     arithmetic: str  # 'bf16' (any 16-bit or 8-bit float), 'tf32', 'f32' (float32 at highest precision) or 'f64'
     # matmul: b, m, n, k; grouped: rows, k, n, groups; attention: batch, heads, length, head dim of q and k, and of v
     sizes: tuple[float, ...]
@@ -87,11 +88,9 @@ class Product(typing.NamedTuple):
     @property
     def flops(self) -> float:
         """FLOPs as the hardware would do them; causal attention counts half."""
-        if not self.kind.startswith("attention"):
-            return 2.0 * math.prod(self.sizes if self.kind == "matmul" else self.sizes[:3])
-        batch, heads, length, head_dim, value_dim = self.sizes
-        times = (5.0 if self.kind == "attention_backward" else 2.0) * (0.5 if self.causal else 1.0)
-        return times * batch * heads * length**2 * (head_dim + value_dim)
+        if self.kind.startswith("attention"):
+            return attention_flops(self.kind.removeprefix("attention "), self.sizes, self.causal)
+        return 2.0 * math.prod(self.sizes if self.kind == "matmul" else self.sizes[:3])
 
     def scaled(self, rows: int, used: float) -> Product:
         """Return the product with a share of its rows: of the size that is as long as there are `rows`."""
@@ -103,8 +102,7 @@ class Product(typing.NamedTuple):
         if self.kind == "matmul":
             return prices.matmul(self.arithmetic, *self.sizes)
         if self.kind.startswith("attention"):
-            kind = "backward" if self.kind == "attention_backward" else "forward"
-            return prices.attention(kind, self.sizes, self.causal)
+            return prices.attention(self.kind.removeprefix("attention "), self.sizes, self.causal)
         return prices.grouped_matmul(self.arithmetic, self.kind, *self.sizes)
 
 
@@ -261,7 +259,7 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
         # the first operand is q, [b, Sq, H, Dh] or [b, H, Sq, Dh]; Sq is the larger of the two middle dims
         query = arrays[0].dims
         sizes = (query[0], min(query[1:3]), max(query[1:3]), query[3], query[3])
-        kind = "attention_backward" if "Backward" in name else "attention"
+        kind = "attention backward" if "Backward" in name else "attention forward"
         return KernelCost((Product(kind, "bf16", sizes, 'CAUSAL"' in instruction.attributes),), moved)
     if name.startswith("mosaic_gpu"):
         # a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]

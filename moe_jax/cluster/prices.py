@@ -1,7 +1,7 @@
 """What a device takes: seconds of matmuls, grouped matmuls, attention, other kernels and collectives, and their basis.
 
-Enter: a `Target` (data sheet and the names of its tables) and `Constants` (a level for what nobody measured, and what a
-user measured). Leave: seconds. A figure is the user's own ('calibrated'), else of a public table ('measured'), else
+Inputs: a `Target` (data sheet and the names of its tables) and `Constants` (a level for what nobody measured, and what
+a user measured). Outputs: seconds. A figure is the user's own ('calibrated'), else of a public table ('measured'), else
 the data sheet's with a share that is assumed to be reached. `collectives.py` asks here for what links take.
 """
 
@@ -66,6 +66,13 @@ def read_constants(path: str) -> Constants:
     return Constants(**{name: float(value) for name, value in record.items()})
 
 
+def attention_flops(kind: str, sizes: tuple[float, ...], causal: bool) -> float:
+    """Return the FLOPs of fused attention as hardware does them, half where causal; see `Prices.attention`."""
+    batch, heads, length, head_dim, value_dim = sizes
+    times = (5.0 if kind == "backward" else 2.0) * (0.5 if causal else 1.0)
+    return times * batch * heads * length**2 * (head_dim + value_dim)
+
+
 @dataclasses.dataclass(frozen=True)
 class Prices:
     """Seconds on one kind of device, at one level."""
@@ -124,10 +131,7 @@ class Prices:
         """
         fit = self.table("attention", kind)
         if fit is None:
-            batch, heads, length, head_dim, value_dim = sizes
-            times = (5.0 if kind == "backward" else 2.0) * (0.5 if causal else 1.0)
-            flops = times * batch * heads * length**2 * (head_dim + value_dim)
-            return self._by_peak("attention_share", "bf16", flops)
+            return self._by_peak("attention_share", "bf16", attention_flops(kind, sizes, causal))
         return max(float(tables.attention_columns(*sizes, float(causal)) @ fit), self.launch)
 
     def described(self) -> dict[str, str]:
@@ -146,8 +150,14 @@ class Prices:
         if lines := self.table("collectives", "all-to-all"):
             larger = "; larger ones extrapolated by rounds" if self.target.per_node > max(lines) else ""
             found["exchanges inside a node"] += f", groups of {min(lines)} to {max(lines)}{larger}"
-        found["exchanges between nodes"] = f"data sheet x {self.assumed('node_share'):g}, start-up assumed"
-        found["other kernels"] = f"data sheet x {self.assumed('memory_share'):g}, launch {self.launch * 1e6:g} us"
+        own, sheet = self.constants, "data sheet x {:g}, {} {:g} us, {}"
+        for what, share, name, given in (
+            ("exchanges between nodes", "node_share", "start-up", (own.node_share, own.node_start)),
+            ("other kernels", "memory_share", "launch", (own.memory_efficiency, own.launch)),
+        ):
+            said = "assumed" if given == (None, None) else "calibrated" if None not in given else "in part calibrated"
+            start = self.launch if name == "launch" else self.assumed("node_start")
+            found[what] = sheet.format(self.assumed(share), name, 1e6 * start, said)
         return found
 
     def collective(self, kind: str, members: int) -> Line | None:

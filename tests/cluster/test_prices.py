@@ -102,6 +102,8 @@ def test_prices_by_hand():
     assert own.launch == 1e-6
     bases = [prices.described()["matmuls (bf16)"] for prices in (own, h100, a100)]
     assert bases == ["calibrated", "measured (H100; cluster/measured)", "data sheet"]
+    assert own.described()["other kernels"] == "data sheet x 0.8, launch 1 us, in part calibrated"
+    assert h100.described()["exchanges between nodes"] == "data sheet x 0.86, start-up 45 us, assumed"
 
 
 @pytest.mark.parametrize("kind", ["all-to-all", "all-gather", "all-reduce", "reduce-scatter"])
