@@ -120,6 +120,7 @@ def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
     seconds = preceding_seconds(
         given.cluster,
         float(tokens),
+        given.dtype_bytes,
         model_dim=given.model_dim,
         length=given.sequence_length,
         moe_every=given.moe_every,

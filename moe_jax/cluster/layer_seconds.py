@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.collectives import Group, start_up, uniform_seconds
 from moe_jax.cluster.fits import fit_name
+from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
 
 TRANSPORTS = ("all_to_all", "two_level", "coordinated")  # as `MoEConfig.transport` names them
@@ -48,11 +49,12 @@ def preceding_flops(*, model_dim: int, length: int, moe_every: int, matrices: in
     return moe_every * attention + (moe_every - 1) * dense
 
 
-def preceding_seconds(cluster: Cluster, tokens: float, *, model_dim: int, length: int, **block) -> float:
+def preceding_seconds(cluster: Cluster, tokens: float, item: int, *, model_dim: int, length: int, **block) -> float:
     """Return the forward seconds of what `preceding_flops` counts, for so many tokens of one device.
 
-    Where the cluster's devices have prices, by those: projections as matmuls of [tokens, M] by [M, M], and causal
-    attention of heads of 128; else by the cluster's FLOP/s, of which causal attention is then charged all.
+    Where the cluster's devices have prices, by those, for numbers of `item` bytes: projections as matmuls of
+    [tokens, M] by [M, M], and causal attention of heads of 128, slower than in 16 bits as its FLOP/s are fewer; else by
+    the cluster's FLOP/s, of which causal attention is then charged all.
     """
     flops = preceding_flops(model_dim=model_dim, length=length, **block)
     prices, turns = cluster.prices, block["moe_every"]
@@ -60,8 +62,10 @@ def preceding_seconds(cluster: Cluster, tokens: float, *, model_dim: int, length
         return tokens * flops / cluster.need("flops", "what precedes an MoE layer")
     head = min(128, model_dim)
     sizes = (tokens / length, model_dim / head, length, head, head)
-    attention = prices.attention("forward", sizes, causal=True)
-    square = prices.matmul("bf16", 1, tokens, model_dim, model_dim)
+    arithmetic = arithmetic_of(item)
+    slower = prices.target.flops("bf16") / prices.target.flops(arithmetic)
+    attention = slower * prices.attention("forward", sizes, causal=True)
+    square = prices.matmul(arithmetic, 1, tokens, model_dim, model_dim)
     dense = (turns - 1) * block["matrices"] * square * block["dense_hidden_dim"] / model_dim
     return turns * (4 * square + attention) + dense
 

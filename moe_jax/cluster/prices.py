@@ -66,6 +66,11 @@ def read_constants(path: str) -> Constants:
     return Constants(**{name: float(value) for name, value in record.items()})
 
 
+def arithmetic_of(item: int) -> str:
+    """Return the arithmetic of matmuls whose numbers have so many bytes."""
+    return "bf16" if item <= 2 else "f64" if item == 8 else "tf32"
+
+
 def attention_flops(kind: str, sizes: tuple[float, ...], causal: bool) -> float:
     """Return the FLOPs of fused attention as hardware does them, half where causal; see `Prices.attention`."""
     batch, heads, length, head_dim, value_dim = sizes

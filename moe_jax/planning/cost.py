@@ -18,6 +18,7 @@ import math
 import numpy as np
 
 from moe_jax.cluster import Cluster, Group, received_seconds, start_up, uniform_seconds
+from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import routing
@@ -123,7 +124,7 @@ class Cost:
         what a grouped matmul of many rows does.
         """
         if self.cluster.prices is not None and self.price != "paper":
-            rows, arithmetic = 2.0**17, "bf16" if self.dtype_bytes <= 2 else "tf32"
+            rows, arithmetic = 2.0**17, arithmetic_of(self.dtype_bytes)
             sizes = (rows, self.model_dim, self.hidden_dim / self.shards, 0)
             return rows / (self.matrices * self.cluster.prices.grouped_matmul(arithmetic, "forward", *sizes))
         return self.cluster.need("flops", ASKED_BY) / (2.0 * self.expert_params)

@@ -51,7 +51,9 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
         param_bytes=np.dtype(model.param_dtype).itemsize,
         replica_slots=0 if planner.replica_slots == "memory" else planner.replica_slots,
         overlap_degree=planner.overlap_degree,
-        attention_seconds=preceding_seconds(cluster, tokens, **preceding(model, config.data.sequence_length)),
+        attention_seconds=preceding_seconds(
+            cluster, tokens, np.dtype(model.dtype).itemsize, **preceding(model, config.data.sequence_length)
+        ),
         layers_alive=model.replica_layers,
         microbatches=config.train.grad_accum_steps,
         prefetch=model.block_wise,

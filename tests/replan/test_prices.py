@@ -186,3 +186,16 @@ def test_halves_are_cheaper_where_exchanges_cross_nodes():
 )
 def test_what_rules_halves_out(changes, why):
     assert why in wide_run(**changes)[0]
+
+
+def test_without_a_file_prices_are_those_of_the_devices():
+    """By hand, 16,384 tokens a device: four matmuls of 19 GFLOP at about 600 TFLOP/s, causal attention of 8 x 6 heads
+    of 128 over 2,048, six sixteenths of the 284 us of `cluster/measured`. TF32 runs at half of bfloat16's FLOP/s."""
+    _, run, _, target = wide_run()
+    for dtype, item in (("bfloat16", 2), ("float32", 4)):
+        own = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype=dtype))
+        cost = base_cost(own, build_mesh(run.mesh, target.devices, kind=target.device))
+        assert cost.cluster.name == "h200" and cost.dtype_bytes == item
+        hand = (4 * 2 * 16384 * 768**2 / 600e12 + 6 / 16 * 284e-6) * (1 if item == 2 else 989 / 495)
+        assert cost.attention_seconds == pytest.approx(hand, rel=0.25)
+    assert base_cost(run, build_mesh(run.mesh, target.devices, kind="cpu")).cluster.name == "host_devices"
