@@ -18,6 +18,7 @@ from gpu_day_items import children, configs, day
 from gpu_day_items.plan import ITEMS, Item, Part
 
 from moe_jax.cluster.prices import read_constants
+from moe_jax.cluster.tables import rows_of
 from moe_jax.config.gin_files import parse_run_config
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -71,6 +72,9 @@ def test_every_item_runs_and_the_folder_is_small_and_flat(finished):
     assert len(files) <= 8 and all(path.parent == out and path.is_file() for path in files), files
     assert all(path.stat().st_size < 16e6 for path in files)
     page = (out / "gpu_day.md").read_text()
+    listed = page.partition("#### Prices that no public table has")[2]
+    assert all(f"| {row['name']} | {row['low']} to {row['high']}" in listed for row in rows_of("assumed"))
+    assert "| node_share | 1.0 to 0.52 of the adapters' bytes/s | not measured | calibrate on two nodes" in listed
     assert page.startswith("### cpu, ") and "tiny sizes, which say nothing of a GPU" in page
     assert all(f"**{item['number']}. {item['title']}** (ok" in page for item in day["items"])
     # a run that is cut off after three items leaves three

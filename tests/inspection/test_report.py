@@ -137,6 +137,11 @@ def test_the_report_says_all_of_it():
         "2 command buffers with 7 thunks; outside of them 3 kernels, 0 conditionals",
     ):
         assert said in text, said
+    assumed = Prices(target, dataclasses.replace(MODEL, node_start=None))  # 18, 45 or 93 us a turn, which are exposed
+    found = what_if(module, assumed)
+    said = report_text(build_report(play(module, assumed), assumed, **found))
+    assert "modelled step 48000.135 ms (48000.054 ms to 48000.279 ms): compute 48000.000 ms" in said
+    assert [own["exposed_seconds"] for own in found["range"].values()] == pytest.approx([54e-6, 135e-6, 279e-6])
     unknown = report_text(build_report(line, Prices(target, MODEL), overflow=overflow_record(line, (HALF,), None)))
     assert "--complete compiles the complete program" in unknown
 
