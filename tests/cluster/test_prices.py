@@ -22,6 +22,7 @@ from moe_jax.cluster import (
     write_cluster,
 )
 from moe_jax.cluster.cluster import cluster_of_kind
+from moe_jax.cluster.collectives import traffic
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import read_device, target_names
 from moe_jax.errors import UserError
@@ -88,6 +89,8 @@ def test_prices_by_hand():
     sizes = (131072, 2048, 768, 128)
     assert h100.grouped_matmul("bf16", "forward", *sizes) == pytest.approx(1006e-6, rel=0.1)
     assert h100.grouped_matmul("bf16", "drhs", *sizes) == pytest.approx(750e-6, rel=0.15)
+    tf32 = h100.grouped_matmul("tf32", "forward", *sizes) / h100.grouped_matmul("bf16", "forward", *sizes)
+    assert tf32 == pytest.approx(989 / 495)
     causal = h100.attention("forward", (4, 16, 4096, 128, 128), causal=True)
     assert causal == pytest.approx(531e-6, rel=0.15)
     assert 0.5 < causal / h100.attention("forward", (4, 16, 4096, 128, 128), causal=False) < 0.65
@@ -104,6 +107,20 @@ def test_prices_by_hand():
     assert bases == ["calibrated", "measured (H100; cluster/measured)", "data sheet"]
     assert own.described()["other kernels"] == "data sheet x 0.8, launch 1 us, in part calibrated"
     assert h100.described()["exchanges between nodes"] == "data sheet x 0.86, start-up 45 us, assumed"
+
+
+def test_a_node_takes_what_its_table_says():
+    """Bytes Z of a program's collective over eight H100, and what a device sends of them for a planner."""
+    prices, size = Prices(dataclasses.replace(H100, per_node=8)), 2.0**24
+    for kind in ("all-to-all", "all-gather", "all-reduce", "reduce-scatter"):
+        seconds = float(tables.fitted("collectives", ("H100",), kind)[8].seconds(size))
+        assert traffic(kind, size, (tuple(range(8)),), prices)[2] == pytest.approx(seconds), kind
+        sent = size * 7 / 8 * (2 if kind == "all-reduce" else 1)
+        group = Group(8, 8, kind)
+        assert float(uniform_seconds(cluster_of(prices), group, sent, 0.0, "test")) == pytest.approx(seconds), kind
+    # of an all-to-all of two a device sends half of Z, of a permute all of it
+    pair = tables.fitted("collectives", ("H100",), "all-to-all")[2]
+    assert traffic("collective-permute", size, ((0, 1), (1, 0)), prices)[2] == pytest.approx(pair.seconds(2 * size))
 
 
 @pytest.mark.parametrize("kind", ["all-to-all", "all-gather", "all-reduce", "reduce-scatter"])

@@ -191,6 +191,35 @@ def test_kernels_written_by_hand_count_by_their_shapes():
     assert (unknown.unknown, unknown.flops, unknown.bytes) == ("my_kernel", {}, 48 + 24)
 
 
+def test_products_have_the_sizes_that_prices_ask_for():
+    """A batched matmul, a grouped one forward and for its rows' gradient, and attention: causal is half of it."""
+    mosaic = 'custom-call(%s, %x, %w), custom_call_target="mosaic_gpu_v2"'
+    fmha = 'custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax'
+    mask = 'backend_config={"cudnn_fmha_backend_config": {"mask_type": "MASK"}}'
+    dims = '"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]'
+    gemm = f'custom_call_target="__cublas$gemm", backend_config={{"gemm_backend_config":{{{dims}}}}}'
+    body = f"""  %s = s32[2]{{0}} parameter(0)
+  %x = bf16[6,4]{{1,0}} parameter(1)
+  %w = bf16[2,4,3]{{2,1,0}} parameter(2)
+  %q = bf16[2,64,4,8]{{3,2,1,0}} parameter(3)
+  %l = bf16[2,5,4]{{2,1,0}} parameter(4)
+  %m = bf16[6,3]{{1,0}} {mosaic}, metadata={{op_name="jit(f)/jvp(moe)/experts/pallas_call"}}
+  %d = bf16[6,3]{{1,0}} {mosaic}, metadata={{op_name="jit(f)/transpose(jvp(moe))/experts/pallas_call"}}
+  %a = bf16[2,64,4,8]{{3,2,1,0}} {fmha}", {mask.replace("MASK", "CAUSAL")}
+  %b = bf16[2,64,4,8]{{3,2,1,0}} {fmha}Backward", {mask.replace("MASK", "NO_MASK")}
+  ROOT %g = (bf16[2,5,3]{{2,1,0}}, s8[9]{{0}}) custom-call(%l, %w), {gemm}"""
+    products = {name: cost(body, name).products[0] for name in "mdabg"}
+    assert {name: product[:3] for name, product in products.items()} == {
+        "m": ("forward", "bf16", (6, 4, 3, 2)),
+        "d": ("dlhs", "bf16", (6, 4, 3, 2)),
+        "a": ("attention forward", "bf16", (2, 4, 64, 8, 8)),
+        "b": ("attention backward", "bf16", (2, 4, 64, 8, 8)),
+        "g": ("matmul", "bf16", (2, 5, 3, 4)),
+    }
+    whole = 4 * 2 * 4 * 64**2 * 8
+    assert (products["a"].flops, products["b"].flops) == (whole / 2, 2.5 * whole)
+
+
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 VERSIONS = ("", "-0.11.2", "-0.12.0.1")  # of jax, behind a fixture's name; '' is 0.10.2
 PROGRAMS = ("expert_parallel", "replicas")

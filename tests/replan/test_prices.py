@@ -16,6 +16,7 @@ from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
+from moe_jax.training import overlap
 from moe_jax.training.overlap import compare_halves, why_not_halves
 from moe_jax.training.plan_cost import base_cost, most_shapes, settle_memory
 from moe_jax.training.replanner import split_shares
@@ -163,7 +164,7 @@ def wide_run(target="h200:4x8", batch=256, **changes):
     return why_not_halves(run, roles), run, roles, described
 
 
-def test_halves_are_cheaper_where_exchanges_cross_nodes():
+def test_halves_are_cheaper_where_exchanges_cross_nodes(monkeypatch):
     """One layer by hand: four exchanges of 31/32 of 32,768 rows of 768 bfloat16, 24/31 of them between nodes."""
     _, run, roles, target = wide_run()
     in_one_piece, in_halves = compare_halves(run, roles, target)
@@ -171,6 +172,8 @@ def test_halves_are_cheaper_where_exchanges_cross_nodes():
     rows = 256 * 2048 / 32 * 2
     exchange = rows * 24 / 32 * 768 * 2 / (0.86 * 50e9) + 45e-6 + 24e-6  # 24 messages leave the node
     experts = rows * 2 * 2 * 768 * 1536 / 466e12  # as grouped matmuls of an H100
+    monkeypatch.setattr(overlap, "MORE_KERNELS", 0)
+    assert in_halves - compare_halves(run, roles, target)[1] == pytest.approx(75 * 2.4e-6)
     assert in_one_piece == pytest.approx(4 * exchange + 3 * experts, rel=0.2)  # and attention
 
 
@@ -198,4 +201,6 @@ def test_without_a_file_prices_are_those_of_the_devices():
         assert cost.cluster.name == "h200" and cost.dtype_bytes == item
         hand = (4 * 2 * 16384 * 768**2 / 600e12 + 6 / 16 * 284e-6) * (1 if item == 2 else 989 / 495)
         assert cost.attention_seconds == pytest.approx(hand, rel=0.25)
+        rate = 466e12 if item == 2 else 233e12  # of grouped matmuls of many rows
+        assert cost.tokens_per_second() == pytest.approx(rate / (2 * 2 * 768 * 1536), rel=0.01)
     assert base_cost(run, build_mesh(run.mesh, target.devices, kind="cpu")).cluster.name == "host_devices"
