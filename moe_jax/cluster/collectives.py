@@ -148,7 +148,7 @@ def received_seconds(cluster: Cluster, received: np.ndarray, requested_by: str, 
     """Return the time of an exchange whose sources are spread evenly: bytes received [..., D] -> seconds [...].
 
     For searches, which know what every device receives but not from whom; links that are absent are left out as in
-    `exchange_seconds`, and the start-up counts.
+    `exchange_seconds`.
     """
     devices = received.shape[-1]
     per_node = min(cluster.devices_per_node or devices, devices)

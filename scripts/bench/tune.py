@@ -8,7 +8,7 @@ rounds. But for noise no ratio is below 1; the bar is 1.03. A file whose plain t
     python scripts/bench/tune.py --seed=1 --out=runs/bench_tune
     python scripts/bench/tune.py --seed=1 --out=runs/bench_tune --gin_bindings='ModelConfig.remat = "block"'
 
-Ends in one JSON line. On 2 CPU cores the search takes its budget of 20 minutes, the rest about ten.
+Ends in one JSON line. The search takes its budget, and the rest the builds and rounds of --draws programs.
 """
 
 from __future__ import annotations
