@@ -196,23 +196,29 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
             plan = dataclasses.replace(plan, bucket_rows=rows)
         sizes = layer_sizes(own.moe, own_roles, tokens // parts, plan)
         by_shape = layout_of(own_roles, record.bucket_rows(sizes, own_roles)).total
+        shared = record.shared_rows(sizes, own_roles)
         sizes = sizes if record.gates_group else sizes.split(mp_size)
-        overflow = 0.0  # the most that the chance of an exchange is to overflow
-        if sizes.capacity is None and sizes.planned_rows is not None:  # planned: known where it was stated
-            overflow = own.moe.overflow_chance or None
-        elif sizes.capacity is None:
-            choices, pairs = sizes.config.top_k * sizes.tokens, sizes.sources * members
-            chance = overflow_chance([choices / members], choices, sizes.even_rows(members))
-            overflow = min(1.0, pairs * chance)
-        found.append(
-            Buckets(
-                segment=name,
-                by_shape=by_shape,
-                expected=min(sizes.config.top_k * sizes.tokens, by_shape),
-                exchanges=own.model.moe_layers * parts * train.grad_accum_steps,
-                overflow=overflow,
+        choices = sizes.config.top_k * sizes.tokens
+        buckets = [(name, by_shape, choices / members, sizes.even_rows(members))]
+        if shared is not None:
+            rows, mean = shared
+            buckets.append((f"{name}, shared rows", layout_of(own_roles, rows).total, mean, rows.far))
+        for named, total, mean, even in buckets:
+            overflow = 0.0  # the most that the chance of an exchange is to overflow
+            if sizes.capacity is None and sizes.planned_rows is not None:  # planned: known where it was stated
+                overflow = own.moe.overflow_chance or None
+            elif sizes.capacity is None:
+                chance = overflow_chance([mean], choices, even)
+                overflow = min(1.0, sizes.sources * members * chance)
+            found.append(
+                Buckets(
+                    segment=named,
+                    by_shape=total,
+                    expected=min(round(members * mean), total),
+                    exchanges=own.model.moe_layers * parts * train.grad_accum_steps,
+                    overflow=overflow,
+                )
             )
-        )
     return tuple(found)
 
 

@@ -22,7 +22,7 @@ from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
 
 TRANSPORTS = ("all_to_all", "two_level", "coordinated")  # as `MoEConfig.transport` names them
-FORMULAS = ("deepspeed", "s1", "s2", "pairwise", "ring", "dp")  # the schedules that have some; others have no price
+FORMULAS = ("deepspeed", "s1", "deduplicated", "s2", "pairwise", "ring", "dp")  # other schedules have no price
 
 
 class HalfWork(typing.NamedTuple):
@@ -92,7 +92,7 @@ class LayerShape:
     cuts_buckets: bool = False  # the devices of an MP group share every bucket
     tokens: int  # N of an MP group
     model_dim: int  # M, or the bytes of a row where seconds are wanted
-    rows: int  # C, of a bucket; `far` where buckets differ
+    rows: int  # C, of a bucket as it travels; `far` where buckets differ
     ep_size: int  # D
     esp_size: int = 1  # N_ESP
     mp_size: int = 1  # N_MP
@@ -180,8 +180,10 @@ def _plain_transfers(shape: LayerShape, gather: str) -> tuple[list[Transfer], li
         for group, rows in (("node", in_node), ("expert_shard", own))
         if rows
     ]
-    if schedule == "s1":
+    if schedule in ("s1", "deduplicated"):
         both = [Transfer("all_to_all", _BOTH, x, 2), *near]
+        if schedule == "deduplicated":  # and groups and weights of the two choices of a row, or the gradients of these
+            both += [move._replace(elements=move.elements // shape.model_dim * 4, calls=1) for move in both]
     elif schedule == "s2":
         y = shape.ep_size * shape.rows * shape.model_dim
         send = Transfer("all_to_all", _BOTH, x // shape.mp_size)
@@ -233,7 +235,8 @@ def layer_transfers(
     out = []
     for move in forward:  # rows go out as bytes: of an all-to-all every other call, the first one
         gathers = transport == "coordinated" and move.collective == "all_gather" and move.group == "expert_shard"
-        if move.collective == "all_to_all" or gathers:
+        weights = schedule == "deduplicated" and move.calls == 1
+        if (move.collective == "all_to_all" and not weights) or gathers:
             there = move.calls if gathers else (move.calls + 1) // 2
             out.append(move._replace(elements=move.elements // shape.model_dim * shape.sent_bytes, calls=there, item=1))
             move = move._replace(calls=move.calls - there)
@@ -249,7 +252,7 @@ def index_transfers(shape: LayerShape, transport: str = "all_to_all") -> list[Tr
     schedule = shape.schedule
     held = shape.experts // shape.ep_size
     counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held, item=4)  # of rows per expert
-    if schedule == "dp":
+    if schedule in ("dp", "deduplicated"):
         out = []
     elif schedule == "ring":  # the choices of all tokens that are gathered
         tokens = shape.tokens // shape.mp_size * shape.ep_size * shape.esp_size

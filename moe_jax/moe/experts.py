@@ -1,15 +1,13 @@
 """The experts' feed-forward networks on rows that are sorted by expert.
 
 Inputs: rows `[R, M]` sorted by group, `group_sizes [G]`, and per weight the `GroupedWeights` of the groups. Outputs:
-rows `[R, M]`, zero past the last group. It does not move tokens, apply gate weights, or sum over devices: with F split
-over `expert_shard` the result is this shard's part of a sum.
+rows `[R, M]`, zero past the last group, weighted where weights come with the rows. It does not move tokens or sum over
+devices: with F split over `expert_shard` the result is this shard's part of a sum.
 
 Letters: docs/notation.md.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +46,7 @@ def expert_ffn(
     rows: Array,
     group_sizes: Array,
     weights: dict[str, Operands],
+    row_weights: Array | None = None,
     *,
     activation: str,
     implementation: str,
@@ -59,6 +58,8 @@ def expert_ffn(
       group_sizes: int32 [G].
       weights: w_in [Rb, M, F], w_out [Rb, F, M], and w_gate [Rb, M, F] for 'swiglu', each as operands of a
           `grouped_matmul`: the groups of the first operand come first.
+      row_weights: float [R], the factor of each result, or None. It is applied to the hidden rows: the gradient of a
+          weight then needs no result.
       activation: 'gelu' (its tanh form) or 'swiglu'.
       implementation: of the grouped matmul; a name from `implementations()`.
 
@@ -75,15 +76,17 @@ def expert_ffn(
             f"activation {activation!r} needs the weights {', '.join(names)}; missing: {', '.join(missing)}"
         )
     operands = tuple(weights[name] for name in names)
-    if hasattr(find_implementation(implementation), "ffn"):
+    if row_weights is None and hasattr(find_implementation(implementation), "ffn"):
         function = _ACTIVATIONS[activation][1]
         return grouped_ffn(rows, group_sizes, operands, activation=function, implementation=implementation)
     acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers saves float32 intermediates of each
-    def activate(*pre):
-        return _ACTIVATIONS[activation][1](*(array.astype(acc_dtype) for array in pre)).astype(rows.dtype)
+    @jax.checkpoint  # else layers save float32 intermediates; without CSE prevented, those that are written out do too
+    def activate(row_weights, *pre):
+        hidden = _ACTIVATIONS[activation][1](*(array.astype(acc_dtype) for array in pre))
+        hidden = hidden if row_weights is None else hidden * row_weights[:, None].astype(acc_dtype)
+        return hidden.astype(rows.dtype)
 
     products = (grouped_matmul(rows, group_sizes, weight, implementation=implementation) for weight in operands[:-1])
-    hidden = activate(*(checkpoint_name(product, "products") for product in products))
+    hidden = activate(row_weights, *(checkpoint_name(product, "products") for product in products))
     return grouped_matmul(hidden, group_sizes, operands[-1], implementation=implementation)

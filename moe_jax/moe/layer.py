@@ -1,6 +1,6 @@
 """The MoE layer, top to bottom: what happens to this device's tokens between entering and leaving it.
 
-    tokens -> enter -> gate -> (after the gate: where experts are) -> route -> dispatch -> experts -> combine -> leave
+    tokens -> enter -> gate -> (after the gate: where experts are) -> route -> pass: dispatch, experts, combine -> leave
 
 Inside `shard_map`. `MoE` is the layer, `ExpertParallel` how plain expert parallelism moves its rows; the other
 schedules (`schedules/`) move them in other orders. `make_moe` (build.py) makes a `MoE` of a config. `models/stages.py`
@@ -114,8 +114,8 @@ class MoE:
             replicas = (*replicas[:-1], late)
         return self.schedule.route(tokens, choice, tables), stats, grad_sink, replicas
 
-    def experts(self, rows, group_sizes, weights: ExpertWeights):
-        """Apply the experts to rows [R, M] in group order; group_sizes int32 [G]."""
+    def experts(self, rows, group_sizes, row_weights=None, *, weights: ExpertWeights):
+        """Apply the experts to rows [R, M] in group order; group_sizes int32 [G], row_weights as `expert_ffn` takes."""
         wanted = self.config.grouped_matmul
         with jax.named_scope("experts"):
             operands = {name: weights.operands(name) for name in weights.bank}
@@ -123,12 +123,13 @@ class MoE:
             device = self.roles.mesh.devices.flat[0] if wanted == "auto" else None
             dims = operands["w_in"][0].bank.shape[1:]
             chosen = choose_implementation(wanted, device, rows.dtype, dims, self.config.expert_dtype == E4M3)
-            return expert_ffn(rows, group_sizes, operands, activation=self.activation, implementation=chosen)
+            how = {"activation": self.activation, "implementation": chosen}
+            return expert_ffn(rows, group_sizes, operands, row_weights, **how)
 
     def finish(self, y, routed: Routed, stats: GateStats, experts: Callable):
         """Run what follows the combine of pass 0, whose result is y: later passes, leave; returns [t, M]."""
         schedule = self.schedule
-        one_pass = functools.partial(schedule.run_pass, routed, experts=experts)
+        one_pass = functools.partial(schedule.later_pass, routed, experts=experts)
         y = add_later_passes(y, one_pass, routed.passes, schedule.run_passes, before=lax.stop_gradient(stats))
         return schedule.leave(y)
 
@@ -161,18 +162,10 @@ class ExpertParallel(Schedule):
             passes = self.passes_needed(passes_of(routing, self.layout, groups, me))
         return Routed(tokens, choice.weights, routing, passes)
 
-    def dispatch(self, routed, index):
+    def run_pass(self, routed, index, experts):
         rows, sent = self.pack(routed, index)
-        received = self.send(rows, sent)
-        with jax.named_scope("dispatch"):
-            return permute_rows(received, sent.grouping), sent
-
-    def combine(self, done, sent, weights):
-        with jax.named_scope("combine"):
-            rows = unpermute_rows(done, sent.grouping)
-        returned = self.send_back(rows, sent)
-        with jax.named_scope("combine"):
-            return unpermute_tokens(returned, weights, sent.parcel)
+        done = self.compute(self.send(rows, sent), sent, experts)
+        return self.unpack(self.send_back(done, sent), sent, routed.weights)
 
     def pack(self, routed: Routed, index):
         """Return (rows [R, M] of pass `index` in the buckets of their destinations, `Sent`): all index work."""
@@ -193,7 +186,20 @@ class ExpertParallel(Schedule):
         """Exchange rows [R, ...] of any dtype as they are: [Ns R, ...]."""
         return self.group.send(rows, self.layout)
 
+    def compute(self, received, sent: Sent, experts: Callable):
+        """Apply the experts to received rows [Ns R, M], which leave in the order in which they came."""
+        with jax.named_scope("dispatch"):
+            rows = permute_rows(received, sent.grouping)
+        done = experts(rows, sent.grouping.group_sizes)
+        with jax.named_scope("combine"):
+            return unpermute_rows(done, sent.grouping)
+
     def send_back(self, rows, sent: Sent):
         """Exchange computed rows [Ns R, M] the other way: [R, M], summed over the shards of an expert."""
         with jax.named_scope("combine"):
             return self.group.send_back(rows, self.layout)
+
+    def unpack(self, returned, sent: Sent, weights):
+        """Return the sum [t, M] of each token's returned rows [R, M], weighted by weights [t, K] of its choices."""
+        with jax.named_scope("combine"):
+            return unpermute_tokens(returned, weights, sent.parcel)

@@ -33,19 +33,36 @@ def _permute_tokens_fwd(x, choice_of_row, row_of_choice):
 
 
 def _permute_tokens_bwd(row_of_choice, d_rows):
-    acc_dtype = jnp.promote_types(d_rows.dtype, jnp.float32)
-    dx = take_rows(d_rows, row_of_choice[:, 0]).astype(acc_dtype)
+    return _sum_choices(d_rows, None, row_of_choice), None, None
+
+
+@jax.custom_vjp
+def _sum_choices(rows, choice_of_row, row_of_choice):
+    del choice_of_row  # the gradient's
+    acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    total = take_rows(rows, row_of_choice[:, 0]).astype(acc_dtype)
     for k in range(1, row_of_choice.shape[1]):
-        dx = dx + take_rows(d_rows, row_of_choice[:, k]).astype(acc_dtype)
-    return dx.astype(d_rows.dtype), None, None
+        total = total + take_rows(rows, row_of_choice[:, k]).astype(acc_dtype)
+    return total.astype(rows.dtype)
 
 
 _permute_tokens.defvjp(_permute_tokens_fwd, _permute_tokens_bwd)
+_sum_choices.defvjp(
+    lambda rows, choice_of_row, row_of_choice: (
+        _sum_choices(rows, choice_of_row, row_of_choice), (choice_of_row, row_of_choice)
+    ),
+    lambda residuals, d: (take_rows(d, residuals[0] // residuals[1].shape[1]), None, None),
+)  # fmt: skip
 
 
 def permute_tokens(x, parcel: Parcel):
     """Copy each token into the rows of its choices: [t, M] -> [R, M]; empty rows are zero."""
     return _permute_tokens(*match_varying(x, parcel.choice_of_row, parcel.row_of_choice))
+
+
+def sum_choices(rows, parcel: Parcel):
+    """Sum each token's rows as they are: [R, M] -> [t, M]; the transpose of `permute_tokens`."""
+    return _sum_choices(*match_varying(rows, parcel.choice_of_row, parcel.row_of_choice))
 
 
 @jax.custom_vjp

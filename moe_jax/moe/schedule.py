@@ -4,11 +4,11 @@ A schedule is built once, for static sizes, and called by the layer (`moe/layer.
 
     tokens, ids = schedule.enter(x [t, M], token_ids [t])      the tokens that this device gates, t of them or t / N_MP
     routed      = schedule.route(tokens, choice, tables)       where each choice goes, in every pass; number of passes
-    rows, sent  = schedule.dispatch(routed, index)             the rows of a pass at their experts, in group order
-    y           = schedule.combine(done, sent, weights)        computed rows home, and each token's summed
+    y           = schedule.run_pass(routed, index, experts)    rows to their experts and back, each token's summed
     y           = schedule.leave(y)                            [t, M] again
 
-`layer.py` has plain expert parallelism, `schedules/` the others, a file each.
+`layer.py` has plain expert parallelism, whose pass is five steps around two exchanges, `schedules/` the others, a file
+each.
 """
 
 from __future__ import annotations
@@ -98,13 +98,19 @@ class LayerSizes:
             return round_up(math.ceil(config.bucket_slack * mean), 8)
         return expected_rows([mean], config.top_k * self.tokens, config.overflow_chance / pairs)
 
-    def worst_rows(self) -> int:
-        """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times."""
-        return self.tokens * min(self.config.top_k, self.groups)
+    def worst_rows(self, shared: int = 1) -> int:
+        """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times.
 
-    def most_passes(self, rows: int) -> int:
-        """Return how many passes may be taken: one with a capacity, which bounds all; rows: of the shortest."""
-        worst = self.worst_rows()
+        shared: choices of a token that share a row.
+        """
+        return self.tokens * math.ceil(min(self.config.top_k, self.groups) / shared)
+
+    def most_passes(self, rows: int, shared: int = 1) -> int:
+        """Return how many passes may be taken: one with a capacity, which bounds all.
+
+        rows: of the shortest bucket; shared: as in `worst_rows`.
+        """
+        worst = self.worst_rows(shared)
         return math.ceil((worst if self.capacity is None else min(worst, self.groups * self.capacity)) / rows)
 
     def split(self, parts: int) -> LayerSizes:
@@ -149,12 +155,12 @@ class Sent:
     Attributes:
       parcel: which row is which choice's.
       grouping: how the rows that arrive form groups, and how many rows each has.
-      part: where a device carries a part of each bucket (`s2`), the parcel of that part; else None.
+      second: a further parcel: of this device's part of each bucket (`s2`), or of what arrived (`deduplicated`).
     """
 
     parcel: Parcel
     grouping: Grouping
-    part: Parcel | None = None
+    second: Parcel | None = None
 
 
 class Schedule(abc.ABC):
@@ -165,6 +171,8 @@ class Schedule(abc.ABC):
       gates_group: each device gates all tokens of its MP group, not its own part [t / N_MP, M] of them.
       moves_tokens: rows travel to their experts; else every device computes all experts, replicated or gathered.
       one_piece: its experts run in one piece between two exchanges, so block-wise schedules can run it.
+      needs_results: its backward reads the rows that came home, which a backward that computes experts again has to
+        bring home again.
       cuts_buckets: the devices of an MP group share every bucket, so that on several EP members lengths must agree.
       s1_without: roles; where each of them has one device the schedule is `s1`, and is built as that. () for never.
       chooses_from: names of the schedules that it chooses from, in the order of tables; () for one that is itself.
@@ -178,6 +186,7 @@ class Schedule(abc.ABC):
     gates_group: ClassVar[bool] = False
     moves_tokens: ClassVar[bool] = True
     one_piece: ClassVar[bool] = False
+    needs_results: ClassVar[bool] = True
     cuts_buckets: ClassVar[bool] = False
     s1_without: ClassVar[tuple[str, ...]] = ()
     chooses_from: ClassVar[tuple[str, ...]] = ()
@@ -199,6 +208,14 @@ class Schedule(abc.ABC):
         """Return the rows of its buckets; sizes: of a whole MP group."""
         own = sizes if cls.gates_group else sizes.split(roles.size(roles.model))
         return own.bucket_rows(roles.size(roles.expert))
+
+    @classmethod
+    def shared_rows(cls, sizes: LayerSizes, roles: Roles) -> tuple[BucketRows, float] | None:
+        """Return (rows of its buckets, of which even loads fill so many) where several choices share one, else None.
+
+        sizes: of a whole MP group.
+        """
+        return None
 
     @classmethod
     def sentences(cls, roles: Roles, sizes: LayerSizes) -> list[str]:
@@ -241,25 +258,19 @@ class Schedule(abc.ABC):
     def route(self, tokens, choice: Choice, tables: Tables) -> Routed:
         """Return where the choices of these tokens go."""
 
-    def dispatch(self, routed: Routed, index) -> tuple[jax.Array, Sent]:
-        """Return (rows [R, M] of pass `index` at their experts, in group order; how they were sent)."""
-        raise NotImplementedError
-
-    def combine(self, done, sent: Sent, weights):
-        """Return the sum [T, M] of each token's computed rows [R, M], weighted by weights [t, K] of its choices."""
-        raise NotImplementedError
-
+    @abc.abstractmethod
     def run_pass(self, routed: Routed, index, experts: Callable):
         """Return what the experts computed in pass `index`, weighted and summed where `route` took the tokens.
 
-        A schedule whose experts stand amid its exchanges has its own, which calls neither `dispatch` nor `combine`.
-
         Args:
           index: int or int32 [].
-          experts: (rows [R, M] in group order, group_sizes int32 [G]) -> [R, M].
+          experts: (rows [R, M] in group order, group_sizes int32 [G], and, where the results shall be weighted already,
+            weights [R]) -> [R, M].
         """
-        rows, sent = self.dispatch(routed, index)
-        return self.combine(experts(rows, sent.grouping.group_sizes), sent, routed.weights)
+
+    def later_pass(self, routed: Routed, index, experts: Callable):
+        """Return what `run_pass` does, for an index int32 [] from 1 on."""
+        return self.run_pass(routed, index, experts)
 
     def leave(self, y):
         """Return the sum y of all passes, as x came."""

@@ -21,6 +21,8 @@ CASES = {
     "s1-two_level-esp2": ("s1", {"expert_shard": 2, "devices_per_node": 4}, {"transport": "two_level"}),
     "s1-two_level-data2": ("s1", {"data": 2, "expert": 4, "devices_per_node": 2}, {"transport": "two_level"}),
     "s1-esp_is_a_node": ("s1", {"expert_shard": 4, "devices_per_node": 4}, {}),
+    "deduplicated": ("deduplicated", {"expert": 4, "data": 2, "devices_per_node": 2}, {"top_k": 5}),
+    "deduplicated-esp2": ("deduplicated", {"expert_shard": 2, "devices_per_node": 4}, {"top_k": 3}),
     "deepspeed-esp2-mp2": ("deepspeed", {"expert_shard": 2, "model": 2, "devices_per_node": 4}, {}),
     "deepspeed-two_level": ("deepspeed", {"model": 2, "devices_per_node": 2}, {"transport": "two_level"}),
     "s2-esp2-mp2": ("s2", {"expert_shard": 2, "model": 2, "devices_per_node": 4}, {"gather": "saa"}),
@@ -33,6 +35,7 @@ CASES = {
 SLOW = {  # what stays meets every schedule and transport
     "s1-two_level-data2",
     "s1-esp_is_a_node",
+    "deduplicated-esp2",
     "deepspeed-esp2-mp2",
     "s2-esp2-mp2",
     "s2-aas-mp2_of_two_members",

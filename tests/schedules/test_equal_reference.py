@@ -115,6 +115,10 @@ OWN = [own_case("dp", (1, 1), capacity=capacity, data=8) for capacity in (False,
 # rows that travel among devices of equal place: groups that are the same; MP over two EP members
 OWN += [own_case("s1", pair, transport="coordinated", gather="aas") for pair in ((2, 2), (4, 2))]
 OWN += [own_case("s2", (2, 2), transport="coordinated", gather="aas")]
+# rows for two choices, where a device has several of a token's: of an odd number, and more than one row can hold
+OWN += [own_case("deduplicated", pair, top_k=top_k, capacity=capacity, data=data) for pair, top_k, capacity, data in (
+    ((1, 1), 6, False, 4), ((1, 4), 7, False, 1), ((2, 2), 5, True, 1), ((4, 2), 3, False, 1), ((1, 1), 8, False, 8)
+)]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*CASES, *OWN], ids=name_of)

@@ -29,6 +29,7 @@ CASES = {
     "deepspeed": ("deepspeed", (1, 1), (True, True), {}),
     "s1_later_passes": ("s1", (2, 2), (True, True), {"bucket_slack": 0.5}),
     "s2": ("s2", (2, 2), (True, False), {}),
+    "deduplicated": ("deduplicated", (1, 2), (True, False), {"bucket_slack": 0.5}),
     "two_level": ("deepspeed", (2, 2), (True, False), {"transport": "two_level"}),
     "coordinated": ("s1", (1, 2), (True, True), {"transport": "coordinated"}),
     "one_device": ("s1", None, (True, True), {}),

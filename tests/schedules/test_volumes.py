@@ -52,6 +52,7 @@ BYTES = {"dispatch_dtype": "float8_e4m3"}
 CASES += [
     ("s1", (2, 2), THREE | BYTES),
     ("s2", (2, 2), BYTES),
+    ("deduplicated", (2, 2), BYTES),
     ("deepspeed", (2, 2), BYTES | {"transport": "two_level"}),
 ]
 CASES += [("s1", (1, 2), BYTES | PLACE)]
@@ -72,7 +73,7 @@ def lower(config, roles, split=False, plan=None):
 
     def body(x, w_gate, bank, grad_sink, tables):
         tables = local(tables)
-        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
+        grad_sink, _ = open_grad_sink(grad_sink, tables.home_row[0])
         layer = jax.tree.map(lambda array: array[0], tables)
         ids = jnp.arange(TOKENS // roles.size(roles.dense), dtype=jnp.int32)
         y, _, passes = apply(x, w_gate, RouterInputs(None, ids, layer), bank, grad_sink)
@@ -163,8 +164,8 @@ def test_program_moves_what_the_formula_says(case, monkeypatch):
     config = moe_config(schedule, **WIDE, **{"gather": gather, **options})
     if three:
         plan = plan_of(roles, three)
-        monkeypatch.setattr(LayerSizes, "most_passes", lambda sizes, rows: 1)
-        monkeypatch.setattr(LayerSizes, "worst_rows", lambda sizes: 64)  # none of the three is cut
+        monkeypatch.setattr(LayerSizes, "most_passes", lambda sizes, rows, shared=1: 1)
+        monkeypatch.setattr(LayerSizes, "worst_rows", lambda sizes, shared=1: 64)  # none of the three is cut
     shape = shape_of(config, roles, split, plan)
     assert bool(shape.more_own) == bool(three)
     within = (4 // pair[1] if schedule == "deepspeed" else 4) if two_level else 1

@@ -21,6 +21,7 @@ from moe_jax.moe.routers import RouterInputs, balance_loss, z_loss
 from moe_jax.moe.routing import even_tables, local
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.sharding import expert_specs
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
@@ -68,7 +69,7 @@ def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
 
     def body(x, w_gate, bank, grad_sink, cotangent, tables):
         tables = local(tables)
-        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
+        grad_sink, _ = open_grad_sink(grad_sink, tables.home_row[0])
         layer = jax.tree.map(lambda array: array[0], tables)
         ids = lax.axis_index(roles.dense) * x.shape[0] + jnp.arange(x.shape[0], dtype=jnp.int32)
         apply = make_moe(config, roles, x, "gelu", plan)
@@ -76,6 +77,8 @@ def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
         probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
         loads = lax.psum(stats.counts, outside)
         total = lax.psum(stats.counts, roles.all)
+        # a model's backward starts after its forward's sums: the cotangent here is known before
+        cotangent = wait_for(cotangent, passes, loads, total, probability, squared)
         gates = balance_loss(total, probability, tokens, config.top_k) + z_loss(squared, tokens)
         return lax.psum(jnp.sum(y * cotangent), roles.dense) + gates, y, loads[None], passes
 

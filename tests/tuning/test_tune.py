@@ -24,7 +24,9 @@ CANDIDATES = {
     "rows": [1.5, 2.0],
 }
 CLUSTER = "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'"
-PLAIN_32 = ("ModelConfig.overlap = 'none'", "MeshConfig.devices_per_node = 8")
+PLAIN_32 = (  # rows leave their nodes
+    "ModelConfig.overlap = 'none'", "MeshConfig.devices_per_node = 8", "MeshConfig.expert = 32", "MeshConfig.data = 1",
+)  # fmt: skip
 EACH = 10.0  # seconds of a question on the fake clock
 
 
@@ -139,7 +141,8 @@ def test_candidates_of_a_mesh_a_router_and_a_device(tmp_path):
         return found
 
     plain = knobs()
-    assert plain["MoEConfig.schedule"] == ["deepspeed", "dp", "pairwise", "ring"]  # s1 and s2 are the first here
+    # s1 and s2 are the first here
+    assert plain["MoEConfig.schedule"] == ["deepspeed", "deduplicated", "dp", "pairwise", "ring"]
     assert plain["MoEConfig.grouped_matmul"] == ["auto", "blocked", "ragged"] and "MoEConfig.transport" not in plain
     assert plain["train.grad_accum_steps"] == [1, 2, 4] and "ModelConfig.prefetch" not in plain
     wide = knobs(mesh=MeshConfig(expert=4, expert_shard=2, model=2, devices_per_node=4))

@@ -134,7 +134,8 @@ def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, groups: int = 1)
     """Return the cost formulas' inputs, in bytes, for a layer under a schedule ('pairwise' in `groups`)."""
     mp_size, ep_size, esp_size = (roles.size(axes) for axes in (roles.model, roles.expert, roles.expert_shard))
     record = find_schedule(schedule).on_mesh(mp_size, esp_size)
-    layout = layout_of(roles, record.bucket_rows(sizes, roles))
+    shared = record.shared_rows(sizes, roles)
+    layout = layout_of(roles, record.bucket_rows(sizes, roles) if shared is None else shared[0])
     return LayerShape(
         schedule=record.name,
         gates_group=record.gates_group,

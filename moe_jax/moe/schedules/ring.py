@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.moe.permute import permute_tokens, unpermute_tokens
-from moe_jax.moe.routing import Choice, Grouping, destinations, pack, passes_of, route
-from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, Sent, register
+from moe_jax.moe.routing import Choice, destinations, pack, passes_of, route
+from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, register
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
@@ -61,13 +61,11 @@ class AllGather(Schedule):
             needed = self.passes_needed(passes_of(routing, self.layout, groups))
         return Routed(tokens, weights, routing, needed)
 
-    def dispatch(self, routed, index):
+    def run_pass(self, routed, index, experts):
         parcel = pack(routed.routing, index, self.layout, self.sizes.config.top_k, self.sizes.groups)
         with jax.named_scope("experts"):
-            return permute_tokens(routed.tokens, parcel), Sent(parcel, Grouping(None, None, parcel.counts[0]))
-
-    def combine(self, done, sent, weights):
-        return unpermute_tokens(done, weights, sent.parcel)
+            rows = permute_tokens(routed.tokens, parcel)
+        return unpermute_tokens(experts(rows, parcel.counts[0]), routed.weights, parcel)
 
     def leave(self, y):
         with jax.named_scope("combine"):

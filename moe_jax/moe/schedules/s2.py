@@ -102,10 +102,10 @@ class PauseAfterGate(ExpertParallel):
                 )
             arriving = self.group.send_counts(mine.counts)
             # the tokens go on as they are: the gradient takes other rows of them than the exchange
-            return routed.tokens, Sent(whole, regroup(arriving, self.part, member(self.roles)), part=mine)
+            return routed.tokens, Sent(whole, regroup(arriving, self.part, member(self.roles)), second=mine)
 
     def exchange(self, rows, sent):
-        return _send_tokens(self, rows, sent.part, sent.parcel)
+        return _send_tokens(self, rows, sent.second, sent.parcel)
 
     def send_back(self, rows, sent):
         with jax.named_scope("combine"):
