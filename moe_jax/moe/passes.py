@@ -7,6 +7,8 @@ next to it (`parallel/ordering.py`): hence a `custom_vjp`, and values that wait 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -71,28 +73,32 @@ def add_later_passes(first, one_pass, needed, most: int, before=()):
     return first + _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
 
 
-def _plain_rest(how, leaves, fixed, needed):
-    """Return the sum of the passes from 1 on; without a rule for its gradient."""
-    jaxpr, trained, most = how
-    leaves, fixed = list(leaves), list(fixed)
-    consts = [leaves.pop(0) if i in trained else fixed.pop(0) for i in range(len(leaves) + len(fixed))]
+def _one_pass(how, fixed):
+    """Return the function (leaves, index) of one pass."""
+    jaxpr, trained, _ = how
 
-    def one_pass(index):
+    def run(leaves, index):
+        own, others = iter(leaves), iter(fixed)
+        consts = [next(own if i in trained else others) for i in range(len(leaves) + len(fixed))]
         return jax.core.eval_jaxpr(jaxpr, consts, index)[0]
 
-    shape = jax.eval_shape(one_pass, jnp.int32(0))
-    zeros = cast_varying(jnp.zeros(shape.shape, shape.dtype), shape.manual_axis_type.varying)
+    return run
 
-    # The checkpoint stands outside the branch: what a branch saves is a copy, of the bank too, for every pass; what a
-    # checkpointed call saves is its inputs, and the bank is the same input every time.
-    @jax.checkpoint
-    def later(index):
-        return lax.cond(index < needed, one_pass, lambda _: zeros, index)
+
+def _sum_passes(run, needed, most: int):
+    """Return run(1) + ... + run(needed - 1), a pytree of floats each; run: function of an index, int32 []."""
+    shapes = jax.eval_shape(run, jnp.int32(0))
+    zeros = jax.tree.map(lambda of: cast_varying(jnp.zeros(of.shape, of.dtype), of.manual_axis_type.varying), shapes)
 
     def body(total, index):
-        return total + later(index), None
+        return lax.cond(index < needed, lambda: jax.tree.map(jnp.add, total, run(index)), lambda: total), None
 
     return lax.cond(needed > 1, lambda: lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0], lambda: zeros)
+
+
+def _plain_rest(how, leaves, fixed, needed):
+    """Return the sum of the passes from 1 on; without a rule for its gradient."""
+    return _sum_passes(functools.partial(_one_pass(how, fixed), leaves), needed, how[2])
 
 
 _rest = jax.custom_vjp(_plain_rest, nondiff_argnums=(0,))
@@ -105,9 +111,14 @@ def _rest_fwd(how, leaves, fixed, needed):
 
 def _rest_bwd(how, residuals, d):
     leaves, fixed, needed = residuals
-    again = wait_for(needed, needed, d)
-    _, pull = jax.vjp(lambda leaves: _plain_rest(how, leaves, fixed, again), leaves)
-    return pull(d)[0], None, None
+    run = _one_pass(how, fixed)
+
+    # A pass runs again and backward in one branch: nothing that it saves leaves the branch. The gradient of a loop over
+    # branches would copy what they save, the bank too, for every pass.
+    def gradients(index):
+        return jax.vjp(lambda leaves: run(leaves, index), leaves)[1](d)[0]
+
+    return _sum_passes(gradients, wait_for(needed, needed, d), how[2]), None, None
 
 
 _rest.defvjp(_rest_fwd, _rest_bwd)

@@ -25,10 +25,6 @@ from moe_jax.planning.plan_shape import build_shape, table_shapes
 
 DEVICES, EXPERTS, VOCAB = 4, 8, 32
 
-overflow_copies_the_bank = pytest.mark.xfail(
-    strict=True, reason="the backward of the overflow passes copies the whole bank once for each pass"
-)
-
 
 @functools.cache
 def gradient_of(
@@ -67,7 +63,6 @@ def bank_bytes(model):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.shapes()["bank"])) // DEVICES
 
 
-@overflow_copies_the_bank
 def test_gradient_holds_the_bank_s_gradient_once():
     """Six layers against two, with weights large and tokens few, and three overflow passes in the program.
 
