@@ -400,7 +400,7 @@ def build_layer(schedule: str, case: LayerCase, devices) -> Callable:
 
     def body(x, w_gate, bank, grad_sink, tables):
         tables = local(tables)
-        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
+        grad_sink, _ = open_grad_sink(grad_sink, tables.home_row[0])
         layer = jax.tree.map(lambda array: array[0], tables)
         # one copy of the gate's weight per device, so that its gradient stays there
         weight = varying_to_replicated(w_gate[0], roles.model) if whole else w_gate[0]

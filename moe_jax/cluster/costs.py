@@ -72,6 +72,9 @@ FREE = frozenset(
     "async-update copy-done domain rng-get-and-update-state".split()
 )
 SLICES = ("dynamic-slice", "slice", "gather")
+# what writes a part of its first operand in place: where that part stands among its operands, and how many of its bytes
+# move; a scatter reads what it adds to (as in XLA's hlo_cost_analysis.cc, `HandleScatter`)
+UPDATES = {"dynamic-update-slice": (1, 2), "scatter": (2, 3)}
 SORT_SWEEPS = 4  # a radix sort of 32-bit keys reads and writes everything about so often
 
 
@@ -149,8 +152,9 @@ def cost_of(instruction: Instruction, computation: Computation, module: Module) 
         return KernelCost(bytes=SORT_SWEEPS * (read + written))
     if opcode in SLICES:
         return KernelCost(bytes=2 * written)
-    if opcode == "dynamic-update-slice":
-        return KernelCost(bytes=2 * operands[1].bytes if len(operands) > 1 else written)
+    if opcode in UPDATES and len(operands) > 1:
+        place, moved = UPDATES[opcode]
+        return KernelCost(bytes=moved * operands[place].bytes)
     return KernelCost(bytes=read + written)
 
 
@@ -161,13 +165,15 @@ def _fusion(instruction: Instruction, computation: Computation, module: Module) 
         result = body.by_name[name]
         while result.opcode in ("bitcast", "copy") and result.operands and result.operands[0] in body.by_name:
             result = body.by_name[result.operands[0]]
-        if result.opcode == "dynamic-update-slice":  # a parameter that is updated in place
+        if result.opcode in UPDATES:  # a parameter that is updated in place
+            place, moved = UPDATES[result.opcode]
             target = body.by_name[result.operands[0]]
             while target.opcode == "bitcast":
                 target = body.by_name[target.operands[0]]
             if target.opcode == "parameter":
                 updated.add(target.name)
-            result = body.by_name[result.operands[1]]
+            result = body.by_name[result.operands[place]]
+            written += (moved - 2) * result.bytes
         written += result.bytes
     parameters = {i.parameter: i for i in body.instructions if i.opcode == "parameter"}
     read = 0

@@ -18,6 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moe_jax.errors import UserError
+from moe_jax.kernels.float8 import E4M3
+from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models.attention import document_positions
 from moe_jax.models.config import Segment
 from moe_jax.models.counts import half_work
@@ -27,7 +29,7 @@ from moe_jax.models.prefetch import of_moe, run_stack
 from moe_jax.models.residuals import checkpointed
 from moe_jax.models.stages import StackConstants, Stages
 from moe_jax.models.transformer import abstract_transformer, add_shared, unit_graph
-from moe_jax.moe.bank import fetch_in_turn, fetch_replicas, open_grad_sink
+from moe_jax.moe.bank import fetch_in_turn, fetch_replicas, open_grad_sink, reads_as_stored, with_row_sums
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.routers import RouterInputs, build_router, find
 from moe_jax.moe.routing import local
@@ -35,18 +37,20 @@ from moe_jax.moe.schedule import find_schedule, schedules
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.sharding import split_dims
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape, Shapes
 
 
 def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: int, plan: Shapes | None) -> Callable:
-    """Return trunk((dense, bank, grad_sink), batch, tables, key, first_row) -> (x, table, found).
+    """Return trunk((dense, bank, sinks), batch, tables, key, first_row) -> (x, table, found, sinks).
 
     It is all of the model but the loss: x, the parts of [t, M], are the last norm's results for the tokens of the MP
     group that this device takes to the loss, t of them in the order of `ModelGroup.own_flat`, and table [V, M] gives
     their logits; found is {segment: (GateStats [L, ...], passes int32 [L])} of those that have experts. Two halves are
-    two parts, and neither waits for the other.
+    two parts, and neither waits for the other. The sinks, {segment: (of its bank or None, of its units or None)}, come
+    back for `start_sums`; units without one have their gradients as other arrays do.
 
     Args:
       batch_size: B; length: Sq.
@@ -62,20 +66,25 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
     for segment in model.segments:
         own_plan = plan[segment.name] if plan is not None and segment.has_experts else None
         own_roles, block_wise = model.roles_of(segment), segment.has_experts and segment.config.is_block_wise
+        data = own_roles.size(own_roles.data)
+        if own_plan is not None and own_plan.replica_slots and layout.dp_stage is not None and data > 1:
+            raise UserError(
+                f"train.expert_zero_stage ({layout.dp_stage}) splits experts over MeshConfig.data ({data}), and "
+                "replicas are of whole ones; set it to 1, or PlannerConfig.name to a planner without replicas"
+            )
         make = _make_block_wise_loop if block_wise else _make_loop
         loops[segment] = make(segment, own_roles, layout, tokens, own_plan, group)
+    plans = {segment: None if plan is None else plan[segment.name] for segment in model.expert_segments}
 
     def trunk(weights, batch, tables, key, first_row):
-        dense, bank, grad_sink = weights
+        dense, bank, sinks = weights
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
         tables = local(tables)
-        bank = jax.tree.map(lambda leaf: lax.stop_gradient(leaf).astype(dtype), bank)
-        opened = {}
-        for segment in model.expert_segments:
-            home_row = tables[segment.name].home_row
-            own = grad_sink[segment.name]
-            opened[segment.name] = {name: open_grad_sink(leaf, home_row) for name, leaf in own.items()}
+        bank = {
+            segment.name: _as_read(bank[segment.name], segment, model.roles_of(segment), plans[segment], layout, dtype)
+            for segment in model.expert_segments
+        }
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
         dims, wires = ({name: tree[name] for name in outer} for tree in (layout.gather, layout.wires))
         outer = gather_tree(outer, dims, roles.dense, roles.size(roles.dense), wires)
@@ -87,7 +96,7 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
         positions = None if batch.documents is None else document_positions(batch.documents)
         x = units.embedding(batch.inputs, dtype, group, positions)
-        x, found = tuple(jnp.split(x, group.parts)), {}
+        x, found, passed = tuple(jnp.split(x, group.parts)), {}, {}
         choices = batch.choices  # [b, Sq, L, K], of the layers [L, t, K]
         if choices is not None:
             _check_replay(model, choices)
@@ -96,7 +105,7 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
             name, replayed = segment.name, None if choices is None else choices[segment.moe_layers]
             own_key = key if segment.has_experts and build_router(segment.moe).draws else None
             constants = StackConstants(bank.get(name), tables.get(name), token_ids, own_key, batch.documents, replayed)
-            x, own = loop(x, dense["units"][name], opened.get(name), constants)
+            (x, passed[name]), own = loop((x, sinks[name]), dense["units"][name], constants)
             if segment.has_experts:
                 found[segment] = own
         with jax.named_scope("loss"):
@@ -105,7 +114,7 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
             else:
                 x = jnp.concatenate(x)
                 x = (own_part(x.reshape(-1, x.shape[-1]), group.axes),)
-            return tuple(map(units.norm, x)), units.embedding.head_table(), found
+            return tuple(map(units.norm, x)), units.embedding.head_table(), found, passed
 
     return trunk
 
@@ -129,6 +138,17 @@ def _check_replay(model: LanguageModel, choices) -> None:
             )
 
 
+def _as_read(bank: dict, segment: Segment, roles: Roles, plan: PlanShape | None, layout: Layout, dtype) -> dict:
+    """Return a segment's bank in the dtype in which its loop reads it."""
+    moe, bank = segment.moe, lax.stop_gradient(bank)
+    device = roles.mesh.devices.flat[0] if moe.grouped_matmul == "auto" else None
+    dims = bank["w_in"].shape[1:]
+    implementation = choose_implementation(moe.grouped_matmul, device, dtype, dims, moe.expert_dtype == E4M3)
+    if reads_as_stored(implementation, plan, layout.dp_stage == 3 and roles.size(roles.data) > 1):
+        return bank
+    return {name: leaf.astype(dtype) for name, leaf in bank.items()}
+
+
 def _block_wise_choice(segment: Segment) -> tuple[str, str]:
     """Return which field of the ModelConfig makes layers block-wise, and its value."""
     config = segment.config
@@ -138,9 +158,10 @@ def _block_wise_choice(segment: Segment) -> tuple[str, str]:
 def _make_loop(
     segment: Segment, roles: Roles, layout: Layout, tokens: int, plan: PlanShape | None, group: ModelGroup
 ) -> Callable:
-    """Return loop(x, units, grad_sink, constants) -> (x, (GateStats, passes), or None without experts).
+    """Return loop((x, sinks), units, constants) -> ((x, sinks), (GateStats, passes), or None without experts).
 
-    x is a tuple of what the MP group keeps of each part: of all sequences, or of either half.
+    x is a tuple of what the MP group keeps of each part: of all sequences, or of either half; the sinks are those of
+    the segment.
     """
     config, graph, dp_stage = segment.config, unit_graph(segment), layout.dp_stage
     dims, wires = (tree["units"][segment.name] for tree in (layout.gather, layout.wires))
@@ -149,19 +170,29 @@ def _make_loop(
         like = jax.ShapeDtypeStruct((group.rows, tokens // group.rows, config.model_dim), config.dtype)
         moe = make_moe(segment.moe, roles, like, config.activation, plan, group.split)
 
-    def loop(x, units, grad_sink, constants):
-        def dense_body(x, unit_params):
+    def loop(carry, units, constants):
+        def own_unit(unit_params, sinks, index):
+            bank, units = sinks
+            if units is not None:
+                unit_params, units = with_row_sums(unit_params, units, index)
+            return unit_params, (bank, units)
+
+        def dense_body(carry, inputs):
+            x, sinks = carry
+            unit_params, sinks = own_unit(inputs[0], sinks, inputs[1])
             unit = nnx.merge(graph, whole_unit(unit_params))
             documents = constants.documents
             of_parts = [None] * group.parts if documents is None else jnp.split(documents, group.parts)
             both = zip(x, of_parts, strict=True)
-            return tuple(unit.attend(part, group.part(), own) for part, own in both), None
+            return (tuple(unit.attend(part, group.part(), own) for part, own in both), sinks), None
 
-        def moe_body(x, inputs):
-            (x,), (unit_params, grad_sink, tables, layer, choices) = x, inputs
+        def moe_body(carry, inputs):
+            ((x,), sinks), (unit_params, index, tables, choices) = carry, inputs
+            unit_params, sinks = own_unit(unit_params, sinks, index)
+            grad_sink, in_bank = open_grad_sink(sinks[0], tables.home_row)
             bank, noise_key = constants.bank, None
             if constants.key is not None:
-                noise_key = jax.random.fold_in(constants.key, layer)
+                noise_key = jax.random.fold_in(constants.key, segment.moe_layers.start + index)
             fetch = functools.partial(fetch_replicas, bank, plan=plan, axes=roles.expert)
             x, params, grad_sink, replicas = fetch_in_turn(x, unit_params, whole_unit, fetch, grad_sink, tables, plan)
             unit = nnx.merge(graph, params)
@@ -173,45 +204,39 @@ def _make_loop(
                 inputs = RouterInputs(noise_key, constants.token_ids, tables, choices)
                 y, stats, passes = moe(normed, unit.gate.router_params(), inputs, bank, grad_sink, replicas)
                 y = add_shared(y, *shared)
-            return (x + y.reshape(x.shape),), (stats, passes)
+            return ((x + y.reshape(x.shape),), (in_bank, sinks[1])), (stats, passes)
 
-        body, inputs = dense_body, units
+        body, inputs = dense_body, (units, jnp.arange(config.units, dtype=jnp.int32))
         if segment.has_experts:
-            at = segment.moe_layers
-            layers = jnp.arange(at.start, at.stop, dtype=jnp.int32)
-            body, inputs = moe_body, (units, grad_sink, constants.tables, layers, constants.choices)
+            body, inputs = moe_body, (*inputs, constants.tables, constants.choices)
         body = checkpointed(body, config, roles.model)
         if config.stack == "scan":
-            return lax.scan(body, x, inputs)
+            return lax.scan(body, carry, inputs)
         outputs = []
         for layer in range(config.units):
-            x, out = body(x, jax.tree.map(lambda leaf, at=layer: leaf[at], inputs))
+            carry, out = body(carry, jax.tree.map(lambda leaf, at=layer: leaf[at], inputs))
             outputs.append(out)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     return loop
 
 
 def _whole(name: str, layout: Layout, roles: Roles, bank, grad_sink, tables):
-    """Return bank, grad_sink and tables as one MoE layer of segment `name` computes with them under `dp`.
+    """Return bank, grad_sink and tables as one MoE layer of segment `name` computes with them.
 
-    Stage 2 scatters each layer's gradient as soon as it is computed, and stage 3 gathers each layer's parameters too;
-    both along the hidden dim. Under every other schedule, and stage, the bank is used as it is stored.
+    Experts' stage 2 scatters each layer's gradient over `data` as soon as it is computed, and stage 3 gathers each
+    layer's parameters too; both along the hidden dim. Otherwise the bank is used as it is stored.
     """
 
-    def whole(leaf, value, specs):
-        dim = 1 if leaf == "w_out" else 2
-        if len(specs[leaf]) <= dim or specs[leaf][dim] is None:
-            return value
-        return lax.all_gather(value, roles.data, axis=dim, tiled=True)
+    def whole(leaves, specs):
+        return gather_tree(leaves, split_dims(specs, roles.data), roles.data, roles.size(roles.data))
 
-    grad_sink = {n: whole(n, v, layout.grad_sink[name]) for n, v in grad_sink.items()}
+    grad_sink = whole(grad_sink, layout.grad_sink[name])
     if layout.dp_stage == 2:
         return bank, grad_sink, tables
     weights = {n: v[tables.home_row] for n, v in bank.items()}
-    weights = {n: whole(n, v, layout.params["bank"][name]) for n, v in weights.items()}
     compact = jnp.arange(tables.home_row.shape[0], dtype=jnp.int32)
-    return weights, grad_sink, dataclasses.replace(tables, home_row=compact)
+    return whole(weights, layout.params["bank"][name]), grad_sink, dataclasses.replace(tables, home_row=compact)
 
 
 def _make_block_wise_loop(
@@ -219,7 +244,7 @@ def _make_block_wise_loop(
 ) -> Callable:
     """Return the same loop in the order of a block-wise schedule."""
     config, halves, (name, value) = segment.config, segment.config.overlap == "halves", _block_wise_choice(segment)
-    if layout.dp_stage is not None:
+    if not find_schedule(segment.moe.schedule).moves_tokens:
         raise UserError(
             f"ModelConfig.{name} ({value!r}) has nothing to move under MoEConfig.schedule = "
             f"{segment.moe.schedule!r}; set ModelConfig.{name} = 'none'"
@@ -246,16 +271,21 @@ def _make_block_wise_loop(
         own_plan = dataclasses.replace(plan, bucket_rows=plan.bucket_rows.each(lambda rows: round_up(rows / 2, 8)))
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
     like = jax.ShapeDtypeStruct((group.rows, length, config.model_dim), config.dtype)
+    moe = make_moe(segment.moe, roles, like, config.activation, own_plan, group.split, other_half)
     how = Stages(
         segment=segment,
         roles=roles,
         group=group,
         graph=unit_graph(segment),
-        moe=make_moe(segment.moe, roles, like, config.activation, own_plan, group.split, other_half),
-        block_schedule=config.block_wise.build(config.moe_layers, recompute=config.recomputes, **shares),
+        moe=moe,
+        block_schedule=config.block_wise.build(
+            config.moe_layers, recompute=config.recomputes, results_again=moe.schedule.needs_results, **shares
+        ),
         transfer=None if plan is None or plan.ahead is None else ReplicaTransfer(plan.ahead, roles.expert),
         late=None if plan is None else plan.late,
         dims=of_moe(layout.gather["units"][segment.name]),
         wires=of_moe(layout.wires["units"][segment.name]),
+        split_bank=split_dims(layout.params["bank"][segment.name], roles.data),
+        split_gradients=split_dims(layout.grad_sink[segment.name], roles.data),
     )
     return functools.partial(run_stack, how)

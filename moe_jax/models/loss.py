@@ -31,7 +31,7 @@ from moe_jax.models.language_model import (
 )  # fmt: skip
 from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
-from moe_jax.moe.bank import with_grad_sink
+from moe_jax.moe.bank import start_sums, with_grad_sink
 from moe_jax.moe.passes import most_of_all
 from moe_jax.moe.routers import GateStats, build_router, z_loss
 from moe_jax.moe.schedule import MOST_ROWS
@@ -72,11 +72,12 @@ def make_loss(
       teacher: what the model learns from besides the text, None for the text alone.
 
     Returns:
-      loss(params, batch: Batch, tables {segment: Tables}, key, first_row int32 [], normalizer float []) ->
+      loss(params, batch: Batch, tables {segment: Tables}, key, first_row int32 [], normalizer float [], sums=None) ->
       (float [], StepStats). The first is the sum of the token losses over `normalizer` plus the weighted gate losses;
       `first_row` is the number of the microbatch's first sequence within the step, which keys the gates' noise; with
       key None they have none. With a teacher its parameters, laid out as `teacher.layout` says, are one more argument,
-      and a token's loss is CE + alpha KL.
+      and a token's loss is CE + alpha KL. With `sums`, a tree like the params, the gradient of bank and units is theirs
+      and `sums` together: the backward adds each layer's in place.
 
     Raises:
       UserError: as `check_step`.
@@ -93,33 +94,40 @@ def make_loss(
     frozen_specs = ()
     if teacher is not None:
         frozen = teacher.layout
-        frozen_specs = (
-            (frozen.params["dense"], frozen.params["bank"], frozen.grad_sink), teacher.model.tables_specs
-        )  # fmt: skip
+        its_specs = frozen.params["dense"], frozen.params["bank"], by_segment(teacher.model, frozen.grad_sink)
+        frozen_specs = its_specs, teacher.model.tables_specs
     stats_specs = StepStats(
         cross_entropy=P(), aux_loss=P(), z_loss=P(), gate_entropy=P(), dropped=P(), passes=P(), kl=P(), completed=P(),
         loads=tuple(P(None, model.roles_of(segment).expert) for segment in model.expert_segments),
         choices=P(None, roles.dense + roles.model), teacher_passes=P(),
     )  # fmt: skip
-    sharded = jax.shard_map(
-        _make_stack(model, layout, batch_size, length, microbatches, plan, teacher),
-        mesh=roles.mesh,
-        in_specs=(
-            (own_specs(layout, roles), layout.params["bank"], layout.grad_sink),
-            Batch(rows, rows, rows, rows, P(), rows), model.tables_specs, P(), P(), P(), frozen_specs,
-        ),
-        out_specs=(P(), stats_specs),
-    )  # fmt: skip
+    stack, specs = _make_stack(model, layout, batch_size, length, microbatches, plan, teacher), own_specs(layout, roles)
 
-    def loss(params, batch, tables, key, first_row, normalizer, *teacher_params):
+    def loss(params, batch, tables, key, first_row, normalizer, *teacher_params, sums=None):
         if (batch.documents is not None) != config.document_mask:
             raise ValueError("Batch.documents are given exactly where ModelConfig.document_mask is set")
-        weights = params["dense"], *with_grad_sink(params["bank"])
+        dense, bank, units = params["dense"], params["bank"], None
+        if sums is not None:  # gradients of units leave through their sinks alone
+            units, dense = dense["units"], {**dense, "units": lax.stop_gradient(dense["units"])}
+            sums = by_segment(model, sums["bank"], sums["dense"]["units"])
+        sinks = with_grad_sink(by_segment(model, bank, units))[1]
+        sink_specs = by_segment(model, layout.grad_sink, units and specs["units"])
+        inputs = (dense, bank, sinks, sums or sinks), batch, tables, key, first_row, normalizer
+        sharded = jax.shard_map(
+            stack,
+            mesh=roles.mesh,
+            in_specs=(
+                (specs, layout.params["bank"], sink_specs, sink_specs), Batch(rows, rows, rows, rows, P(), rows),
+                model.tables_specs, P(), P(), P(), frozen_specs,
+            ),
+            out_specs=(P(), stats_specs),
+        )  # fmt: skip
         frozen = ()
         if teacher is not None:
             (held,) = lax.stop_gradient(teacher_params)
-            frozen = (held["dense"], *with_grad_sink(held["bank"])), teacher.model.even_tables()
-        total, stats = sharded(weights, batch, tables, key, first_row, normalizer, frozen)
+            its_sinks = by_segment(teacher.model, with_grad_sink(held["bank"])[1])
+            frozen = (held["dense"], held["bank"], its_sinks), teacher.model.even_tables()
+        total, stats = sharded(*inputs, frozen)
         if len(stats.loads) > 1:  # [L, sources, E] of each segment; sources and experts that one lacks are 0
             sources, experts = (max(part.shape[dim] for part in stats.loads) for dim in (1, 2))
             widths = [((0, 0), (0, sources - own.shape[1]), (0, experts - own.shape[2])) for own in stats.loads]
@@ -129,6 +137,11 @@ def make_loss(
         return total, dataclasses.replace(stats, loads=loads)
 
     return loss
+
+
+def by_segment(model: LanguageModel, bank: dict, units: dict | None = None) -> dict:
+    """Return {segment: (of its experts, None without any; of its units, None where none are given)}."""
+    return {s.name: (bank.get(s.name), units and units[s.name]) for s in model.segments}
 
 
 def _make_stack(
@@ -150,10 +163,16 @@ def _make_stack(
     def passes_of(found):
         return most_of_all(_all_layers([passes for _, passes in found.values()]), roles.all)
 
+    def of_device(dense, own=layout.own):
+        return jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, own)
+
     def stack(weights, batch, tables, key, first_row, normalizer, frozen):
-        dense, bank, grad_sink = weights
-        dense = jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, layout.own)
-        x, table, found = trunk((dense, bank, grad_sink), batch, tables, key, first_row)
+        dense, bank, *both = weights
+        sinks, sums = (
+            {name: (own, units and of_device(units, layout.own["units"][name])) for name, (own, units) in one.items()}
+            for one in both
+        )
+        x, table, found, sinks = trunk((of_device(dense), bank, sinks), batch, tables, key, first_row)
         targets, counts = group.own_flat(batch.targets), group.own_flat(batch.weights)
         kl = teacher_passes = None
         if teacher is None:
@@ -193,7 +212,8 @@ def _make_stack(
             choices=_all_layers([stats.choices for stats, _ in found.values()]),
             teacher_passes=teacher_passes,
         )
-        return token_loss + functools.reduce(jnp.add, weighted) / microbatches, stats
+        total = token_loss + functools.reduce(jnp.add, weighted) / microbatches
+        return start_sums(total, sinks, sums), stats
 
     return stack
 

@@ -17,7 +17,7 @@ Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 # name             what                                               made by                taken by
 # x            h   what enters a layer [b, Sq, M]                     unpack of that below   attention
 # a            h   what enters its MoE half [b, Sq, M]                attention              unpack; route reads it
-# packed       h   own rows, in buckets [R, M]                        route                  send
+# packed       h   own rows, in buckets [R, M], or a tree with them    route                  send
 # received     h   rows that came for the experts here [R, M]         send                   experts
 # done         h   the experts' results, in the same order [R, M]     experts                send_back
 # returned     h   results of own rows [R, M]                         send_back              unpack
@@ -37,8 +37,8 @@ Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 #                  returned them
 # dhome        l   gradient of home experts {name: [Hs, ...]}         unpack, experts,       `close`, after the stage in
 #                                                                     late: route, Agg       `whole_after`
-# gradients    s   {'mix', 'gate', 'home'}: of all layers, leaves     `write`                returned
-#                  [L, ...]; written out {layer: leaves [...]}
+# gradients    s   of all layers: {'mix', 'gate'}, leaves [L, ...],   `write`                returned
+#                  written out {layer: leaves [...]}; 'home', [Rb, ...]
 # the name of  h   the `Residuals` of a stage that ran again          `again`                that stage
 # a stage
 #
@@ -64,6 +64,7 @@ from jax import lax
 
 from moe_jax.models.residuals import Residuals, residuals_of
 from moe_jax.models.stages import LayerInputs, StackConstants, Stages, join_floats
+from moe_jax.moe.bank import add_rows
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, return_part
 from moe_jax.parallel.varying import cast_varying, declare_equal, varying_axes
@@ -85,49 +86,52 @@ TOP_REPLICAS, GRADIENTS = ("top_replicas", None, None), ("gradients", None, None
 MATRIX = 1 << 16  # values from which a gradient takes time worth hiding
 
 
-def run_stack(how: Stages, x, units, grad_sink, constants: StackConstants):
+def run_stack(how: Stages, carry, units, constants: StackConstants):
     """Run a stack of layers.
 
     Args:
-      x: a tuple of [b, Sq, M] or [t / N_MP, M], of all sequences or of either half.
+      carry: (x, sinks): x a tuple of [b, Sq, M] or [t / N_MP, M], of all sequences or of either half; the sinks of home
+        experts {name: [Rb, ...]} and, or None, of units, to whose cotangents the backward adds gradients.
       units: parameters of the units, leaves [L, ...].
-      grad_sink: {name: [L, Hs, ...]}, whose cotangent is the gradient of home experts.
 
     Returns:
-      (x as it came, (GateStats [L, ...], passes int32 [L], the most of both halves)).
+      (carry as it came, (GateStats [L, ...], passes int32 [L], the most of both halves)).
     """
 
     @jax.custom_vjp
-    def stack(x, params, grad_sink, constants):
-        return Forward(how, params, grad_sink, constants, save_residuals=False).run(x)[0]
+    def stack(x, params, sinks, constants):
+        return *Forward(how, params, sinks[0], constants, save_residuals=False).run(x)[0], sinks
 
-    def forward(x, params, grad_sink, constants):
-        out, saved = Forward(how, params, grad_sink, constants, save_residuals=True).run(x)
-        types = {name: leaf[:0] for name, leaf in grad_sink.items()}  # dtype and axes, no bytes
-        return out, (params, types, constants, saved)
+    def forward(x, params, sinks, constants):
+        out, saved = Forward(how, params, sinks[0], constants, save_residuals=True).run(x)
+        return (*out, sinks), (params, constants, saved)
 
     def backward(residuals, cotangents):
-        params, types, constants, saved = residuals
-        dx, dcounted = cotangents
+        params, constants, saved = residuals
+        dx, dcounted, sums = cotangents
         dstats = [of_half for of_half, _ in dcounted]
-        dx, dparams, d_grad_sink = Backward(how, params, types, constants, dstats).run(dx, saved)
-        return dx, dparams, d_grad_sink, None
+        dx, dparams, home = Backward(how, params, sums, constants, dstats).run(dx, saved)
+        return (dx, dparams, (home, None), None) if sums[1] is None else (dx, None, (home, dparams), None)
 
     stack.defvjp(forward, backward)
     halves, params = how.block_schedule.halves, of_moe(units)
     # as rows vary: a cast inside a stage would be saved for its backward
-    constants = dataclasses.replace(constants, bank=cast_varying(constants.bank, how.roles.all))
-    if how.segment.config.stack == "scan" and halves:  # one sum over devices after the loop, not one in each turn
+    bank = how.whole_bank(constants.bank, constants.tables)
+    constants = dataclasses.replace(constants, bank=cast_varying(bank, how.roles.all))
+    (x, (bank, sinks)), in_place = carry, carry[1][1] is not None
+    if how.segment.config.stack == "scan" and halves and not in_place:
+        # one sum over devices after the loop, not one in each turn
         params = cast_varying(params, varying_axes(constants.token_ids))
-    x, counted = stack(x, params, grad_sink, constants)
+    x, counted, (bank, sinks) = stack(x, params, (bank, of_moe(sinks) if in_place else None), constants)
+    carry = x, (bank, {**sinks[0], **sinks[1]} if in_place else None)
     if not halves:
-        return x, counted[0]
+        return carry, counted[0]
     stats, passes = zip(*counted, strict=True)
     choices = [half.choices for half in stats]  # the first half's tokens come first
     sums = jax.tree.map(jnp.add, *(dataclasses.replace(half, choices=None) for half in stats))
     if choices[0] is not None:
         sums = dataclasses.replace(sums, choices=jnp.concatenate(choices, axis=1))
-    return x, (sums, jnp.maximum(*passes))
+    return carry, (sums, jnp.maximum(*passes))
 
 
 def of_moe(units: dict) -> tuple[dict, dict]:
@@ -151,7 +155,7 @@ class Direction(abc.ABC):
 
     def __init__(self, how: Stages, params, grad_sink, constants: StackConstants):
         self.how, self.params, self.constants = how, params, constants
-        self.scan = how.segment.config.stack == "scan"
+        self.scan, self.grad_sink = how.segment.config.stack == "scan", grad_sink
         self.layers, self.halves = how.block_schedule.layers, (0, 1) if how.block_schedule.halves else (None,)
         self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
         self.grad_sink_axes = varying_axes(grad_sink)
@@ -236,6 +240,8 @@ class Direction(abc.ABC):
                 # what the next windows of the other half will read, as far as it is there
                 others = [v for (name, _, half), v in live.items() if half == 1 - one.half and name in GOES_ON_FROM]
                 live[sides[one]] = self.after(live[sides[one]], *others)
+                if self.how.segment.config.recomputes and not window.others:  # one that stands alone, on all platforms
+                    live[sides[one]] = fence((live[sides[one]], others))[0]
             for stage in self.stages_of(one):
                 self.run_stage(stage, one, live, emit)
 
@@ -329,13 +335,17 @@ class Direction(abc.ABC):
         if half is not None:
             token_ids = jnp.split(token_ids, 2)[half]
             documents = None if documents is None else jnp.split(documents, 2)[half]
-        grad_sinks, tables = self.grad_sinks(), self.of_layer(self.constants.tables, layer)
-        constants = StackConstants(self.constants.bank, tables, token_ids, key, documents)
-        return LayerInputs(mix, gate, replicas, grad_sinks, constants)
+        bank, tables = self.constants.bank, self.of_layer(self.constants.tables, layer)
+        if isinstance(bank, tuple):
+            slots = jnp.arange(tables.home_row.shape[0], dtype=jnp.int32)
+            bank, tables = bank[self.index(layer)], dataclasses.replace(tables, home_row=slots)
+        constants = StackConstants(bank, tables, token_ids, key, documents)
+        return LayerInputs(mix, gate, replicas, self.grad_sinks(), constants)
 
     def grad_sinks(self):
         """Return zeros that nothing reads, through which gradients of one layer leave: of homes and of replicas."""
         bank, tables = self.constants.bank, self.constants.tables
+        bank = bank[0] if isinstance(bank, tuple) else bank
 
         def zeros(slots: int, axes):
             shapes = {name: (slots, *leaf.shape[1:]) for name, leaf in bank.items()}
@@ -448,39 +458,45 @@ class Backward(Direction):
     A stage has a method of its name; both exchanges have one.
 
     Attributes:
+      sums: what gradients are added to: of home experts {name: [Rb, ...]}, of params (mix, gate), None for zeros.
+      in_place: whether those of params are added layer by layer.
       dstats: by half, cotangents of stats [L, ...].
       whole_after: {gradient: the stage of a layer's last half, or Agg, that adds the last part of it}.
       unwritten: whole gradients that `fence_pair` will write, (name, layer, value).
+      travelled: gradients of home experts that were written, (layer, value), and not added to their sum yet. Those of
+        experts that are split over `data` are fenced before: one layer's travel after the other's, on the same links.
     """
 
     last_half = 0
 
-    def __init__(self, how: Stages, params, grad_sink, constants: StackConstants, dstats: list):
-        super().__init__(how, params, grad_sink, constants)
+    def __init__(self, how: Stages, params, sums, constants: StackConstants, dstats: list):
+        super().__init__(how, params, sums[0], constants)
+        self.sums, self.in_place = sums, self.scan or sums[1] is not None
         home = "agg" if how.transfer is not None else "route" if how.late is not None else "experts"
         self.whole_after = {"mix": "attention", "gate": "route", "home": home}
         self.dstats = dstats
         self.unwritten: list[tuple] = []
+        self.travelled: list[tuple] = []
 
     def run(self, dx: tuple, saved: tuple):
-        """Return (halves of dx, dparams, d_grad_sink); dx: the cotangent, by half; saved: as `Forward.run` says."""
+        """Return (halves of dx, dparams, of home experts); dx: the cotangent, by half; saved: as `Forward.run` says."""
         self.saved, stacked, top_replicas = saved
         live: Live = {("dx", self.layers, half): part for half, part in zip(self.halves, dx, strict=True)}
         if top_replicas is not None:
             live["ahead", self.layers - 1, None] = top_replicas
-        home, _ = self.grad_sinks()
-        home = {n: jnp.zeros((self.layers, *leaf.shape), leaf.dtype) for n, leaf in home.items()}
         zeros = lambda leaf: cast_varying(jnp.zeros(leaf.shape, leaf.dtype), varying_axes(leaf))  # noqa: E731
-        mix, gate = jax.tree.map(zeros, self.params)
-        whole = {"mix": mix, "gate": gate, "home": cast_varying(home, self.grad_sink_axes)}
-        live[GRADIENTS] = whole if self.scan else {name: {} for name in whole}
+        home, params = self.sums
+        mix, gate = jax.tree.map(zeros, self.params) if params is None else params
+        whole = {"mix": mix, "gate": gate}
+        live[GRADIENTS] = {**(whole if self.in_place else {name: {} for name in whole}), "home": home}
         live, _, _ = self.run_loop(self.how.block_schedule.backward, live, stacked)
         for gradient in self.unwritten:
             self.write(*gradient, live)
+        self.add_travelled([value for _, value in self.travelled], live)
         dx = tuple(live["dx", 0, half] for half in self.halves)
         dx = tuple(self.after(part, *dx) for part in dx)
         gradients = live[GRADIENTS]
-        if not self.scan:  # layers that are written out are put together once
+        if not self.in_place:  # layers that are written out are put together once
             for name, like in whole.items():
                 values = (gradients[name][layer] for layer in range(self.layers))
                 gradients[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
@@ -598,6 +614,11 @@ class Backward(Direction):
         else:
             value = live.pop(self.key_read(stage + "_again", window))
         made, live[stage, *at] = self.compute(stage, window, live, value, save=True)
+        if stage in ("experts", "send_back") and not self.how.moe.schedule.needs_results:
+            # no backward reads the results: with zeros in their place the last product and the way home are not made
+            made = self.after(cast_varying(jnp.zeros_like(made), varying_axes(made)), made)
+            if stage == "experts":  # what is kept is there before the backward of the layer begins
+                live[dx] = fence((live[stage, *at].arrays, live[dx]))[1]
         if stage == "route":
             self.put_routed(window, live, made)
         elif stage == "unpack":  # what was computed again ends before the backward of the layer begins
@@ -629,19 +650,34 @@ class Backward(Direction):
 
     def write(self, name: str, layer: int, value, live: Live):
         """Put a layer's gradient among those of all; mix and gate come as cotangents of what `gathered` returned."""
-        if name != "home":
+        if name == "home":
+            slots, dims = self.constants.tables.home_row.shape[-1], self.how.split_gradients
+            own = {name: jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype) for name, leaf in self.grad_sink.items()}
+            own = cast_varying(own, self.grad_sink_axes)
+            value = jax.vjp(lambda own: self.how.whole_experts(own, dims), own)[1](value)[0]
+        else:
             mix, gate = self.of_layer(self.params, layer)
             if name == "mix":
                 value = jax.vjp(lambda p: self.gathered(p, gate)[0], mix)[1](value)[0]
             else:
                 value = jax.vjp(lambda p: self.gathered(mix, p)[1], gate)[1](value)[0]
         index, gradients = self.index(layer), live[GRADIENTS]
-        if self.scan:
-            total = jax.tree.map(lambda all, own: all.at[index].set(own), gradients[name], value)
-            live[GRADIENTS] = {**gradients, name: total}
+        if name == "home":
+            self.travelled.append((layer, value))
+            if self.scan or max(self.how.split_gradients.values()) < 0:
+                self.add_travelled([value], live)
+        elif self.in_place:
+            live[GRADIENTS] = {**gradients, name: add_rows(gradients[name], index, value)}
         else:
             gradients[name][index] = value
         return value
+
+    def add_travelled(self, values: list, live: Live):
+        """Add the gradients of home experts that have been written, as `values`, to the sum."""
+        for (layer, _), value in zip(self.travelled, values, strict=True):
+            rows = cast_varying(self.of_layer(self.constants.tables.home_row, layer), self.grad_sink_axes)
+            live[GRADIENTS] = {**live[GRADIENTS], "home": add_rows(live[GRADIENTS]["home"], rows, value)}
+        self.travelled = []
 
     def fence_pair(self, live: Live, values: tuple) -> tuple:
         """Fence what the windows read; where layers are written out, with all gradients of parameters so far.
@@ -654,7 +690,11 @@ class Backward(Direction):
         keys = [key for key in live if key[0] in ("dhome", "dmix", "dgate")]
         leaves, tree = jax.tree.flatten(([value for *_, value in self.unwritten], [live[key] for key in keys]))
         large = [place for place, leaf in enumerate(leaves) if leaf.size >= MATRIX]
-        values, fenced = fence((values, [leaves[place] for place in large]))
+        follows = any(name == "home" for name, *_ in self.unwritten)  # the gradient of the next layer travels then
+        above = [value for _, value in self.travelled] if follows else []
+        values, fenced, above = fence((values, [leaves[place] for place in large], above))
+        if follows:
+            self.add_travelled(above, live)
         for place, leaf in zip(large, fenced, strict=True):
             leaves[place] = leaf
         whole, sums = jax.tree.unflatten(tree, leaves)

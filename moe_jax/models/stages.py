@@ -21,7 +21,6 @@ from moe_jax.models.residuals import checkpointed
 from moe_jax.models.transformer import add_shared
 from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.layer import MoE
-from moe_jax.moe.permute import permute_rows, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import record
 from moe_jax.parallel.gather import gather_tree
@@ -36,14 +35,15 @@ class StackConstants:
     """What the layers of a stack, or one of them, read and never differentiate.
 
     Attributes:
-      bank: {name: [Rb, ...]} in the compute dtype; tables: leaves [L, ...], of one layer [...].
+      bank: {name: [Rb, ...]} in the compute dtype, or of each layer one {name: [Hs, ...]} of its home slots; tables:
+        leaves [L, ...], of one layer [...].
       token_ids: int32 [t].
       key: PRNG key of the gates' noise; None where they have none.
       documents: int32 [b, Sq], or None.
       choices: int32 [L, t, K], recorded expert ids to replay, or None.
     """
 
-    bank: dict
+    bank: dict | tuple[dict, ...]
     tables: Any
     token_ids: jax.Array
     key: jax.Array | None
@@ -84,6 +84,7 @@ class Stages:
       transfer: how parameters move; with None the windows have no moves.
       late: of replicas that come after the gate, inside the stage `route`; None for none.
       dims, wires: as `gather_tree` takes them, (of what precedes the MoE layer, of the layer).
+      split_bank, split_gradients: {name: dim} that `data` splits of experts' weights, and of their gradients, or -1.
     """
 
     segment: Segment
@@ -96,6 +97,20 @@ class Stages:
     late: TransferShape | None
     dims: tuple[dict, dict]
     wires: tuple[dict, dict]
+    split_bank: dict[str, int]
+    split_gradients: dict[str, int]
+
+    def whole_experts(self, leaves: dict, dims: dict[str, int]) -> dict:
+        """Return experts' weights {name: [n, ...]} of which each device of `data` has the part that `dims` says."""
+        split = max(dims.values()) >= 0
+        return gather_tree(leaves, dims, self.roles.data, self.roles.size(self.roles.data)) if split else leaves
+
+    def whole_bank(self, bank: dict, tables):
+        """Return the bank as `StackConstants` has it, with whole experts."""
+        dims = self.split_bank
+        if max(dims.values()) < 0 or self.segment.config.stack == "scan":
+            return self.whole_experts(bank, dims)
+        return tuple(self.whole_experts({n: leaf[rows] for n, leaf in bank.items()}, dims) for rows in tables.home_row)
 
     def gathered(self, mix, gate):
         """Return (mix, gate) of one layer with whole leaves."""
@@ -151,9 +166,8 @@ class Stages:
         """Compute received rows, which leave in the order in which they came."""
 
         def run(received, grad_sinks):
-            rows = permute_rows(received, sent.grouping)
-            done = self.moe.experts(rows, sent.grouping.group_sizes, self._weights(inputs, grad_sinks))
-            return unpermute_rows(done, sent.grouping)
+            experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
+            return self.moe.schedule.compute(received, sent, experts)
 
         return self._checkpointed(run), (inputs.grad_sinks,)
 
@@ -162,7 +176,7 @@ class Stages:
 
         def run(returned, context, grad_sinks):
             routed, stats, shared = join_floats(context, whole)
-            y = unpermute_tokens(returned, routed.weights, sent.parcel)
+            y = self.moe.schedule.unpack(returned, sent, routed.weights)
             experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
             y = self.moe.finish(y, routed, stats, experts)
             return add_shared(y, *shared)

@@ -4,8 +4,9 @@ One array per weight, [D Rb, ...], sharded over the expert axis, Rb = L E / D ro
 row belongs to, so an expert may be stored on any device and nothing is copied per layer.
 
 A loop over layers that differentiated the whole bank would add a bank-sized gradient in every turn. So the bank enters
-the loop without a gradient, and next to it goes a *grad_sink*: zeros of the bank's shape whose value is never read, and
-whose cotangent is the bank's gradient.
+the loop without a gradient, and through it goes a *grad_sink*: zeros of the bank's shape whose value is never read, and
+whose cotangent is the bank's gradient. On its way back through the layers each adds its own rows to it, in place; it
+starts from zeros, or from the sum of the microbatches before (`start_sums`), so no second bank of gradients exists.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.kernels.grouped import GroupedWeights
+from moe_jax.kernels.grouped import GroupedWeights, find_implementation
 from moe_jax.moe.experts import weight_names
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for, wait_for_tree
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas
@@ -82,9 +83,25 @@ def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
     return jax.vmap(one)(layer_ids, expert_ids)
 
 
+def reads_as_stored(implementation: str, plan: PlanShape | None, split: bool) -> bool:
+    """Return whether experts read a bank of another dtype than theirs as it is, not a copy of it in theirs.
+
+    A kernel that gathers each layer's weights casts them on the way, and needs no copy of the whole bank, which is 7 GB
+    of Qwen3-30B-A3B on one of 8 devices. Replicas, and experts that are split over data, travel in the compute dtype.
+
+    Args:
+      implementation: of the grouped matmul; split: whether parameters of experts are gathered over data.
+    """
+    travels = plan is not None and (plan.ahead is not None or plan.late is not None)
+    gathers = getattr(find_implementation(implementation), "gathers", False)
+    return gathers and not travels and not split
+
+
 @jax.custom_vjp
 def with_grad_sink(bank):
     """Return (bank, grad_sink): the grad_sink is zeros shaped like the bank, and its cotangent is the bank's gradient.
+
+    The bank may be any tree.
 
     Called outside `shard_map`; the two may then be sharded differently."""
     return bank, jax.tree.map(jnp.zeros_like, bank)
@@ -102,36 +119,46 @@ with_grad_sink.defvjp(_with_grad_sink_fwd, _with_grad_sink_bwd)
 
 
 @jax.custom_vjp
-def _open_grad_sink(grad_sink, rows):
-    zeros = jnp.zeros(rows.shape + grad_sink.shape[1:], grad_sink.dtype)
-    return cast_varying(zeros, varying_axes(grad_sink))
+def with_row_sums(own, sink, rows):
+    """Return (own, sink); the backward adds own's gradients to rows of the sink's cotangent, in place.
+
+    Args:
+      own: tree of [..., n], of one layer; sink: matching tree of [R, ..., n], whose values are never read.
+      rows: int32 [...], the row of each of own's; one that is out of range is left out.
+    """
+    return own, sink
 
 
-def _open_grad_sink_fwd(grad_sink, rows):
-    return _open_grad_sink(grad_sink, rows), (rows, jnp.zeros((grad_sink.shape[0], 0)))  # Rb, and no bytes
+def add_rows(total, rows, own):
+    """Return the tree [R, ..., n] with a matching one [..., n] added to its rows; arguments as in `with_row_sums`."""
+    add = lambda leaf, part: leaf.at[rows].add(part, mode="drop", unique_indices=True)  # noqa: E731
+    return jax.tree.map(add, total, own)
 
 
-def _open_grad_sink_bwd(residuals, d_layers):
-    rows, bank_rows = residuals
-    flat = d_layers.reshape((-1,) + d_layers.shape[2:])
-    places = jnp.full((bank_rows.shape[0],), flat.shape[0], jnp.int32)
-    index = jnp.arange(flat.shape[0], dtype=jnp.int32)
-    places = places.at[rows.reshape(-1)].set(index, mode="drop", unique_indices=True)
-    return jnp.take(flat, places, axis=0, mode="fill", fill_value=0), None
-
-
-_open_grad_sink.defvjp(_open_grad_sink_fwd, _open_grad_sink_bwd)
+with_row_sums.defvjp(
+    lambda own, sink, rows: ((own, sink), rows), lambda rows, d: (None, add_rows(d[1], rows, d[0]), None)
+)
 
 
 def open_grad_sink(grad_sink, rows):
-    """Return the grad_sink by layer: [Rb, ...] -> [L, Hs, ...], zeros whose cotangents become the bank's gradient.
+    """Return (one layer's grad_sink {name: [Hs, ...]}, zeros; the bank's, for the next layer).
 
     Args:
-      grad_sink: [Rb, ...], this device's part, inside `shard_map`.
-      rows: int32 [L, Hs], the bank row of each home slot; Rb or more (out of range) where the slot is empty.
+      grad_sink: {name: [Rb, ...]}, this device's part, inside `shard_map`.
+      rows: int32 [Hs], the bank row of each home slot; Rb or more (out of range) where the slot is empty.
     """
-    rows = cast_varying(rows, varying_axes(grad_sink))
-    return _open_grad_sink(grad_sink, rows)
+    axes = varying_axes(grad_sink)
+    own = jax.tree.map(lambda leaf: jnp.zeros((*rows.shape, *leaf.shape[1:]), leaf.dtype), grad_sink)
+    return with_row_sums(cast_varying(own, axes), grad_sink, cast_varying(rows, axes))
+
+
+@jax.custom_vjp
+def start_sums(x, sinks, sums):
+    """Return x; the cotangent of `sinks`, which have passed all layers, starts from `sums`, of the same shapes."""
+    return x
+
+
+start_sums.defvjp(lambda x, sinks, sums: (x, sums), lambda sums, d: (d, sums, None))
 
 
 def fetch_replicas(bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[str, ...], like) -> tuple:

@@ -135,7 +135,7 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
 
     def body(x, token_ids, gate, bank, grad_sink, noise_key, tables):
         tables = local(tables)  # of one layer
-        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
+        grad_sink, _ = open_grad_sink(grad_sink, tables.home_row[0])
         layer = jax.tree.map(lambda array: array[0], tables)
         apply = make_moe(config, roles, x, activation)
         y, stats, _ = apply(x, gate, RouterInputs(noise_key, token_ids, layer), bank, grad_sink)

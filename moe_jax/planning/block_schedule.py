@@ -133,13 +133,15 @@ class Prefetch:
         return self.schedule != "none" or self.halves
 
     def build(
-        self, layers: int, *, trans_share: float = 0.5, agg_share: float = 0.5, recompute: bool = False
-    ) -> BlockSchedule:
+        self, layers: int, *, trans_share: float = 0.5, agg_share: float = 0.5, recompute: bool = False,
+        results_again: bool = True,
+    ) -> BlockSchedule:  # fmt: skip
         """Return the schedule of L MoE layers.
 
         Args:
           trans_share, agg_share: 'split': how much of Trans and of Agg runs next to attention (`shares`).
           recompute: the backward computes each MoE layer again before it differentiates it.
+          results_again: where it does, it brings the experts' results home again too.
         """
         if not self.is_block_wise or layers < 1:
             raise ValueError(f"no block-wise schedule {self.schedule!r} of {layers} layers can be built")
@@ -154,11 +156,12 @@ class Prefetch:
         before, after = ("", ""), ("", "")
         if self.halves and recompute:
             # What a stage keeps for its backward cannot leave the turn of a loop that computed it: a turn is one layer.
-            forward = "Aa0|T0 Ga0 Sa0+Ab0,Gb0 Sb0+Ea0 Ba0+Eb0 Bb0+Ua0 Ub0"
-            backward = (
-                "G*b0 S*b0+G*a0 S*a0+E*b0 B*b0+E*a0 B*a0+U*b0,Ub0 Bb0+U*a0,Ua0 Ba0+Eb0 Sb0+Ea0 Sa0+Gb0,Ab0|F-1 Ga0 "
-                "Aa0|M0"
-            )
+            # G has a small exchange of its own and stands alone: next to S one of the two would wait for the other.
+            forward = "Aa0|T0 Ga0 Sa0+Ab0 Gb0 Sb0+Ea0 Ba0+Eb0 Bb0+Ua0 Ub0"
+            again = "S*a0+E*b0 B*b0+E*a0 B*a0+U*b0,Ub0 Bb0+U*a0,Ua0"
+            if not results_again:  # what B* leaves for the backward depends on no exchange
+                again = "S*a0+E*b0,B*b0,U*b0,Ub0 Bb0+E*a0,B*a0,U*a0,Ua0"
+            backward = f"G*b0 S*b0+G*a0 {again} Ba0+Eb0 Sb0+Ea0 Gb0 Sa0+Ab0|F-1 Ga0 Aa0|M0"
         elif self.halves:
             # In the forward turn i begins when b's rows of layer i leave next to a's experts, and ends when a's rows of
             # layer i + 1 leave next to b's attention. In the backward it begins with the way back of the latter. The

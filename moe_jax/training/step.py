@@ -50,8 +50,8 @@ def make_gradients(
     layout = model.layout(apart)
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
 
-    def scaled_loss(params, scale, *inputs):
-        total, stats = loss(params, *inputs)
+    def scaled_loss(params, scale, *inputs, sums=None):
+        total, stats = loss(params, *inputs, sums=sums)
         return (total if scale is None else total * scale), stats
 
     value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
@@ -71,9 +71,13 @@ def make_gradients(
                 (total, counted), (microbatch, index) = carry, inputs
                 microbatch = dataclasses.replace(microbatch, counted=counted)
                 inputs = microbatch, tables, key, index * rows, normalizer
-                (_, stats), grads = value_and_grad(params, scale, *inputs, *frozen)
+                (_, stats), grads = value_and_grad(params, scale, *inputs, *frozen, sums=total)
+                # those of bank and units are sums already
+                outer = {name: leaf for name, leaf in total["dense"].items() if name != "units"}
+                outer = {name: jax.tree.map(jnp.add, leaf, grads["dense"][name]) for name, leaf in outer.items()}
+                total = {**grads, "dense": {**grads["dense"], **outer}}
                 counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1, dtype=jnp.int32)
-                return (jax.tree.map(jnp.add, total, grads), counted), stats
+                return (total, counted), stats
 
             layers, experts = model.config.moe_layers, max(part.moe.num_experts for part in model.expert_segments)
             counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None

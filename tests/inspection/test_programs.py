@@ -133,6 +133,13 @@ FUSED = """
   ROOT %put = f32[12,8]{1,0} dynamic-update-slice(%q0, %row, %q2, %q2)
 }
 
+%summed (s0: f32[12,8], s1: s32[2,1], s2: f32[2,8]) -> f32[12,8] {
+  %s0 = f32[12,8]{1,0} parameter(0)
+  %s1 = s32[2,1]{1,0} parameter(1)
+  %s2 = f32[2,8]{1,0} parameter(2)
+  ROOT %add = f32[12,8]{1,0} scatter(%s0, %s1, %s2), update_window_dims={1}, to_apply=%sum
+}
+
 %cast (r0: bf16[12,8], r1: s32[]) -> f32[8] {
   %r0 = bf16[12,8]{1,0} parameter(0)
   %r1 = s32[] parameter(1)
@@ -148,6 +155,8 @@ ARGUMENTS = """  %a = f32[12,8,8]{2,1,0} parameter(0)
   %c = f32[12,8]{1,0} parameter(3)
   %u = f32[8]{0} parameter(4)
   %h = bf16[12,8]{1,0} parameter(5)
+  %n = s32[2,1]{1,0} parameter(6)
+  %v = f32[2,8]{1,0} parameter(7)
 """
 
 
@@ -158,6 +167,9 @@ ARGUMENTS = """  %a = f32[12,8,8]{2,1,0} parameter(0)
         ("f32[8,8]{1,0} fusion(%a, %i, %b), kind=kCustom, calls=%fused", {"tf32": 1024.0}, 256 + 4 + 256 + 256),
         # updated in place: 32 bytes read, 4 of the index, 32 written; not the 384 of the whole array
         ("f32[12,8]{1,0} fusion(%c, %u, %i), kind=kLoop, calls=%stored", {}, 32 + 4 + 32),
+        # two of 12 rows added to in place: 64 bytes read and written, next to the 64 that are added and 8 of places
+        ("f32[12,8]{1,0} fusion(%c, %n, %v), kind=kInput, calls=%summed", {}, 64 + 8 + 64 + 64),
+        ("f32[12,8]{1,0} scatter(%c, %n, %v), update_window_dims={1}, to_apply=%sum", {}, 64 + 64 + 64),
         # one of 12 rows, of 4 that are cut out and cast: 16 bytes of bfloat16 are read, 4 of the index, 32 written
         ("f32[8]{0} fusion(%h, %i), kind=kLoop, calls=%cast", {}, 16 + 4 + 32),
     ],

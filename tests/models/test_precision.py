@@ -10,6 +10,7 @@ Letters: docs/notation.md; t = 64.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from support.prefetch_cases import placements_of
 from support.sums_in_programs import narrow_sums
 
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.kernels.grouped import implementations
+from moe_jax.kernels.grouped import find_implementation, implementations
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import GroupedWeights, MoEConfig
 from moe_jax.moe.experts import expert_ffn
@@ -62,6 +63,9 @@ CASES = {
     ),
     "pairwise_esp2": Case({"expert": 4, "expert_shard": 2}, layer={"schedule": "pairwise"}),
     "ring": Case({"expert": 8}, layer={"schedule": "ring"}),
+    "deduplicated": Case(
+        {"data": 2, "expert": 4}, {"prefetch": "hecate", "remat": "block"}, {"schedule": "deduplicated"}
+    ),
     "shared_mp2": Case({"expert": 8, "model": 2}, layer={"schedule": "s1", "shared_experts": 1, "residual": "learned"}),
     "dp_zero3": Case({"data": 8, "expert": 1}, layer={"schedule": "dp"}, zero=3),
     "parts_of_published_models_mp2": Case(
@@ -195,6 +199,7 @@ LIMIT_QK_NORM = 0.02  # scales of queries' and keys' norms: few numbers, each a 
     [
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepspeed", "parts_of_published_models_mp2")),
         "replicas_flat",
+        "deduplicated",
     ],
 )
 def test_every_leaf_in_16_bits_is_near_float32(name):
@@ -207,6 +212,23 @@ def test_every_leaf_in_16_bits_is_near_float32(name):
         errors = {leaf: relative(got[leaf], want[leaf]) for leaf in want}
         limits = {leaf: LIMIT_QK_NORM if "q_norm" in leaf or "k_norm" in leaf else LIMIT for leaf in errors}
         assert not {leaf: error for leaf, error in errors.items() if error > limits[leaf] / finer}
+
+
+def test_a_gathered_bank_is_cast_on_the_way(monkeypatch):
+    """`ragged` gathers the weights of a layer: the bits are those of a bank cast as a whole, which is not made."""
+    case = Case({"expert": 8}, {"prefetch": "hecate", "remat": "block"}, {"grouped_matmul": "ragged"})
+
+    def copies():  # of the whole bank, in bfloat16
+        jaxpr, _ = traced_step(case, "bfloat16")
+        found = re.findall(r"bf16\[2,16,24\]\S* = convert_element_type", str(jaxpr))
+        return len(found)
+
+    read = gradients(case, "bfloat16"), copies()
+    monkeypatch.setattr(find_implementation("ragged"), "gathers", False)
+    cast = gradients(case, "bfloat16"), copies()
+    assert (read[1], cast[1]) == (0, 1)
+    for name in cast[0]:
+        np.testing.assert_array_equal(read[0][name], cast[0][name])
 
 
 @pytest.mark.parametrize("by_node", [False, True])

@@ -35,6 +35,10 @@ CASES = {
         "prefetch": "none", "schedule": "s2", "sequence_parallel": True, "rows": FEW, "overlap": "halves",
         "mesh": {"expert": 2, "expert_shard": 2, "model": 2},
     },
+    "halves_deduplicated_block_overflow": {
+        "prefetch": "hecate", "refetch_replicas": True, "schedule": "deduplicated", "remat": "block", "rows": FEW,
+        "mesh": {"expert": 2, "data": 2}, "overlap": "halves",
+    },
     "attention_unrolled_again": {
         "prefetch": "pro_prophet", "prefetch_case": "attention", "refetch_replicas": True, "stack": "unrolled",
         "by_node": True, "routing": "zero",
@@ -46,6 +50,14 @@ SLOW = {
         "stack": "unrolled",
     },
     "plain_unrolled_policy": {"prefetch": "none", "stack": "unrolled", "remat": "dots_saveable"},
+    "deduplicated_block": {
+        "prefetch": "pro_prophet", "schedule": "deduplicated", "remat": "block",
+        "mesh": {"expert": 2, "expert_shard": 2},
+    },
+    "deduplicated_unrolled_overflow": {
+        "prefetch": "none", "schedule": "deduplicated", "stack": "unrolled", "rows": FEW, "overlap": "halves",
+        "mesh": {"expert": 2, "expert_shard": 2, "model": 2},
+    },
     "one_layer": {"prefetch": "pro_prophet", "refetch_replicas": True, "layers": 1},
 }  # fmt: skip
 

@@ -64,11 +64,16 @@ def test_halves_by_hand():
         "S'a0+G'b0,A'b0 G'a0 A'a0|G0"
     )
     again = Prefetch(halves=True, schedule="hecate", refetch_replicas=True).build(2, recompute=True)
-    assert written(again) == (
-        "Aa0|T0 Ga0 Sa0+Ab0,Gb0 Sb0+Ea0 Ba0+Eb0 Bb0+Ua0 Ub0 Aa1|T1 Ga1 Sa1+Ab1,Gb1 Sb1+Ea1 Ba1+Eb1 Bb1+Ua1 Ub1 "
-        "Gb1 Sb1+Ga1 Sa1+Eb1 Bb1+Ea1 Ba1+Ub1,U'b1 B'b1+Ua1,U'a1 B'a1+E'b1 S'b1+E'a1 S'a1+G'b1,A'b1|T0 G'a1 A'a1|G1 "
-        "Gb0 Sb0+Ga0 Sa0+Eb0 Bb0+Ea0 Ba0+Ub0,U'b0 B'b0+Ua0,U'a0 B'a0+E'b0 S'b0+E'a0 S'a0+G'b0,A'b0 G'a0 A'a0|G0"
-    )
+    forward = "Aa{0}|T{0} Ga{0} Sa{0}+Ab{0} Gb{0} Sb{0}+Ea{0} Ba{0}+Eb{0} Bb{0}+Ua{0} Ub{0} "
+    forward = forward.format(0) + forward.format(1)
+    first, rest = "Gb{0} Sb{0}+Ga{0} ", "B'a{0}+E'b{0} S'b{0}+E'a{0} G'b{0} S'a{0}+A'b{0}{1} G'a{0} A'a{0}|G{0} "
+    middle = "Sa{0}+Eb{0} Bb{0}+Ea{0} Ba{0}+Ub{0},U'b{0} B'b{0}+Ua{0},U'a{0} "
+    text = first + middle + rest
+    assert written(again) == (forward + text.format(1, "|T0") + text.format(0, "")).strip()
+    # results that are not brought home again leave no exchange to put anything next to
+    again = Prefetch(halves=True, schedule="hecate").build(1, recompute=True, results_again=False)
+    text = first + "Sa{0}+Eb{0},Bb{0},Ub{0},U'b{0} B'b{0}+Ea{0},Ba{0},Ua{0},U'a{0} " + rest
+    assert written(again).partition(" Ub0 ")[2] == text.format(0, "").strip()
 
 
 @pytest.mark.parametrize("recompute", [False, True])

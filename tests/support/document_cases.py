@@ -12,6 +12,7 @@ from support.equality_cases import BATCH, LENGTH, VOCAB
 from moe_jax.data.stream import document_numbers, inside_documents
 from moe_jax.models import Batch
 from moe_jax.models.layer_loop import make_trunk
+from moe_jax.models.loss import by_segment
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import with_grad_sink
 
@@ -55,7 +56,7 @@ def make_mesh_logits(model, layout):
 
     def body(dense, bank, grad_sink, inputs, documents, number, tables):
         batch = Batch(inputs, None, None, documents=documents)
-        x, table, _ = trunk((dense, bank, grad_sink), batch, tables, None, jnp.int32(0))
+        x, table, *_ = trunk((dense, bank, by_segment(model, grad_sink)), batch, tables, None, jnp.int32(0))
         x = jnp.concatenate(x)
         return x @ table.T.astype(x.dtype), group.own_flat(number)
 
