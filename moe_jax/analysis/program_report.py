@@ -22,7 +22,7 @@ from moe_jax.cluster.timeline import Flight, Timeline, play
 from moe_jax.errors import UserError
 
 MOST_NAMES = 8  # of what computes next to a transfer
-TAKEN_CORES = (0, 16, 32)
+TAKEN_CORES = (0, 16, 20, 32)
 
 
 def build_report(timeline: Timeline, prices: Prices, **facts) -> dict:

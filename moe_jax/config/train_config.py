@@ -90,7 +90,8 @@ class TrainConfig:
         norm is not finite; one more ends the run. 0 allows none, and the step is compiled without that branch. An
         update that float16 leaves out because the loss scale was too large is none of them.
       zero_stage: ZeRO stage of the dense parameters: 0, 1 or 3.
-      expert_zero_stage: ZeRO stage of the experts under the `dp` schedule: 0, 1, 2 or 3.
+      expert_zero_stage: ZeRO stage of the experts over MeshConfig.data: 2 scatters each layer's gradient, 3 gathers its
+        parameters too. Under the `dp` schedule 0 to 3; under others 0 and 1 follow zero_stage.
       checkpoint_every: steps between checkpoints; 0 saves at the end only.
       keep_checkpoints: checkpoints kept; the last finished one is never deleted.
       evaluate_every: steps between evaluations on held-out text; 0 evaluates before and after only.

@@ -131,7 +131,7 @@ class Layout:
       gather: pytree of int for the dense leaves: dim to gather inside the model, -1 for none.
       wires: matching pytree of the names of the dtypes in which they are gathered: the compute dtype where a leaf is
         read in it alone, else the leaf's own.
-      dp_stage: ZeRO stage of the experts under the `dp` schedule, else None.
+      dp_stage: ZeRO stage of the experts over `data`; None where tokens move and it is below 2, `zero_stage` then.
       own: matching pytree of bool: each data-parallel device has a copy, whose gradient is that device's own
         (`with_own_leaves`).
     """
@@ -154,7 +154,7 @@ class LanguageModel:
       vocab_size: V.
       roles: the mesh.
       zero_stage: 0, 1 or 3, of the dense parameters.
-      expert_zero_stage: 0-3, of the experts under the `dp` schedule.
+      expert_zero_stage: 0-3, of the experts; where tokens move, 0 and 1 are as `zero_stage` says.
     """
 
     config: ModelConfig
@@ -279,7 +279,8 @@ class LanguageModel:
             outer = path[0] != "units" and _split_dim(spec, self.roles) is not None
             of_device[path] = specs[2][path] < 0 and (apart == "all" or (apart == "outer" and outer))
         params, state, gather, wires, own = map(unflatten_dict, (*specs, wires, of_device))
-        dp_stage = None if find_schedule(self.moe.schedule).moves_tokens else self.expert_zero_stage
+        moves = find_schedule(self.moe.schedule).moves_tokens
+        dp_stage = None if moves and self.expert_zero_stage < 2 else self.expert_zero_stage
         bank_params, grad_sink, bank_state = {}, {}, {}
         for segment in self.expert_segments:
             name, roles = segment.name, self.roles_of(segment)

@@ -88,3 +88,12 @@ def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | No
         grad_sinks[name] = spec_of(len(shape), fine if dp_stage in (2, 3) else base)
         params[name] = spec_of(len(shape), fine if dp_stage == 3 else base)
     return params, grad_sinks, states
+
+
+def split_dims(specs: dict, axes: tuple[str, ...]) -> dict[str, int]:
+    """Return {name: the dim that its PartitionSpec splits over all of `axes`, or -1}, as `gather_tree` takes them."""
+
+    def is_split(entry) -> bool:
+        return bool(axes) and set(axes) <= set(entry if isinstance(entry, tuple) else (entry,))
+
+    return {name: next((dim for dim, own in enumerate(spec) if is_split(own)), -1) for name, spec in specs.items()}

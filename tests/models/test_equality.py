@@ -14,6 +14,7 @@ from support.equality_cases import assert_equal, model_config, moe_config
 MP2_ESP2 = {"expert": 4, "expert_shard": 2, "model": 2}
 DP8 = {"data": 8, "expert": 1}
 SPLIT = {"sequence_parallel": True}
+UNROLLED = {"stack": "unrolled"}
 ROOMY = {"bucket_slack": 100.0}  # one pass, which compiles faster
 RESIDUAL = {"shared_experts": 1, "top_k": 1, "renormalize": False, "residual": "learned"}
 PUBLISHED = {
@@ -75,6 +76,13 @@ CASES = {
         {**PUBLISHED, "qk_norm": "width", "prefetch": "hecate", "remat": "block"},
     ),
 }  # fmt: skip
+# experts split over `data` (their stage is the number), and tokens that move
+SPLIT_EXPERTS = {
+    "stage3_halves_unrolled": ({"data": 2, "expert": 2}, 1, {"bucket_slack": 0.5}, {"overlap": "halves", **UNROLLED}),
+    "stage3_halves": ({"data": 2, "expert": 2}, 1, ROOMY, {"overlap": "halves"}),
+    "stage3_esp2_remat": ({"data": 2, "expert": 2, "expert_shard": 2}, 3, {"bucket_slack": 0.5}, {"remat": "block"}),
+    "stage2_hecate_unrolled": ({"data": 2, "expert": 4}, 1, ROOMY, {"prefetch": "hecate", **UNROLLED}),
+}  # fmt: skip
 SLOW = {
     "dp8_stage2_zero_tokens": (DP8, 2, {"schedule": "dp"}, {}),
     "mixtral_one_device": ({}, 1, {}, {**PUBLISHED, "kv_heads": 1, "rotary_base": 1e6, "layers": 1}),
@@ -95,15 +103,17 @@ SLOW = {
         {"expert": 8, "model": 4}, 1, {"bucket_slack": 0.5}, {**SPLIT, "prefetch": "pro_prophet", "remat": "block"},
     ),
 }  # fmt: skip
+MARKED = (pytest.param(case, marks=pytest.mark.slow) for case in SLOW)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize("case", [*CASES, *SPLIT_EXPERTS, *MARKED])
 def test_loss_and_gradients_equal_the_reference(case):
-    mesh, zero, layer, model = {**CASES, **SLOW}[case]
+    mesh, zero, layer, model = {**CASES, **SPLIT_EXPERTS, **SLOW}[case]
     routing = "one_hot" if "one_hot" in case else "zero" if "tokens" in case else "general"
     weighted = not case.startswith("ep")  # else every token is a target
     # of `dp` the experts have a stage of their own, here the same
     stages = (1 if zero == 2 else zero, zero) if layer.get("schedule") == "dp" else (zero, 1)
+    stages = (zero, int(case[len("stage")])) if case in SPLIT_EXPERTS else stages
     with jax.enable_x64(True):
         config, moe = model_config(**model), moe_config(**layer)
         stats = assert_equal(case, config, moe, mesh, *stages, routing, weighted)

@@ -5,6 +5,7 @@ import re
 import jax
 import pytest
 from support.equality_cases import BATCH, LENGTH, build, model_config, moe_config
+from support.prefetch_cases import placements_of
 
 from moe_jax.errors import UserError
 from moe_jax.models import ModelConfig, make_loss
@@ -88,3 +89,11 @@ def test_a_split_length_must_divide_even_where_the_batch_makes_up_for_it():
     assert make_loss(whole, whole.layout(), BATCH, 6)
     with pytest.raises(UserError, match=message):
         make_loss(split, split.layout(), BATCH, 6)
+
+
+def test_replicas_are_of_whole_experts():
+    config = model_config("float32", overlap="halves")
+    _, shape = placements_of(False, config.moe_layers, 2, number=1)
+    split = build(config, moe_config(), {"data": 2, "expert": 2}, expert_zero_stage=3)
+    with pytest.raises(UserError, match=r"zero_stage \(3\) splits experts over MeshConfig.data \(2\), and replicas"):
+        make_loss(split, split.layout(), BATCH, LENGTH, plan={"segment_0": shape})

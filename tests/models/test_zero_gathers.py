@@ -4,6 +4,7 @@ Rounding before the gather or after it is the same, so that a bfloat16 model's f
 What is read in float32 (norms, gates, biases, and a token table that positions are added to) travels whole.
 """
 
+import collections
 import math
 import re
 
@@ -22,6 +23,7 @@ from support.equality_cases import (
     placed,
     reference_params,
 )
+from support.traced_programs import equations_of
 
 from moe_jax.models import make_loss
 from moe_jax.models.language_model import flatten
@@ -39,6 +41,8 @@ MODELS = {  # model, layer, mesh next to 2 expert-parallel devices
     ),
     "rotary_halves": ({"positions": "rotary", "overlap": "halves"}, {"schedule": "s1"}, {"data": 2}),
 }  # fmt: skip
+
+MOVES = ("all_gather", "reduce_scatter")
 
 
 def loss_of(name, dtype, zero):
@@ -80,6 +84,21 @@ def test_bfloat16_travels_and_the_forward_is_equal_to_the_bit(name):
         assert gathered_bytes(lowered.as_text()) - gathered_bytes(lowered_plain.as_text()) == expected_bytes(model)
     (got, _), (want, _) = lowered.compile(EXACT)(*inputs), lowered_plain.compile(EXACT)(*given)
     assert got == want
+
+
+def test_experts_travel_once_a_layer_and_their_gradients_in_float32():
+    """Two layers in halves, whose experts are split in two: both halves and the backward read one gather in bfloat16,
+    and the sum of both halves' gradients is scattered, once, in float32 (the gather of zeros that it is the transpose
+    of is traced, and nothing reads it)."""
+    config = model_config("bfloat16", overlap="halves", stack="unrolled")
+    model = build(config, moe_config(gate_noise=0.0), {"data": 2, "expert": 2}, expert_zero_stage=3)
+    layout, batch = model.layout(), data("float32", weighted=True)
+    params = placed(model, layout, reference_params(config, model.moe))
+    inputs = params, batch, model.even_tables(), jax.random.key(1), np.int32(0), np.sum(batch.weights)
+    step = jax.jit(jax.grad(make_loss(model, layout, BATCH, LENGTH), has_aux=True))
+    moved = [own for own in equations_of(step.trace(*inputs).jaxpr.jaxpr) if own.primitive.name in MOVES]
+    found = collections.Counter((own.primitive.name, own.outvars[0].aval.dtype.name) for own in moved)
+    assert found == {("all_gather", "bfloat16"): 2, ("all_gather", "float32"): 2, ("reduce_scatter", "float32"): 2}
 
 
 @pytest.mark.slow
