@@ -10,7 +10,7 @@ text.txt. Outputs: of each step the loss and gradient norm (floats, exact in JSO
 code 1 where one differs: by more than 1e-5 of the kept number (loads: at all), or by a bit of the other commit's.
 
 `PlannerConfig.swap_after` is bound, so that a plan is used at a fixed step however long its program compiles. The
-configuration of 32 GPUs is shrunk by SHRUNK; the student of mos.gin learns from two steps of mos_teacher.gin.
+configurations of GPUs are shrunk by SHRUNK; the student of mos.gin learns from two steps of mos_teacher.gin.
 """
 
 from __future__ import annotations
@@ -54,7 +54,23 @@ SHRUNK = {
         "ModelConfig.loss_chunk = 64",
         "DataConfig.sequence_length = 64",
         "MeshConfig.expert = 8",
-    )
+        "MeshConfig.data = 1",
+    ),
+    "qwen3_30b_h100": (
+        "MoEConfig.num_experts = 16",
+        "MoEConfig.top_k = 6",
+        "ModelConfig.layers = 2",
+        "ModelConfig.model_dim = 32",
+        "ModelConfig.head_dim = 8",
+        "ModelConfig.heads = 4",
+        "ModelConfig.kv_heads = 2",
+        "ModelConfig.hidden_dim = 64",
+        "ModelConfig.vocab_size = 264",
+        "DataConfig.sequence_length = 64",
+        "train.grad_accum_steps = 1",
+        "MeshConfig.expert = 4",
+        "MeshConfig.data = 2",
+    ),
 }
 
 

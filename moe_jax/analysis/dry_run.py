@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from moe_jax.analysis.compile_ahead import on_target
 from moe_jax.cluster import cluster_named
 from moe_jax.cluster.layer_seconds import pairwise_seconds
-from moe_jax.cluster.targets import Target, parse_target
+from moe_jax.cluster.targets import MEMORY_SHARE, Target, parse_target
 from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.float8 import E4M3
+from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.config import segments_of, with_experts
@@ -40,6 +41,7 @@ from moe_jax.training.replanner import Replanner, build_replanners
 from moe_jax.training.segments import build_model, initial_placement, segment_runs, sizes_of
 from moe_jax.training.teacher import mesh_experts, teacher_checkpoint, teacher_model
 
+MOST_SHARE = 0.9  # of a GPU's memory that jax may take: NCCL, CUDA and its graphs take theirs besides
 OPTIMIZER_STATES = {
     "adamw": "AdamW, two moments",
     "adafactor": "Adafactor, rows and columns of second moments",
@@ -129,8 +131,8 @@ def _choice_lines(
     if wanted.attention == "auto":
         reason = missing_for_cudnn(wanted, target)
         if target is None:
-            on_gpus = f"'xla' on GPUs too: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
-            line += f" is 'xla' on CPU devices, {on_gpus}"
+            on_gpus = f"'xla' on GPUs: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
+            line += f" is 'blocks' on CPU devices, {on_gpus}"
         else:
             resolved = resolve_attention(wanted, target).attention
             line += f" is {resolved!r} on {target.device}{reason and f': {reason}'}"
@@ -292,17 +294,22 @@ def _byte_lines(
     run: RunConfig, roles: Roles, vocab_size: int, target: Target | None, teacher: LanguageModel | None
 ) -> list[str]:
     train, dtype = run.train, run.model.param_dtype
-    resolved = resolve_attention(run.model, target)
-    sizes = sizes_of(dataclasses.replace(run, model=resolved), roles, vocab_size)
+    resolved, moe = resolve_attention(run.model, target), run.moe
+    if target is not None and moe.expert_dtype != E4M3:
+        dims = (run.model.model_dim, run.model.hidden_dim // roles.size(roles.expert_shard))
+        chosen = choose_implementation(moe.grouped_matmul, target, jnp.dtype(run.model.dtype), dims)
+        moe = dataclasses.replace(moe, grouped_matmul=chosen)
+    sizes = sizes_of(dataclasses.replace(run, model=resolved, moe=moe), roles, vocab_size)
     shapes, layout = shapes_and_layout(sizes.model)
     state = state_bytes(train, shapes, layout.state, dict(roles.mesh.shape))
     plan, stages = None, f"ZeRO {train.zero_stage} of the dense parameters"
-    if not find_schedule(run.moe.schedule).moves_tokens:
-        stages += f", {train.expert_zero_stage} of the experts"
-    elif run.planner.name != "none":  # with as many replicas as the planner may have
+    if layout.dp_stage is not None:
+        stages += f", {layout.dp_stage} of the experts"
+    moves_tokens = find_schedule(run.moe.schedule).moves_tokens
+    if moves_tokens and run.planner.name != "none":  # with as many replicas as the planner may have
         _, costs = settle_memory(run, roles)
         plan = most_shapes(run, roles, costs)
-    else:
+    elif moves_tokens:
         runs = segment_runs(run, roles)
         plan = {name: build_shape(initial_placement(*own)) for name, own in runs.items()}
     taught = None
@@ -315,7 +322,7 @@ def _byte_lines(
         ("parameters", held.parameters, dtype),
         ("optimizer state", held.optimizer, f"{OPTIMIZER_STATES[train.optimizer]}, {dtype}{first_moment}"),
         ("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}"),
-        ("gradients", held.gradients, "sum and microbatch" if train.grad_accum_steps > 1 else dtype),
+        ("gradients", held.gradients, dtype),
         ("cast and gathered", held.compute_weights, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
         ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {resolved.attention!r}"),
         ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
@@ -329,7 +336,21 @@ def _byte_lines(
         if size or name not in ("averaged parameters", "float8", "teacher"):
             binary = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
             lines.append(f"{name:22}{size:>20,}  {binary}  ({note})")
-    return lines
+    return lines + ([_room_line(held.total, target)] if target is not None and target.whole_memory else [])
+
+
+def _room_line(needed: int, target: Target) -> str:
+    """Say whether a device has so many bytes for jax, and what to change where it has not."""
+    line = f"{target.usable_memory / 2**30:.1f} GiB of {target.device}'s {target.whole_memory / 2**30:.1f} are jax's"
+    if needed <= target.usable_memory:
+        return f"fits: {line} ({MEMORY_SHARE})"
+    change = f"set {MEMORY_SHARE}={MOST_SHARE}, as scripts/launch does"
+    if needed > MOST_SHARE * target.whole_memory:
+        change = (
+            "raise train.grad_accum_steps, lower DataConfig.sequence_length or train.batch_size, set ModelConfig.remat "
+            "= 'block', train.zero_stage = 3 or train.first_moment_dtype = 'bfloat16', or take more devices"
+        )
+    return f"does not fit: {line}, {(needed - target.usable_memory) / 2**30:.1f} GiB too few; {change}"
 
 
 def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int, teacher: LanguageModel | None) -> list[str]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import pathlib
 import re
 
 from moe_jax.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parent / "devices"
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # environment: the share of a GPU's memory that jax takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,17 @@ class Target:
         """Streaming multiprocessors of the device; 0 where the description lacks them."""
         found = re.search(r"core_count: (\d+)", self.config)
         return int(found.group(1)) if found else 0
+
+    @property
+    def whole_memory(self) -> int:
+        """Bytes of the device's memory as XLA counts them; 0 where the description lacks them."""
+        found = re.search(r"device_memory_size: (\d+)", self.config)
+        return int(found.group(1)) if found else 0
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that jax takes of it: three quarters where the environment says nothing."""
+        return float(os.environ.get(MEMORY_SHARE, 0.75)) * self.whole_memory
 
     def check_compilable(self, cuda: int) -> None:
         """Raise a UserError if the CUDA wheels of this major version no longer compile for this device."""

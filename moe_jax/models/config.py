@@ -31,10 +31,10 @@ CHOICES = {
     "positions": ("learned", "rotary"),
     "norm": ("layer", "rms"),
     "qk_norm": ("none", "head", "width"),
-    "attention": ("auto", "xla", "cudnn"),
+    "attention": ("auto", "xla", "blocks", "cudnn"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "remat": (
-        "none", "block", "dots", "everything_saveable", "nothing_saveable", "dots_saveable",
+        "none", "block", "block_but_attention", "dots", "everything_saveable", "nothing_saveable", "dots_saveable",
         "dots_with_no_batch_dims_saveable",
     ),
     "prefetch": SCHEDULES,
@@ -77,12 +77,14 @@ class ModelConfig:
       rotary_base: the slowest pair of features turns by about 1 / rotary_base a position; rotary_factor: positions are
         divided by it, to reach farther than the text of the training (linear scaling: Chen et al. 2023).
       tied_head: whether the token table serves as the output head, or the head [V, M] is a parameter of its own.
-      attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn'; 'auto' is 'cudnn' on the GPUs that
-        have it for this dtype and head size, else 'xla' (`models/attention.py`).
+      attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn', or 'blocks', which keeps no scores;
+        'auto' is 'blocks' on CPUs, 'cudnn' on the GPUs that have it for this dtype and head size, else 'xla'
+        (`models/attention.py`).
       dtype: compute dtype, 'float32', 'bfloat16', 'float16' or 'float64'; parameters are float32 (float64 where this is
         float64). In float16 the loss is scaled, dynamically (`training/step.py`).
-      remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything), or
-        the name of a policy in `jax.checkpoint_policies`. With a `prefetch` or `overlap` it is applied to each stage:
+      remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything),
+        'block_but_attention' (all but what cuDNN's attention made of queries, keys and values), or the name of a policy
+        in `jax.checkpoint_policies`. With a `prefetch` or `overlap` it is applied to each stage:
         'block' saves the inputs of attention and of the MoE layer.
       prefetch: when replicas travel: 'none' (before attention, in the compiler's order), or a block-wise schedule,
         'hecate' or 'pro_prophet', with a backward of its own.
@@ -272,7 +274,7 @@ class ModelConfig:
     @property
     def recomputes(self) -> bool:
         """Whether the backward computes a layer, with its exchanges, again."""
-        return self.remat in ("block", "nothing_saveable")
+        return self.remat in ("block", "block_but_attention", "nothing_saveable")
 
     @property
     def replica_layers(self) -> int:

@@ -16,6 +16,7 @@ from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
 from moe_jax.kernels.float8 import E4M3
 from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
+from moe_jax.moe.bank import reads_as_stored
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import find_schedule, layout_of
@@ -206,12 +207,22 @@ def device_bytes(
     (shapes, layout), (param_itemsize, compute_itemsize) = shapes_and_layout(model), _itemsizes(model.config)
     moments = _held(shapes, layout.state, model)
     grads = _held(shapes, {**layout.params, "bank": layout.grad_sink}, model)
-    cast = _held(shapes["bank"], layout.params["bank"], model) if compute_itemsize != param_itemsize else 0
+    # a microbatch's gradients of units and experts are added to their sum layer by layer, all others after the backward
+    outer = [{n: leaf for n, leaf in of["dense"].items() if n != "units"} for of in (shapes, layout.params)]
+    outer = _held(*outer, model)
+    cast, own = 0, {segment.name: None if plan is None else plan[segment.name] for segment in model.expert_segments}
+    if compute_itemsize != param_itemsize:  # but where a named kernel reads the bank as it is
+        named = {s.name: s.moe for s in model.expert_segments if s.moe.grouped_matmul != "auto"}
+        named = {name: moe for name, moe in named.items() if moe.expert_dtype != E4M3}
+        split = layout.dp_stage == 3 and model.roles.size(model.roles.data) > 1
+        read = {name for name, moe in named.items() if reads_as_stored(moe.grouped_matmul, own[name], split)}
+        banks = (shapes["bank"], layout.params["bank"])
+        cast = _held(*({name: of[name] for name in of if name not in read} for of in banks), model)
     replicas, overflow, float8 = _around_experts(sizes, plan)
     return DeviceBytes(
         parameters=param_itemsize * _held(shapes, layout.params, model),
         optimizer=param_itemsize * MOMENTS * moments if optimizer is None else optimizer,
-        gradients=param_itemsize * (1 if sizes.grad_accum_steps == 1 else 2) * grads,
+        gradients=param_itemsize * (grads + (outer if sizes.grad_accum_steps > 1 else 0)),
         compute_weights=compute_itemsize * cast + _gathered(model),
         activations=_activations(sizes, plan),
         ema=param_itemsize * moments if sizes.ema else 0,
@@ -247,7 +258,10 @@ def _itemsizes(config: ModelConfig) -> tuple[int, int]:
 
 
 def _gathered(model: LanguageModel) -> int:
-    """Return the bytes of whole leaves that stage 3 holds at once: all outer ones, one unit, one layer's experts."""
+    """Return the bytes of whole leaves that stage 3 holds at once: all outer ones, one unit, one layer's experts.
+
+    Layers that are written out keep their experts for the backward; a block-wise scan gathers those of all at once.
+    """
     roles, (shapes, layout), count = model.roles, shapes_and_layout(model), 0
     if model.zero_stage == 3 and roles.size(roles.dense) > 1:
         held = jax.tree.map(lambda leaf, wire: leaf.size * jnp.dtype(wire).itemsize, shapes["dense"], layout.wires)
@@ -255,19 +269,22 @@ def _gathered(model: LanguageModel) -> int:
         most = max(sum(jax.tree.leaves(units[one.name])) // one.config.units for one in model.segments)
         count += (sum(jax.tree.leaves(held)) + most) // roles.size(roles.model)
     if layout.dp_stage == 3 and roles.size(roles.data) > 1:
-        layers = {segment.name: segment.config.moe_layers for segment in model.expert_segments}
-        experts = {name: sum(leaf.size for leaf in bank.values()) for name, bank in shapes["bank"].items()}
-        count += jnp.dtype(model.config.dtype).itemsize * max(size // layers[name] for name, size in experts.items())
+        for segment in model.expert_segments:
+            own, config, bank = segment.roles(roles), segment.config, shapes["bank"][segment.name]
+            held = sum(leaf.size for leaf in bank.values()) // own.size(own.expert + own.expert_shard)
+            held //= config.moe_layers if config.stack == "scan" and not config.is_block_wise else 1
+            count += jnp.dtype(config.dtype).itemsize * held
     return count
 
 
 def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
     """Return the bytes of replicas, of what later passes hold, and of copies of experts' weights in float8."""
     model, roles = sizes.model, sizes.model.roles
-    (shapes, layout), (param_itemsize, compute_itemsize) = shapes_and_layout(model), _itemsizes(model.config)
+    param_itemsize, compute_itemsize = _itemsizes(model.config)
     replicas, overflow, brought_back, copies, largest = 0, 0, max(4, compute_itemsize), 0, 0
     matrices = matrices_of(model.config.activation)
     group_tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)
+    group_tokens //= 2 if model.config.overlap == "halves" else 1
     for segment in model.expert_segments:
         config, moe, own = segment.config, segment.moe, segment.roles(roles)
         shape = None if plan is None else plan[segment.name]
@@ -298,12 +315,12 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
             layer = layer_sizes(moe, own, group_tokens * roles.size(roles.model), shape)
             buckets = layout_of(own, layer.bucket_rows(own.size(own.expert)))
             if layer.capacity is None and layer.most_passes(buckets.rows.far) > 1:
-                # copies in branches of the backward, of the bank and of the parameters and gradients of a layer's
-                # replicas, twice each, and one pass' rows
+                # in branches of the backward the gradients of a layer's experts and replicas, of one pass and their
+                # sum so far, and one pass' rows
                 row = 3 * config.model_dim + (matrices - 1) * config.hidden_dim // own.size(own.expert_shard)
-                copied = _held(shapes["bank"][segment.name], layout.params["bank"][segment.name], model)
-                copied += 2 * (shape.replica_slots if shape else 0) * matrices * matrix
-                overflow = max(overflow, 2 * compute_itemsize * (copied + buckets.total * row))
+                groups = moe.num_experts // own.size(own.expert) + (shape.replica_slots if shape else 0)
+                summed = 2 * param_itemsize * groups * matrices * matrix
+                overflow = max(overflow, summed + 2 * compute_itemsize * buckets.total * row)
     return replicas, overflow, copies + 3 * brought_back * largest
 
 
@@ -323,7 +340,7 @@ def _activations(sizes: Sizes, plan: Shapes | None) -> int:
         masks = (4 if config.attention == "cudnn" else 1) * sizes.length if config.document_mask else 0
         own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
         gathered = dim if find_schedule(moe.schedule).gates_group else own
-        scores = config.heads * sizes.length / model if config.attention != "cudnn" else 0
+        scores = config.heads * sizes.length / model if config.attention == "xla" else 0
         mixed = config.heads * config.head_size / model
         qkv = mixed + 2 * config.key_value_heads * config.head_size / model
         attention = item * (5 * own + qkv + mixed) + (4 + item) * scores
@@ -345,9 +362,11 @@ def _activations(sizes: Sizes, plan: Shapes | None) -> int:
 
         dense, has_experts = config.moe_every != 1, segment.has_experts
         unit = (attention + experts + outside if has_experts else 0) + (attention + hidden if dense else 0)
+        block = item * own * (2 if config.is_block_wise else 1)
         residual = {
             "none": unit,
-            "block": item * own * (2 if config.is_block_wise else 1),
+            "block": block,
+            "block_but_attention": block + (item * mixed * (dense + has_experts) if config.attention == "cudnn" else 0),
             "dots": item * (dense + has_experts) * (dim + own + qkv)
             + (item * (dim + config.ffn_dim / model) if dense else 0)
             + (item * (dim + shared) if shared and has_experts else 0),

@@ -62,10 +62,10 @@ def residuals_of(pull_back, known) -> Residuals:
 NAMES = ("heads", "attended", "products")
 RECOMPUTED = frozenset(
     """
-    abs add and bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy cos div
-    dynamic_slice eq eq_to erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le le_to
-    log log1p logistic lt lt_to max min mul ne neg not or pad pcast pow pvary rem reshape rev round rsqrt select_n sign
-    sin slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
+    abs add and bitcast_convert_type broadcast_in_dim cast_alone cbrt ceil clamp concatenate convert_element_type copy
+    cos div dynamic_slice eq eq_to erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le
+    le_to log log1p logistic lt lt_to max min mul ne neg not or pad pcast pow pvary rem reshape rev round rsqrt select_n
+    sign sin slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
     """.split()
 )
 
@@ -99,6 +99,11 @@ def checkpointed(function: Callable, config: ModelConfig, model_axes: tuple[str,
 
     if config.remat == "none" and config.stack != "scan":
         return function
-    policies = {"none": is_kept, "block": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    policies = {
+        "none": is_kept,
+        "block": None,
+        "block_but_attention": lambda primitive, *_, **params: "dot_product_attention_fwd" in primitive.name,
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }
     policy = policies[config.remat] if config.remat in policies else getattr(jax.checkpoint_policies, config.remat)
     return jax.checkpoint(function, policy=policy, prevent_cse=False)

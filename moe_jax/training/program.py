@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,13 @@ from moe_jax.moe.build import check_router
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
-from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, shared_function
+from moe_jax.training.compiling import (
+    compile_for_all,
+    compiler_options,
+    find_target,
+    scheduler_memory,
+    shared_function,
+)  # fmt: skip
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.segments import build_model
@@ -129,7 +136,14 @@ class Program:
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
-        return compiler_options(self.devices[0].platform, jax.process_count(), self.config.train.deterministic)
+        train, (data, expert) = self.config.train, map(self.roles.size, (self.roles.data, self.roles.expert))
+        at_once = train.expert_zero_stage > 1 and data > 1 and expert > 1
+        options = compiler_options(self.devices[0].platform, jax.process_count(), train.deterministic, at_once)
+        if self.devices[0].platform == "cpu":
+            return options
+        state = jax.tree.leaves(self.abstract_state())
+        held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state)
+        return options | scheduler_memory(self.devices[0], held)
 
     def compile_step(self, shape: Shapes | None = None, common: bool = False):
         """Return (executable, seconds) of what `trace_step` traces."""

@@ -102,7 +102,7 @@ def test_config_header_states_its_command(path):
     if teacher := run.distillation.teacher:  # a run that the header trains first
         assert f"--workdir={teacher}" in header
         run = config_of(path, *bindings, "DistillationConfig.teacher = ''", "DistillationConfig.until = None")
-    assert re.search(rf"^  {devices} devices = data 1 x expert \d+", dry_run(run, devices), re.MULTILINE)
+    assert re.search(rf"^  {devices} devices = data \d+ x expert \d+", dry_run(run, devices), re.MULTILINE)
 
 
 # 2 x 4 devices, or 3 x 4, of which data parallelism leaves one node, or nodes of unequal size
@@ -140,11 +140,12 @@ def test_dry_run_says_what_auto_attention_is_and_counts_it():
     """Scores of t x Sq x heads, written and read in the backward, are most of what xla's attention keeps."""
     run = config_of("model/hecate_gpt_moe_s", "train.batch_size = 256")
     gpu, cpu = dry_run(run, target="h200:4x8"), dry_run(run, 32)
-    assert ", attention 'cudnn')" in gpu and ", attention 'xla')" in cpu
-    assert number("activations", cpu) > 3 * number("activations", gpu)
+    assert ", attention 'cudnn')" in gpu and ", attention 'blocks')" in cpu
+    wide = dry_run(config_of("model/hecate_gpt_moe_s", "train.batch_size = 256", "ModelConfig.attention = 'xla'"), 32)
+    assert number("activations", wide) > 3 * number("activations", gpu) == 3 * number("activations", cpu)
     assert "ModelConfig.attention 'auto' is 'cudnn' on NVIDIA H200\n" in gpu
     assert "32 devices = data 1 x expert 32 x expert_shard 1; model 1; 8 devices a node" in gpu
-    assert "'auto' is 'xla' on CPU devices, 'cudnn' on GPUs that have it, see --target\n" in cpu
+    assert "'auto' is 'blocks' on CPU devices, 'cudnn' on GPUs that have it, see --target\n" in cpu
     with pytest.raises(UserError, match="--target=h200:1x2 and --host_devices=2 both count devices; give one of them"):
         dry_run(run, 2, "h200:1x2")
 
@@ -260,6 +261,7 @@ LARGE = ("ModelConfig.hidden_dim = 16384", "ModelConfig.model_dim = 32768")
         ),
         ("run/fastermoe", ["PlannerConfig.cluster = 'configs/cluster/lpwnv.gin'", *LARGE], 8, "replica_slots = 1"),
         ("run/hecate", BY_NODE, 8, "there is one node"),
+        ("run/qwen3_30b_h100", [], 4, "= 8, but there are 4 devices; change one of the sizes, or run on 8 devices"),
         ("run/hecate", [*BY_NODE, "MeshConfig.expert = 6"], 12, "nodes of unequal size"),
     ],
 )
@@ -267,6 +269,21 @@ def test_dry_run_refuses_what_a_run_would_refuse(file, bindings, devices, part):
     with pytest.raises(UserError) as caught:
         dry_run(config_of(file, *bindings), devices)
     assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_dry_run_says_whether_a_device_has_the_memory(monkeypatch):
+    def said(*bindings, target="h100:1x8"):
+        lines = dry_run(config_of("run/qwen3_30b_h100", *bindings), target=target).splitlines()
+        (line,) = [line.strip() for line in lines if " are jax's" in line]
+        return line
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert said() == "fits: 71.2 GiB of NVIDIA H100 80GB HBM3's 79.1 are jax's (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+    for bindings in (["DataConfig.sequence_length = 16384"], ["train.grad_accum_steps = 2"]):
+        assert said(*bindings).startswith("does not fit: ") and "too few; raise train.grad_accum_s" in said(*bindings)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert said().startswith("does not fit: 59.3 GiB of ") and "; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.9, " in said()
+    assert said(target="b200:1x8").startswith("fits: ")
 
 
 def test_dry_run_touches_no_device():

@@ -102,8 +102,8 @@ def test_replica_slots_from_free_memory(config, tmp_path):
         return settle_memory(dataclasses.replace(config, planner=planner), roles)[0].planner.replica_slots
 
     assert slots(1e6) == 0 and slots(1e12) == 7  # an eighth expert is at home
-    # its parameters, its gradient twice, and two copies of both for later passes, an estimate that is taken twice
-    step = 32_768 * (config.model.replica_layers + 2 + 2 * 4)
+    # its parameters, its gradient twice, and twice for later passes, an estimate that is taken twice
+    step = 32_768 * (config.model.replica_layers + 2 + 2 * 2)
     sizes = range(10**6, 10**9, 10**4)
     least = sizes[bisect.bisect_left(sizes, 1, key=slots)]
     assert [slots(least + more * step) for more in (1, 2, 3)] == [2, 3, 4]

@@ -106,11 +106,26 @@ def test_a_full_cache_folder_costs_the_name_of_the_profile_and_not_the_run(lower
 def test_deterministic_run_tells_the_compiler():
     for wanted in (False, True):
         config = types.SimpleNamespace(train=TrainConfig(deterministic=wanted))
-        options = Program.compiler_options(types.SimpleNamespace(devices=gpus("NVIDIA H200", 4), config=config))
+        roles = types.SimpleNamespace(size=len, data=(), expert=())
+        run = types.SimpleNamespace(devices=gpus("NVIDIA H200", 4), config=config, roles=roles, abstract_state=dict)
+        options = Program.compiler_options(run)
         assert options == ({"xla_gpu_deterministic_ops": "True"} if wanted else {})
     assert compiler_options("cpu", processes=2, deterministic=True) == {}
     # in a job of several processes every compilation on GPUs times its kernels alone
     assert compiler_options("cuda", processes=2) == {"xla_gpu_shard_autotuning": "False"}
+
+
+def test_scheduler_reckons_with_what_jax_takes(monkeypatch):
+    """XLA's limit is percent / 100 of (four fifths of the memory - inputs), 95% by default."""
+    name, memory = "xla_gpu_memory_limit_slop_factor", 84942979072
+    (device,), held = gpus("NVIDIA H100 80GB HBM3", 1), 40 * 10**9
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert compiling.scheduler_memory(device, held) == {}  # 0.75 is less than XLA reckons with
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    percent = int(compiling.scheduler_memory(device, held)[name])
+    assert percent * (0.8 * memory - held) / 100 == pytest.approx(0.95 * (0.9 * memory - held), rel=0.01)
+    for other, bytes_held in ((gpus("NVIDIA T4", 1)[0], 0), (device, memory), (jax.devices()[0], 0)):
+        assert compiling.scheduler_memory(other, bytes_held) == {}
 
 
 # The cache.

@@ -269,7 +269,7 @@ def test_a_run_records_what_was_compared(tmp_path, compared, monkeypatch):
     assert run_here(tmp_path, tmp_path / "run", "ModelConfig.layers = 1", "MeshConfig.expert = 8")
     assert trained[0].grouped_matmul == "fused"
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
-    want = {"MeshConfig.devices_per_node": 8, "ModelConfig.attention": "xla", "ModelConfig.overlap": "none"}
+    want = {"MeshConfig.devices_per_node": 8, "ModelConfig.attention": "blocks", "ModelConfig.overlap": "none"}
     want |= {"MoEConfig.grouped_matmul": "fused", "train.optimistic": False, "train.guide_scheduler": False}
     assert environment["resolved"] == want
     record = {"wanted": "auto", "compared": "blocked", "used": "fused", "outcome": "differs"}
