@@ -25,7 +25,6 @@ from moe_jax.parallel.varying import cast_varying, varying_axes
 Array = jax.Array
 ROWS_BY_WEIGHT = (((1,), (0,)), ((), ()))  # [R, K] x [K, N] -> [R, N]
 ROWS_BY_TRANSPOSED = (((1,), (1,)), ((), ()))  # [R, N] x [K, N] -> [R, K]
-ROWS_BY_ROWS = (((0,), (0,)), ((), ()))  # [R, K] x [R, N] -> [K, N]
 
 # XLA needs static shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the
 # highest rung as long as rows are left for more than one, then one *tail* block of the lowest rung that covers the
@@ -33,6 +32,7 @@ ROWS_BY_ROWS = (((0,), (0,)), ((), ()))  # [R, K] x [R, N] -> [K, N]
 # buckets are mostly padding, so R / G may be far above what a group holds; a block as tall as that would compute the
 # padding. Above about a thousand rows a taller block saves nothing anyway.
 TALLEST_MEAN = 1024
+TURNED = 256  # rows from which writing their transpose costs a CPU less than it gains
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,20 @@ class RowBlock:
         acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
         return lax.dot_general(rows, weight.astype(rows.dtype), dims, preferred_element_type=acc_dtype)
 
-    def add_product(self, totals: Array, lhs: Array, dout: Array) -> Array:
-        """Return `totals` [G, K, N], zero for groups not met yet, with lhs^T dout added to this block's group."""
-        acc_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
-        values = lax.dot_general(lhs, dout, ROWS_BY_ROWS, preferred_element_type=acc_dtype).astype(totals.dtype)[None]
+    def turn(self, rows: Array) -> Array:
+        """Return rows^T, for `add_product`; of tall blocks it is written on CPUs, whose matmuls then are faster."""
+        if self.height < TURNED:
+            return rows.T
+        return lax.platform_dependent(rows, cpu=lambda rows: lax.optimization_barrier(rows.T), default=jnp.transpose)
+
+    def add_product(self, totals: Array, turned: Array, dout: Array) -> Array:
+        """Return `totals` [G, K, N], zero for groups not met yet, with lhs^T dout added to this block's group.
+
+        turned: [K, height], lhs^T as `turn` returns it.
+        """
+        acc_dtype = jnp.promote_types(dout.dtype, jnp.float32)
+        values = lax.dot_general(turned, dout, ROWS_BY_WEIGHT, preferred_element_type=acc_dtype)
+        values = values.astype(totals.dtype)[None]
         if self.own is None:
             values += lax.dynamic_slice_in_dim(totals, self.group, 1, 0)
         return lax.dynamic_update_slice_in_dim(totals, values, self.group, 0)
@@ -207,6 +217,8 @@ def check_tiles(name: str, rows: Array, operands: Operands, multiple: int) -> No
 class ReferenceMatmul:
     """Every group multiplies every row, and a mask selects its own: G times the FLOPs, and simple."""
 
+    gathers = True
+
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         weights, owner_GR, einsum = self._of_groups(lhs, group_sizes, operands)
         lhs = clear_unowned_rows(lhs, group_sizes)
@@ -232,6 +244,8 @@ class ReferenceMatmul:
 @register("ragged")
 class RaggedMatmul:
     """`lax.ragged_dot`, lowered by XLA on each platform: on a CPU with G times the FLOPs."""
+
+    gathers = True
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         cleared, weights = clear_unowned_rows(lhs, group_sizes), gather_weights(operands, lhs.dtype)
@@ -300,7 +314,7 @@ class BlockedMatmul:
                 d = block.read(dout)
                 dlhs = block.write(dlhs, block.multiply(d, operand, ROWS_BY_TRANSPOSED))
                 if dweight is not None:
-                    dweight = block.add_product(dweight, block.read(lhs), d)
+                    dweight = block.add_product(dweight, block.turn(block.read(lhs)), d)
                 return dlhs, dweight
 
             dlhs, dweight = for_each_block(*loop, (dlhs, _open_gradient(operand, lhs)), step)
@@ -352,9 +366,9 @@ class FusedBlocks(BlockedMatmul):
                 dpre = [d.astype(dtype) for d in pull_back(dhidden.astype(dtype).astype(acc_dtype))]
                 dx = sum(block.multiply(d, w, ROWS_BY_TRANSPOSED) for d, w in zip(dpre, part_ins, strict=True))
                 if dw_out is not None:
-                    dw_out = block.add_product(dw_out, hidden.astype(dtype), dy)
-                pairs = zip(dw_ins, dpre, strict=True)
-                dw_ins = [dw if dw is None else block.add_product(dw, x, d) for dw, d in pairs]
+                    dw_out = block.add_product(dw_out, block.turn(hidden.astype(dtype)), dy)
+                turned, pairs = block.turn(x), zip(dw_ins, dpre, strict=True)
+                dw_ins = [dw if dw is None else block.add_product(dw, turned, d) for dw, d in pairs]
                 return block.write(drows, dx), dw_ins, dw_out
 
             carry = (drows, [_open_gradient(w, rows) for w in part_ins], _open_gradient(part_out, rows))

@@ -67,7 +67,8 @@ def register(name: str) -> Callable:
         ffn(activation, rows [R, M], group_sizes, ins, outs, saved) -> ([R, M], residuals, () where not `saved`)
         ffn_gradients(activation, rows, residuals, dout, group_sizes, ins, outs) -> gradients of rows, ins, and outs
 
-    and, if it multiplies e4m3 itself, `run`, which `float8.py` calls.
+    and, if it multiplies e4m3 itself, `run`, which `float8.py` calls; and, if it gathers the weights of all groups and
+    casts them to the dtype of lhs, `gathers = True`.
     """
 
     def declare(make):
@@ -190,7 +191,8 @@ def _multiply_forward(implementation, activation, dtypes, rows, group_sizes, wei
         out, saved = implementation.multiply(rows, group_sizes, weights[0]), ()
     else:
         out, saved = implementation.ffn(activation, rows, group_sizes, weights[:-1], weights[-1], saved=True)
-        saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, "products"), saved)
+        # the results too: a loop is run again for what it made, but no policy keeps that unless it has a name
+        out, saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, "products"), (out, saved))
     # a backward that saved the grad_sinks would save zeros as large as the weights
     plain = tuple(tuple(dataclasses.replace(o, grad_sink=None) for o in operands) for operands in weights)
     return out, (rows, saved, group_sizes, plain)

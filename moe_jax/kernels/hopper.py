@@ -26,11 +26,15 @@ HOPPER_CORES = 132
 class HopperMatmul:
     """The shipped `ragged_dot` and `transposed_ragged_dot` kernels; gradients of weights are rounded to 16 bits."""
 
+    gathers = True
+
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands, transposed: bool = False) -> Array:
         """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
         check_tiles("hopper", lhs, operands, TILE)
+        if not transposed:  # else it is done; the gradients read rows so, and one array then serves both
+            lhs = clear_unowned_rows(lhs, group_sizes)
         weights, filled = gather_weights(operands, lhs.dtype), fill_lines(lhs)
         out = ragged_dot(
             filled,

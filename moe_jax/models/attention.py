@@ -1,8 +1,9 @@
 """Self-attention of one device's heads, and which implementation computes it.
 
-`xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` does not (flash attention), but of packed documents it reads
-their mask as a bias [b, 1, Sq, Sq], and writes that one's gradient, which nobody reads. 'auto' is resolved once, when a
-step is built: to `cudnn` on a GPU where cuDNN takes the dtype, the head size and the GPU's generation, else to `xla`.
+`xla` writes the scores [b, H, Sq, Sq] to memory; `blocks` keeps none of them; `cudnn` does not write them (flash
+attention), but of packed documents it reads their mask as a bias [b, 1, Sq, Sq], and writes that one's gradient, which
+nobody reads. 'auto' is resolved once, when a step is built: to `blocks` on CPUs, to `cudnn` on a GPU where cuDNN takes
+the dtype, the head size and the GPU's generation, else to `xla`.
 Letters: docs/notation.md.
 """
 
@@ -15,6 +16,7 @@ import logging
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
@@ -29,8 +31,8 @@ CAPABILITY = (8, 0)  # Ampere: the first with flash attention in cuDNN
 def attend(q, k, v, causal: bool, implementation: str, documents=None):
     """Return softmax(q k^T / sqrt(Dh)) v.
 
-    In float64 and float16 `xla` is written out here: JAX's function leaves the one, and asks in the other for a matmul
-    that CPUs do not have.
+    In float64 and float16 `xla` is `blocks`: JAX's function leaves the one, and asks in the other for a matmul that
+    CPUs do not have.
 
     Args:
       q: [b, Sq, H, Dh]; k, v: [b, Sq, Hkv, Dh]; query head i reads k and v of head i // (H / Hkv).
@@ -40,36 +42,100 @@ def attend(q, k, v, causal: bool, implementation: str, documents=None):
         raise ValueError("attention 'auto' must be resolved by resolve_attention before the step is built")
     if implementation == "cudnn":
         return _attend_cudnn(causal, q, k, v, documents)
-    mask = None if documents is None else same_document(documents)
-    if q.dtype not in (jnp.float64, jnp.float16):
+    if implementation == "xla" and q.dtype not in (jnp.float64, jnp.float16):
+        mask = None if documents is None else same_document(documents)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # by key head
-    scores = _scores(*match_varying(grouped, k)) * q.shape[-1] ** -0.5
+    return _attend_blocks(causal, *match_varying(q, k, v, documents))
+
+
+# Scores of a block of queries and the keys that these may read, which a CPU's cache holds; of causal attention of many
+# blocks that is half of all. The backward makes them again from their row's logarithm of the sum: its matmul costs less
+# than writing and reading them. What multiplies is rounded to the dtype of q, what is summed is in at least float32.
+# Source: Dao et al., "FlashAttention" (2022), algorithms 1 and 4, with all keys of a row in one piece.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_blocks(causal: bool, q, k, v, documents):
+    return _forward_blocks(causal, q, k, v, documents)[0]
+
+
+MOST_BLOCKS, LEAST_QUERIES = 8, 64
+
+
+def _blocks(causal: bool, length: int):
+    """Yield the (queries, keys) of each block, slices."""
+    size = max(LEAST_QUERIES, -(-length // MOST_BLOCKS))
+    for first in range(0, length, size):
+        stop = min(first + size, length)
+        yield slice(first, stop), slice(stop if causal else length)
+
+
+def _by_head(array, heads: int):
+    """Return [b, Sq, H, ...] as [b, n, H / n, Sq, ...] for n heads of keys."""
+    split = array.reshape(*array.shape[:2], heads, -1, *array.shape[3:])
+    return jnp.moveaxis(split, 1, 3)
+
+
+def _by_token(blocks):
+    """Return blocks of queries, each [b, n, H / n, c, Dh], as [b, Sq, H, Dh]."""
+    whole = jnp.moveaxis(jnp.concatenate(blocks, axis=3), 3, 1)
+    return whole.reshape(*whole.shape[:2], -1, whole.shape[-1])
+
+
+def _products(spec: str, a, b):
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+
+
+def _scores(causal: bool, q, k, documents, queries: slice, keys: slice):
+    """Return the scores [b, n, H / n, c, c'] of a block, far below any other where a query does not read a key."""
+    scores = _products("bngqd,bnkd->bngqk", q[:, :, :, queries], k[:, :, keys]) * q.shape[-1] ** -0.5
+    least = jnp.finfo(scores.dtype).min
     if causal:
-        index = jnp.arange(q.shape[1])
-        earlier = (index[:, None] >= index[None])[None, None]
-        mask = earlier if mask is None else mask & earlier
-    if mask is not None:
-        scores = jnp.where(mask[:, None], scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bngqk,bknd->bqngd", weights, v).reshape(q.shape)
+        earlier = jnp.arange(queries.start, queries.stop)[:, None] >= jnp.arange(keys.stop)[None]
+        scores = jnp.where(earlier[None, None, None], scores, least)
+    if documents is not None:
+        same = documents[:, queries, None] == documents[:, None, keys]
+        scores = jnp.where(same[:, None, None], scores, least)
+    return scores
 
 
-# In the backward the cotangent is rounded to 16 bits again, as every operand of a matmul; else that would be one of
-# float32.
-@jax.custom_vjp
-def _scores(q, k):
-    """Return q k^T [b, Hkv, H / Hkv, Sq, Sq] in at least float32; q: [b, Sq, Hkv, H / Hkv, Dh], k: [b, Sq, Hkv, Dh]."""
-    return jnp.einsum("bqngd,bknd->bngqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+def _forward_blocks(causal: bool, q, k, v, documents):
+    """Return (mixed values, (inputs, mixed values, log of the sums of exp(scores) [b, n, H / n, Sq, 1]))."""
+    (by_head, keys_of, values_of), mixed, log_sums = _operands(q, k, v), [], []
+    for queries, keys in _blocks(causal, q.shape[1]):
+        scores = _scores(causal, by_head, keys_of, documents, queries, keys)
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        raised = jnp.exp(scores - largest)
+        total = jnp.sum(raised, axis=-1, keepdims=True)
+        mixed.append(_products("bngqk,bnkd->bngqd", raised.astype(v.dtype), values_of[:, :, keys]) / total)
+        log_sums.append(largest + jnp.log(total))
+    out, log_sums = _by_token(mixed).astype(v.dtype), jnp.concatenate(log_sums, axis=3)
+    out, log_sums = checkpoint_name(out, "heads"), checkpoint_name(log_sums, "heads")
+    return out, (q, k, v, documents, out, log_sums)
 
 
-def _scores_bwd(saved, d):
-    q, k = saved
-    d = d.astype(q.dtype)
-    return jnp.einsum("bngqk,bknd->bqngd", d, k), jnp.einsum("bngqk,bqngd->bknd", d, q)
+def _operands(q, k, v):
+    """Return q [b, n, H / n, Sq, Dh], k and v [b, n, Sq, Dh]."""
+    return _by_head(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
 
-_scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_bwd)
+def _backward_blocks(causal: bool, saved, dout):
+    q, k, v, documents, out, log_sums = saved
+    (by_head, keys_of, values_of), heads = _operands(q, k, v), k.shape[2]
+    d, wide = _by_head(dout, heads), log_sums.dtype
+    shares = _by_head(jnp.sum(dout.astype(wide) * out.astype(wide), axis=-1, keepdims=True), heads)
+    dq, (dk, dv) = [], match_varying(*(jnp.zeros(array.shape, wide) for array in (keys_of, values_of)), q)[:2]
+    for queries, keys in _blocks(causal, q.shape[1]):
+        weights = jnp.exp(_scores(causal, by_head, keys_of, documents, queries, keys) - log_sums[:, :, :, queries])
+        dweights = _products("bngqd,bnkd->bngqk", d[:, :, :, queries], values_of[:, :, keys])
+        dscores = weights * (dweights - shares[:, :, :, queries]) * q.shape[-1] ** -0.5
+        weights, dscores = weights.astype(q.dtype), dscores.astype(q.dtype)
+        dq.append(_products("bngqk,bnkd->bngqd", dscores, keys_of[:, :, keys]))
+        dk = dk.at[:, :, keys].add(_products("bngqk,bngqd->bnkd", dscores, by_head[:, :, :, queries]))
+        dv = dv.at[:, :, keys].add(_products("bngqk,bngqd->bnkd", weights, d[:, :, :, queries]))
+    dk, dv = (jnp.swapaxes(array, 1, 2).astype(q.dtype) for array in (dk, dv))
+    return _by_token(dq).astype(q.dtype), dk, dv, None
+
+
+_attend_blocks.defvjp(_forward_blocks, _backward_blocks)
 
 
 def _cudnn(causal: bool, bias):
@@ -113,7 +179,7 @@ _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)
 
 
 def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
-    """Return the config with the attention that its step computes: 'auto' becomes 'xla' or 'cudnn'.
+    """Return the config with the attention that its step computes: 'auto' becomes 'blocks', 'xla' or 'cudnn'.
 
     Args:
       device: one of the mesh's, real or described; None, that of an abstract mesh, counts as a CPU for 'auto' and does
@@ -122,19 +188,20 @@ def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
     Raises:
       UserError: 'cudnn' where cuDNN cannot compute it, with the reason.
     """
-    if config.attention == "xla":
+    if config.attention in ("xla", "blocks"):
         return config
     reason = missing_for_cudnn(config, device)
     if config.attention == "cudnn":
         if reason:
             raise UserError(
                 f"ModelConfig.attention ('cudnn') cannot be used: {reason}; set ModelConfig.attention = 'auto', which "
-                "takes 'xla' there"
+                "takes another there"
             )
         return config
-    if reason and device is not None and device.platform != "cpu":
+    on_cpu = device is None or device.platform == "cpu"
+    if reason and not on_cpu:
         _say_fallback(reason)
-    return dataclasses.replace(config, attention="xla" if reason or device is None else "cudnn")
+    return dataclasses.replace(config, attention="blocks" if on_cpu else "xla" if reason else "cudnn")
 
 
 def missing_for_cudnn(config: ModelConfig, device=None) -> str:

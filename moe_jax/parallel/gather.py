@@ -27,6 +27,8 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int, wires=None):
       wires: matching pytree of names of the dtypes in which split leaves travel; None for their own. Full leaves have
         their own dtype, rounded to that of the wire; gradients are summed, and travel, in their own.
     """
+    if parts == 1:
+        return cast_varying(shards, axes)
     leaves, tree = jax.tree.flatten(shards)
     split = jax.tree.leaves(dims)
     sent = [str(leaf.dtype) for leaf in leaves] if wires is None else jax.tree.leaves(wires)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 
 def varying_axes(*trees) -> frozenset[str]:
@@ -35,8 +35,11 @@ def cast_varying(tree, axes):
     leaves, structure = jax.tree.flatten(tree)
     for place, leaf in enumerate(leaves):
         missing = frozenset(axes) - jax.typeof(leaf).manual_axis_type.varying
-        if missing:
-            leaves[place] = lax.pcast(leaf, tuple(sorted(missing)), to="varying")
+        alone = tuple(sorted(axis for axis in missing if lax.axis_size(axis) == 1))
+        if alone:
+            leaves[place] = leaf = _cast_alone_p.bind(leaf, axes=alone)
+        if len(alone) < len(missing):
+            leaves[place] = lax.pcast(leaf, tuple(sorted(missing.difference(alone))), to="varying")
     return structure.unflatten(leaves)
 
 
@@ -63,6 +66,19 @@ def declare_equal(x, axes: tuple[str, ...]):
     It has no gradient of its own: use it inside a `custom_vjp`.
     """
     return _declare_equal_p.bind(x, axes=tuple(axes)) if axes else x
+
+
+# A cast over axes of one device: its gradient is no sum, where that of `pcast` is one, for which XLA:CPU copies.
+_cast_alone_p = core.Primitive("cast_alone")
+
+
+@_cast_alone_p.def_abstract_eval
+def _cast_alone_type(x, *, axes):
+    return x.update(manual_axis_type=x.manual_axis_type.update(varying=x.manual_axis_type.varying | frozenset(axes)))
+
+
+mlir.register_lowering(_cast_alone_p, lambda ctx, x, *, axes: [x])
+ad.deflinear2(_cast_alone_p, lambda d, x, *, axes: [declare_equal(d, axes)])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -23,12 +23,12 @@ def gpu(capability="9.0", platform="gpu"):
     return types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind="NVIDIA X")
 
 
-def test_auto_is_the_default_and_xla_on_the_cpu(caplog):
+def test_auto_is_the_default_and_blocks_on_the_cpu(caplog):
     assert ModelConfig().attention == "auto"
     with caplog.at_level(logging.WARNING):
         for config in (ModelConfig(), NARROW):
             resolved = resolve_attention(config, jax.devices()[0])
-            assert resolved == dataclasses.replace(config, attention="xla")
+            assert resolved == dataclasses.replace(config, attention="blocks")
             assert resolve_attention(config) == resolved  # of an abstract mesh
     assert not caplog.records
 
@@ -66,24 +66,55 @@ def test_fallbacks_on_gpus_are_said_once_and_named_choices_refused(config, devic
     with pytest.raises(UserError) as raised:
         resolve_attention(dataclasses.replace(config, attention="cudnn"), device)
     assert str(raised.value).startswith("ModelConfig.attention ('cudnn') cannot be used: ")
-    assert str(raised.value).endswith(f"{reason}; set ModelConfig.attention = 'auto', which takes 'xla' there")
+    assert str(raised.value).endswith(f"{reason}; set ModelConfig.attention = 'auto', which takes another there")
 
 
 PAIRS = [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
 
 
+@pytest.mark.parametrize("implementation", ["xla", "blocks"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_shared_keys_in_jax_and_here_are_alike(dtype):
-    """float64 and float16 have a branch of their own; query head i reads keys and values of head i // 3."""
+def test_shared_keys_in_jax_and_here_are_alike(dtype, implementation):
+    """float64 and float16 are always computed in blocks; query head i reads keys and values of head i // 3."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 5, heads, 4)), dtype) for heads in (6, 2, 2))
-    got = np.asarray(attend(q, k, v, True, "xla"), np.float64)
+    got = np.asarray(attend(q, k, v, True, implementation), np.float64)
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(np.asarray(array, np.float64)) for array in (q, k, v))
         want = np.asarray(attend(q, k, v, True, "xla"))
         alone = [attend(q[:, :, i : i + 1], k[:, :, j : j + 1], v[:, :, j : j + 1], True, "xla") for i, j in PAIRS]
     np.testing.assert_allclose(want, np.concatenate(alone, axis=2), atol=1e-14)
     assert np.max(np.abs(got - want)) < {"float32": 1e-6, "bfloat16": 0.02, "float16": 0.0025}[dtype]
+
+
+def plain_attention(q, k, v, causal, documents):
+    """All scores at once, for autodiff: softmax(q k^T / sqrt(Dh)) v, query head i with key head i // (H / Hkv)."""
+    k, v = (jnp.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
+    index = jnp.arange(q.shape[1])
+    reads = (index[:, None] >= index[None])[None, None] if causal else jnp.ones((1, 1, 1, 1), bool)
+    if documents is not None:
+        reads = reads & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores = jnp.where(reads, jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5, -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("length", [5, 64, 150, 600])
+def test_blocks_are_plain_attention_in_float64(length, packed, causal):
+    """One block, one whole block, three of which the last is short, and eight of more than LEAST_QUERIES."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        q, k, v, d = (jnp.asarray(rng.normal(size=(2, length, heads, 4))) for heads in (6, 2, 2, 6))
+        documents = jnp.asarray(np.sort(rng.integers(0, 4, (2, length)), axis=1), jnp.int32) if packed else None
+        found = []
+        blocks = lambda *qkv: attend(*qkv, causal, "blocks", documents)  # noqa: E731
+        plain = lambda *qkv: plain_attention(*qkv, causal, documents)  # noqa: E731
+        for function in (blocks, plain):
+            out, pull_back = jax.vjp(jax.jit(function), q, k, v)
+            found.append((out, *pull_back(d)))
+        for got, want in zip(*found, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-12)
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_the_masked_reference_is_each_document_alone():
             assert_close(got[row, first:last], want[0], case=(row, first, last))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "cudnn"])
+@pytest.mark.parametrize("implementation", ["xla", "blocks", "cudnn"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "error"), [(jnp.bfloat16, 0.02), (jnp.float16, 0.0025)])
 def test_attention_of_documents_in_16_bits(dtype, error, implementation, causal, monkeypatch):
