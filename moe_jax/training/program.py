@@ -39,7 +39,7 @@ from moe_jax.training.compiling import (
     find_target,
     scheduler_memory,
     shared_function,
-)  # fmt: skip
+)
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.segments import build_model
