@@ -97,7 +97,10 @@ def unseal(token: bytes, challenge: str, message: dict) -> dict | None:
         return None
     if not hmac.compare_digest(proof, _proof(token, kind, challenge, text)):
         return None
-    content = json.loads(text)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):  # sealed, and no JSON: not by this program
+        return None
     return content if isinstance(content, dict) else None
 
 
@@ -259,6 +262,10 @@ _SEND_SECONDS = 5.0
 _MAX_HELLO_BYTES = 8192
 _MAX_GO_BYTES = 1 << 20
 _MAX_LOGGED_ADDRESSES = 100
+# What a message holds at least, in all versions to come. One that lacks it is not of this program, sealed or not.
+_HELLO = {"index": int, "count": int, "name": str, "versions": dict, "host_id": str, "challenge": str}
+_GO = {"name": str, "offer": str, "host_ids": list}
+_REFUSAL = {"lost": bool, "line": str}
 _RETRY_SECONDS = 0.2
 _MENDED_SECONDS = 1.0  # between attempts that fail until a user corrects something
 
@@ -374,7 +381,7 @@ class _Admission:
         """Admit a process of this job by its hello; a contradiction that no retry can resolve raises UserError."""
         place = self.place
         try:
-            is_open, hello = peer.read(), None
+            is_open = peer.read()
             message = peer.next_message(_MAX_HELLO_BYTES)
         except MalformedMessage:
             self.drop(peer, "no hello of this program")
@@ -383,17 +390,19 @@ class _Admission:
             if not is_open:
                 self.drop(peer, "closed without a hello")
             return
-        with contextlib.suppress(ValueError, RecursionError):  # sealed, and no JSON: not by this program
-            hello = unseal(place.token, peer.challenge, message) if message["kind"] == "hello" else None
+        hello = unseal(place.token, peer.challenge, message) if message["kind"] == "hello" else None
         if hello is None:
             peer.send({"kind": "stranger"})
             self.drop(peer, "another job token or none")
             return
+        if not _fits(hello, _HELLO):
+            self.drop(peer, "no hello of this program")
+            return
         del self.unverified[peer]
         peer.index, peer.name, peer.challenge = hello["index"], hello["name"], hello["challenge"]
-        peer.host_id = hello.get("host_id", "")
+        peer.host_id = hello["host_id"]
         self.drop_closed()  # a process that joined and died: this may be its successor
-        line, theirs = "", hello["versions"]  # in hellos of all versions to come
+        line, theirs = "", hello["versions"]
         if theirs != VERSIONS:
             runs, here = (" with ".join(f"{name} {own[name]}" for name in own) for own in (theirs, VERSIONS))
             line = f"{peer} runs {runs} but process 0 ({self.name}) runs {here}; install the same everywhere"
@@ -444,6 +453,11 @@ class _Admission:
                 peer.connection.close()
 
 
+def _fits(content: dict, kinds: dict[str, type]) -> bool:
+    """Say whether the content of a sealed message has these entries, each of its type."""
+    return all(type(content.get(name)) is kind for name, kind in kinds.items())
+
+
 class _OtherTokenError(ConnectionError):
     """Two tokens differ: a user may correct it while attempts to join go on."""
 
@@ -484,6 +498,8 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
                 content = unseal(place.token, hub.challenge, message)
                 if content is None:
                     raise _OtherTokenError("what answers there does not hold this job's token")
+                if not _fits(content, _REFUSAL if message["kind"] == "refused" else _GO):
+                    raise MalformedMessage("another protocol")
                 if message["kind"] == "refused":
                     raise (HostLostError if content["lost"] else UserError)(content["line"])
                 hub.name = content["name"]

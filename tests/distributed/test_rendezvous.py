@@ -136,6 +136,16 @@ def say_a_wrong_token(connection: socket.socket) -> None:
     connection.sendall(hello(connection, token=b"of another", index=1, count=2))
 
 
+def say_a_hello_of_another_program(connection: socket.socket) -> None:
+    connection.sendall(hello(connection, index="1", count=2))  # sealed with this job's token
+
+
+def say_a_sealed_line(connection: socket.socket) -> None:
+    challenge = json.loads(connection.makefile("rb").readline())["challenge"]
+    message = seal(TOKEN, "hello", challenge, {})
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
 def say_slow_bytes(connection: socket.socket) -> None:
     def drip() -> None:
         with contextlib.suppress(OSError):
@@ -146,7 +156,9 @@ def say_slow_bytes(connection: socket.socket) -> None:
     threading.Thread(target=drip, daemon=True).start()
 
 
-@pytest.mark.parametrize("say", [say_a_huge_line, say_a_wrong_token, say_slow_bytes])
+@pytest.mark.parametrize(
+    "say", [say_a_huge_line, say_a_wrong_token, say_a_hello_of_another_program, say_a_sealed_line, say_slow_bytes]
+)
 def test_strangers_neither_end_nor_delay_a_start(say, caplog):
     with Meeting(count=2, seconds=20) as meeting:
         for stranger in [meeting.connect_stranger() for _ in range(3)]:
