@@ -30,15 +30,11 @@ flags.disclaim_key_flags()  # what is defined here is a flag of the command that
 
 def define_job_flags() -> list[flags.FlagHolder]:
     """Define the flags of a process' place in its job; each has the name of its field of `HostsConfig`."""
-    token_help = (
-        "Secret that keeps strangers out of the start, the same for all processes; as MOE_JAX_JOB_TOKEN in the "
-        "environment it does not show in ps."
-    )
     return [
         flags.DEFINE_string("coordinator", None, "host:port where process 0 listens; for several processes."),
         flags.DEFINE_integer("num_processes", None, "Processes of the job."),
         flags.DEFINE_integer("process_id", None, "Index of this process, from 0; that one prints and writes."),
-        flags.DEFINE_string("job_token", None, token_help),
+        flags.DEFINE_float("lost_after_seconds", 30.0, "Silence after which a process of the job counts as lost."),
     ]
 
 

@@ -6,6 +6,7 @@ Inputs: lowered programs and the devices they run on. Outputs: executables, the 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -27,6 +28,8 @@ from moe_jax.cluster.targets import Target, device_named, read_device, target_na
 from moe_jax.cluster.timeline import scheduler_profile, unguided_share
 from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
 from moe_jax.errors import HostLostError, UserError
+from moe_jax.training.job_secret import seal, unseal
+from moe_jax.training.rendezvous import VERSIONS
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,6 +117,13 @@ _PART_MILLISECONDS = 60_000  # every part is written before the head is
 _turns: collections.Counter = collections.Counter()  # how often a process has asked for a program
 _handed_out: list[str] = []  # keys of what process 0 handed out and has not deleted yet
 _lock = threading.Lock()
+_program_key: bytes | None = None
+
+
+def trust_programs(key: bytes) -> None:
+    """Set the key by which the processes of this start of the job know each other's programs."""
+    global _program_key
+    _program_key = key
 
 
 # On GPUs the compiler times candidate kernels and keeps the fastest. By default it shares that work among the processes
@@ -136,7 +146,7 @@ def compile_for_all(
 
     Raises:
       UserError, RuntimeError: process 0 could not compile it; on all processes, with its reason.
-      HostLostError: process 0 sent nothing for an hour.
+      HostLostError: process 0 sent nothing for an hour, or what lies there is not by process 0.
     """
     client = distributed.global_state.client
     if not options or client is None or jax.process_count() == 1:
@@ -145,21 +155,12 @@ def compile_for_all(
     with _lock:
         turn = _turns[index, digest]
         _turns[index, digest] += 1
+    if _program_key is None:
+        raise RuntimeError("processes share programs only where start_hosts has joined them")
     key = f"moe_jax/program/{digest}/{turn}"
     if index == 0:
         return _compile_and_hand_out(client, key, lowered, options, target)
-    try:
-        head = json.loads(client.blocking_key_value_get_bytes(f"{key}/head", max(1, int(1000 * WAIT_SECONDS))))
-    except Exception as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        raise HostLostError(
-            f"process 0 did not hand out its compiled program within {WAIT_SECONDS:g} s; see its log"
-        ) from error
-    blobs = []
-    for name, count in enumerate(head["parts"]):
-        keys = [f"{key}/{name}/{part}" for part in range(count)]
-        blobs.append(b"".join(client.blocking_key_value_get_bytes(part, _PART_MILLISECONDS) for part in keys))
+    head, blobs = _take(client, key)
     client.key_value_set_bytes(f"{key}/read/{index}", b"1", allow_overwrite=True)
     if head["kind"] == "error":
         raise (UserError if blobs else RuntimeError)(f"process 0 could not compile this program: {head['line']}")
@@ -178,6 +179,39 @@ def compile_for_all(
             )
     profile = zlib.decompress(blobs[0]).decode()
     return compile_with_profile(lowered, options, profile) if profile else lowered.compile(options)
+
+
+# A program runs as code, and loading it unpickles it. Whoever reaches the store could put one there, so nothing of it
+# is decompressed or loaded before its head has proved the job's secret, for this start, program and turn, and every
+# byte has proved to be what the head says.
+def _take(client, key: str) -> tuple[dict, list[bytes]]:
+    """Return what process 0 has handed out: its head and its parts.
+
+    Raises:
+      HostLostError: as of `compile_for_all`.
+    """
+    try:
+        text = client.blocking_key_value_get_bytes(f"{key}/head", max(1, int(1000 * WAIT_SECONDS)))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise HostLostError(
+            f"process 0 did not hand out its compiled program within {WAIT_SECONDS:g} s; see its log"
+        ) from error
+    message = None
+    with contextlib.suppress(ValueError, RecursionError):
+        message = json.loads(text)
+    head, blobs = unseal(_program_key, key, message) if isinstance(message, dict) else None, []
+    if head is not None and head["versions"] == VERSIONS:
+        for name, (size, _) in enumerate(head["parts"]):
+            parts = [f"{key}/{name}/{part}" for part in range(-(-size // _CHUNK_BYTES))]
+            blobs.append(b"".join(client.blocking_key_value_get_bytes(part, _PART_MILLISECONDS) for part in parts))
+        if [[len(blob), hashlib.sha256(blob).hexdigest()] for blob in blobs] == head["parts"]:
+            return head, blobs
+    raise HostLostError(
+        "what lies in jax's key-value store as process 0's program is not by process 0 of this job, so it was not "
+        "loaded: somebody else can write there"
+    )
 
 
 def _compile_and_hand_out(
@@ -207,13 +241,12 @@ def _compile_and_hand_out(
                 type(error).__name__,
                 error,
             )
-    counts = []
     for name, blob in enumerate(blobs):
-        parts = [blob[at : at + _CHUNK_BYTES] for at in range(0, len(blob), _CHUNK_BYTES)]
-        counts.append(len(parts))
-        for part, content in enumerate(parts):
-            client.key_value_set_bytes(f"{key}/{name}/{part}", content, allow_overwrite=True)
-    head = json.dumps({"kind": kind, "parts": counts, "line": line}).encode()
+        for part, at in enumerate(range(0, len(blob), _CHUNK_BYTES)):
+            client.key_value_set_bytes(f"{key}/{name}/{part}", blob[at : at + _CHUNK_BYTES], allow_overwrite=True)
+    sizes = [(len(blob), hashlib.sha256(blob).hexdigest()) for blob in blobs]
+    content = {"kind": kind, "parts": sizes, "line": line, "versions": VERSIONS}
+    head = json.dumps(seal(_program_key, "program", key, content)).encode()
     client.key_value_set_bytes(f"{key}/head", head, allow_overwrite=True)  # last: now it is complete
     if failure is not None:
         raise failure

@@ -7,7 +7,6 @@ lost, a line on stderr that names it, and exit code 4.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -28,20 +27,12 @@ import jax
 
 from moe_jax.config.command_line import EXIT_CODES, exit_code_of, exit_now
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
-from moe_jax.training.compiling import ALONE
-from moe_jax.training.rendezvous import (
-    MalformedMessage,
-    Peer,
-    Place,
-    connect,
-    derive_token,
-    gather_peers,
-    held_port,
-    machine_id,
-)
+from moe_jax.training.compiling import ALONE, trust_programs
+from moe_jax.training.job_secret import derive_key, read_secret
+from moe_jax.training.relay import Relay
+from moe_jax.training.rendezvous import MalformedMessage, Peer, Place, connect, gather_peers, machine_id
 
-_JAX_HEARTBEAT_MARGIN_SECONDS = 10
-_SERVICE_SECONDS = 5.0  # jax tries for itself, for as long as `start_timeout_seconds`, if this was too short
+_JAX_LATER_SECONDS = 30
 
 _SHUTDOWN_SECONDS = 1800  # the end waits for the others, one of which may still draw plots; one that dies ends the wait
 
@@ -59,9 +50,6 @@ class HostsConfig:
     # an evaluation or a checkpoint is under way, not while the first step is compiled, so it must be longer than the
     # longest of these. A re-jit that a step waits for counts as part of that step.
     stall_after_seconds: float = 1800.0
-    # A secret that all processes of the job were given; None takes MOE_JAX_JOB_TOKEN from the environment, and without
-    # that a hash of the launcher's job id and the coordinator's address (`derive_token`).
-    job_token: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         if self.coordinator is not None:
@@ -78,19 +66,16 @@ class HostsConfig:
                 raise UserError(f"{name} ({getattr(self, name)}) must be positive")
         if not self.stall_after_seconds >= 0:
             raise UserError(f"stall_after_seconds ({self.stall_after_seconds}) must be 0 (never) or positive")
-        if self.job_token == "":
-            raise UserError("job_token ('') must not be empty; give a secret that all processes share, or none at all")
 
 
 def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str] = os.environ) -> Hosts:
     """Start jax.distributed if flags or environment name several processes; return this process' place.
 
     Raises:
-      UserError: flags that are incomplete or contradict each other or those of another process.
+      UserError: flags that are incomplete or contradict each other or those of another process, or no secret.
       HostLostError: another process did not come in time.
     """
     config = config or HostsConfig()
-    by_flags = None not in (config.coordinator, config.num_processes, config.process_id)
     config, local_device_ids = resolve_hosts(config, environment)
     count, index = config.num_processes, config.process_id
     if count == 1 or config.coordinator is None or count is None or index is None:
@@ -98,55 +83,51 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
     if jax.distributed.is_initialized():
         raise RuntimeError("start_hosts must be called once, and instead of jax.distributed.initialize")
     host, port = _split_address(config.coordinator)
-    launcher = None if by_flags else find_launcher(environment)
-    token = derive_token(config.job_token, config.coordinator, launcher, environment)
-    place = Place(index=index, count=count, host=host, port=port, token=token, host_id=machine_id(environment))
-    # `--coordinator` is where process 0 listens for the rendezvous; the port of jax's own service is free to choose, so
-    # process 0 picks it and offers it to the others.
-    with held_port() if index == 0 else contextlib.nullcontext("") as offer:
-        if index == 0:
-            peers, host_ids = gather_peers(place, offer=offer, seconds=config.start_timeout_seconds)
-        else:
-            hub, host_ids, offer = connect(place, seconds=config.start_timeout_seconds)
-            peers = [hub]
-            deadline = time.monotonic() + _SERVICE_SECONDS
-            while time.monotonic() < deadline:  # after a failed attempt jax would wait a second
-                try:
-                    socket.create_connection((host, int(offer)), timeout=_SERVICE_SECONDS).close()
-                    break
-                except OSError:
-                    time.sleep(0.01)
-        hosts = Hosts(
-            process_index=index,
-            process_count=count,
-            peers=peers,
-            host_ids=host_ids,
-            lost_seconds=config.lost_after_seconds,
-            stall_seconds=config.stall_after_seconds,
+    place = Place(
+        index=index, count=count, host=host, port=port, token=read_secret(environment), host_id=machine_id(environment)
+    )
+    listeners: list[socket.socket] = []
+    if index == 0:
+        peers, host_ids, epoch, listeners = gather_peers(place, seconds=config.start_timeout_seconds)
+    else:
+        hub, host_ids, epoch = connect(place, seconds=config.start_timeout_seconds)
+        peers = [hub]
+    relay = Relay(place, listeners)
+    hosts = Hosts(
+        process_index=index,
+        process_count=count,
+        peers=peers,
+        host_ids=host_ids,
+        lost_seconds=config.lost_after_seconds,
+        stall_seconds=config.stall_after_seconds,
+        relay=relay,
+    )
+    trust_programs(derive_key(place.token, f"programs of {epoch}"))
+    # XLA reads its flags when a backend first starts. Without this one it shares the timing of kernels among processes:
+    # one that finds a program in a cache would leave the others waiting, and one that compiles a program of its own
+    # would wait for them. jax 0.10.2, 0.11.2 and 0.12.0.1 know the flag; an unknown name in XLA_FLAGS would end the
+    # process.
+    given = os.environ.get("XLA_FLAGS", "")
+    for flag, value in ALONE.items():
+        if flag not in given:
+            os.environ["XLA_FLAGS"] = f"{given} --{flag}={value.lower()}".strip()
+    # jax's own handler of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            relay.address,
+            count,
+            index,
+            local_device_ids,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=relay.service_address,
+            initialization_timeout=config.start_timeout_seconds,
+            # jax's client aborts its process from half of this on, without a name: the watch has to come before
+            heartbeat_timeout_seconds=2 * (int(config.lost_after_seconds) + _JAX_LATER_SECONDS),
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
-        # XLA reads its flags when a backend first starts. Without this one it shares the timing of kernels among
-        # processes: one that finds a program in a cache would leave the others waiting, and one that compiles a program
-        # of its own would wait for them. jax 0.10.2, 0.11.2 and 0.12.0.1 know the flag; an unknown name in XLA_FLAGS
-        # would end the process.
-        given = os.environ.get("XLA_FLAGS", "")
-        for flag, value in ALONE.items():
-            if flag not in given:
-                os.environ["XLA_FLAGS"] = f"{given} --{flag}={value.lower()}".strip()
-        # jax's own handler of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
-        jax.config.update("jax_enable_preemption_service", False)
-        try:
-            jax.distributed.initialize(
-                f"[{host}]:{offer}" if ":" in host else f"{host}:{offer}",
-                count,
-                index,
-                local_device_ids,
-                cluster_detection_method="deactivate",
-                initialization_timeout=config.start_timeout_seconds,
-                heartbeat_timeout_seconds=int(config.lost_after_seconds) + _JAX_HEARTBEAT_MARGIN_SECONDS,
-                shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-            )
-        except Exception as error:
-            hosts.fail(error)
+    except Exception as error:
+        hosts.fail(error)
     return hosts
 
 
@@ -252,8 +233,9 @@ _COMMUNICATION_WORDS = ("gloo", "nccl", "unavailable", "deadline", "socket", "co
 # closes its connection, a machine that vanished by a timeout.
 #
 # The coordination service of jax.distributed notices a death too, but then aborts the process from C++ (exit code 134
-# and a stack trace), and the Python callback that could replace this cannot take its own argument. When process 0 dies
-# that abort comes within milliseconds: a handler of SIGABRT prints the verdict found here first.
+# and a stack trace), and the Python callback that could replace this cannot take its own argument. So its time limit is
+# longer, the relay holds its connection for a while when process 0 dies, and a handler of SIGABRT prints the verdict
+# found here first.
 #
 # A verdict says why this process has to end: the line to print, the exit code, and for how many seconds it may still
 # end by itself.
@@ -276,11 +258,12 @@ class Hosts:
         host_ids: Sequence[str] = ("",),  # the machine of every process, by index
         lost_seconds: float = 30.0,  # silence after which a process counts as lost
         stall_seconds: float = 0.0,  # without a `touch`, after which this process reports itself as stuck; 0 = never
+        relay: Relay | None = None,  # of jax's connections
     ):
         self.process_index, self.process_count = process_index, process_count
         self.is_main = process_index == 0  # whether it writes what only one may write
         self._peers, self.host_ids = tuple(peers), tuple(host_ids)
-        self._lost_seconds, self._stall_seconds = lost_seconds, stall_seconds
+        self._lost_seconds, self._stall_seconds, self._relay = lost_seconds, stall_seconds, relay
         self._self = f"process {process_index} ({socket.gethostname()})"
         self._send_lock, self._end_lock = threading.Lock(), threading.Lock()
         self._verdict: dict | None = None
@@ -361,6 +344,7 @@ class Hosts:
         jax.distributed.shutdown()  # waits for all; the watch still runs, in case one of them dies now
         self._stopped.set()
         self._broadcast({"kind": "bye"})
+        self._close_relay()
         _set_abort_handler(ctypes.c_void_p(0))  # SIG_DFL
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -370,10 +354,11 @@ class Hosts:
         the watch then ends this process, naming the one that died.
         """
         code, line = exit_code_of(error), f"{type(error).__name__}: {error}"
-        if code == 1:
-            communication = any(word in line.lower() for word in _COMMUNICATION_WORDS)
+        if code in (1, EXIT_HOST_LOST):
+            communication = code == 1 and any(word in line.lower() for word in _COMMUNICATION_WORDS)
             if self._verdict_reached.wait(self._lost_seconds + 5.0 if communication else 1.0):
                 threading.Event().wait()  # until the watch ends this process
+        if code == 1:
             if not isinstance(error, SystemExit):
                 traceback.print_exception(error)
         elif not isinstance(error, SystemExit):
@@ -382,6 +367,7 @@ class Hosts:
         what = f"{self._self} ended with exit code {code}: {line.splitlines()[0]}"
         shared = code if code in _SHARED_EXIT_CODES else EXIT_HOST_LOST
         self._send_verdict({"line": what, "exit_code": shared, "grace_seconds": _GRACE_SECONDS})
+        self._close_relay()
         exit_now(code)
 
     def __enter__(self) -> Hosts:
@@ -475,7 +461,12 @@ class Hosts:
         with self._end_lock:  # never released, so that only one thread prints its line
             code = self._verdict["exit_code"]
             print(f"moe_jax: {self._verdict['line']}; {self._self} ends with exit code {code}", file=sys.stderr)
+            self._close_relay()
             exit_now(code)
+
+    def _close_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
 
     def _send_verdict(self, verdict: dict) -> None:
         self._broadcast({"kind": "end", "verdict": verdict})

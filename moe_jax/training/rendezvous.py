@@ -1,7 +1,7 @@
 """Connects the processes of a job in a star around process 0, and checks their flags. No arrays, no jax.
 
-Inputs: this process' place, the coordinator's host and port, and the job's token. Outputs: the connections, which
-processes share a machine, and a text that process 0 offers to the others.
+Inputs: this process' place, the coordinator's host and port, and the key of the job's secret. Outputs: the connections,
+which processes share a machine, and the epoch: a text that process 0 draws at this start.
 """
 
 # It comes before anything of jax, whose coordination service reacts to every mistake made here by aborting the process
@@ -16,34 +16,28 @@ processes share a machine, and a text that process 0 offers to the others.
 # on. One deadline holds for all of it: process 0 waits for all connections at once, so a stranger cannot delay it. A
 # sealed hello comes from the job itself, so a contradiction in it ends the job with its reason.
 #
-# The token is never sent: each side seals its message with an HMAC of the token over the other's random challenge, so a
-# recorded message is not accepted on another connection. This authenticates the sender only; nothing is encrypted, and
-# after the rendezvous the connection is trusted. A token that was given is a secret. Without one, the launcher's job id
-# and the coordinator's address take its place: they keep other jobs, port scanners and health checks out, but not an
-# attacker who knows both.
+# The secret is never sent: each side seals its message with an HMAC of the secret over the other's random challenge, so
+# a recorded message is not accepted on another connection. This authenticates the sender only; nothing is encrypted,
+# and after the rendezvous the connection is trusted. The port stays open: jax's own connections come there (relay.py).
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
-import hmac
 import importlib.metadata
 import ipaddress
 import json
 import logging
 import os
-import random
 import secrets
 import selectors
 import socket
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_jax.errors import HostLostError, UserError
+from moe_jax.training.job_secret import FILE_VARIABLE, VARIABLE, seal, unseal
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,52 +55,6 @@ def machine_id(environment: Mapping[str, str] = os.environ) -> str:
     except OSError:  # not Linux
         pass
     return " ".join(parts)
-
-
-TOKEN_VARIABLE = "MOE_JAX_JOB_TOKEN"
-# launcher -> variables that all processes of one job share; the first that is set counts
-_JOB_IDS = {"Slurm": ("SLURM_JOB_ID",), "Open MPI": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")}
-
-
-def derive_token(given: str | None, coordinator: str, launcher: str | None, environment: Mapping[str, str]) -> bytes:
-    """Return the token of a job, 32 bytes; equal on all its processes.
-
-    Args:
-      given: the secret from a flag; else the environment's MOE_JAX_JOB_TOKEN, if that is set.
-      coordinator: host:port, the same text on all processes.
-      launcher: that gave this process its index, None if flags did.
-    """
-    if secret := given or environment.get(TOKEN_VARIABLE):
-        parts = ["given", secret]
-    else:
-        job_ids = (environment[name] for name in _JOB_IDS.get(launcher, ()) if environment.get(name))
-        parts = ["derived", coordinator, next(job_ids, "")]
-    return hashlib.sha256("\0".join(parts).encode()).digest()
-
-
-def seal(token: bytes, kind: str, challenge: str, content: dict) -> dict:
-    """Return a message that proves to the sender of `challenge` that its own sender holds the token."""
-    text = json.dumps(content)
-    return {"kind": kind, "content": text, "proof": _proof(token, kind, challenge, text)}
-
-
-def unseal(token: bytes, challenge: str, message: dict) -> dict | None:
-    """Return the content of a message, None if it does not prove the token or is not as `seal` makes them."""
-    kind, text, proof = (message.get(name) for name in ("kind", "content", "proof"))
-    if not (isinstance(kind, str) and isinstance(text, str) and isinstance(proof, str) and proof.isascii()):
-        return None
-    if not hmac.compare_digest(proof, _proof(token, kind, challenge, text)):
-        return None
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):  # sealed, and no JSON: not by this program
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _proof(token: bytes, kind: str, challenge: str, text: str) -> str:
-    said = "\0".join((kind, challenge, text))
-    return hmac.new(token, said.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
 
 MAX_MESSAGE_BYTES = 64 << 20  # the texts of all processes on one topic, the longest message, at 16 KiB each of 4,096
@@ -172,8 +120,6 @@ class Peer:
 
 
 _BACKLOG = 1024
-_SERVICE_PORTS = (20000, 30000)  # above them Kubernetes has its node ports, then come those of outgoing connections
-_PORT_ATTEMPTS = 20
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)  # the last: link-local, without its interface
 
 
@@ -224,47 +170,17 @@ def listen(host: str, port: int, deadline: float) -> list[socket.socket]:
             time.sleep(0.5)
 
 
-@contextlib.contextmanager
-def held_port() -> Iterator[str]:
-    """Keep a free port for jax's service, which process 0 opens when all processes have joined, minutes later perhaps.
-
-    It lies below the ports that systems give to outgoing connections (32768 on Linux, 49152 elsewhere) and is drawn at
-    random, so that neither a connection nor another job on this machine takes it meanwhile. On Linux a socket that is
-    bound and does not listen keeps it too: the service may share it (gRPC opens with SO_REUSEPORT), others may not.
-    """
-    ports = random.SystemRandom()
-    dual = socket.has_dualstack_ipv6()
-    for port in (*(ports.randrange(*_SERVICE_PORTS) for _ in range(_PORT_ATTEMPTS)), 0):
-        holder = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-        try:
-            socket.create_server(("", port)).close()  # raises where another job's holder is, which would share as well
-            if dual:
-                holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            if sys.platform == "linux":
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holder.bind(("", port))
-        except OSError:  # taken
-            holder.close()
-            continue
-        with holder:
-            found = str(holder.getsockname()[1])
-            if sys.platform != "linux":
-                holder.close()
-            yield found
-        return
-    raise OSError("no port is free")
-
-
-VERSIONS = {"protocol": "1", "jax": importlib.metadata.version("jax")}  # what must be equal on all processes
+# what must be equal on all processes
+VERSIONS = {"protocol": "2", **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}}
 _BIND_SECONDS = 10.0  # a predecessor on the same port may still be ending
-_HELLO_SECONDS = 5.0  # a process of the job answers the challenge at once
+HELLO_SECONDS = 5.0  # a process of the job answers the challenge at once
 _SEND_SECONDS = 5.0
-_MAX_HELLO_BYTES = 8192
+MAX_HELLO_BYTES = 8192
 _MAX_GO_BYTES = 1 << 20
 _MAX_LOGGED_ADDRESSES = 100
 # What a message holds at least, in all versions to come. One that lacks it is not of this program, sealed or not.
 _HELLO = {"index": int, "count": int, "name": str, "versions": dict, "host_id": str, "challenge": str}
-_GO = {"name": str, "offer": str, "host_ids": list}
+_GO = {"name": str, "epoch": str, "host_ids": list}
 _REFUSAL = {"lost": bool, "line": str}
 _RETRY_SECONDS = 0.2
 _MENDED_SECONDS = 1.0  # between attempts that fail until a user corrects something
@@ -278,15 +194,15 @@ class Place:
     count: int  # of processes
     host: str  # where process 0 listens
     port: int
-    token: bytes  # of the job
+    token: bytes  # the key of the job's secret
     host_id: str = ""  # names this machine; equal on processes that share it
 
 
-def gather_peers(place: Place, *, offer: str, seconds: float) -> tuple[list[Peer], list[str]]:
-    """Wait, as process 0, until all others have joined, and send them the offer.
+def gather_peers(place: Place, *, seconds: float) -> tuple[list[Peer], list[str], str, list[socket.socket]]:
+    """Wait, as process 0, until all others have joined.
 
     Returns:
-      the connections to all others, and the machines of all processes, by index.
+      the connections to all others, the machines of all processes by index, the epoch, and the sockets that listen.
 
     Raises:
       UserError: a process has other flags than this one, or the port is taken.
@@ -301,18 +217,37 @@ def gather_peers(place: Place, *, offer: str, seconds: float) -> tuple[list[Peer
             refusal = {"lost": isinstance(error, HostLostError), "line": str(error)}
             peer.send(seal(place.token, "refused", peer.challenge, refusal))
             peer.connection.close()
+        for listener in admission.listeners:
+            listener.close()
         raise
     finally:
-        for connection in (*admission.listeners, *(peer.connection for peer in admission.unverified)):
-            connection.close()
+        for peer in admission.unverified:
+            peer.connection.close()
         admission.selector.close()
     peers = [admission.joined[index] for index in sorted(admission.joined)]
     host_ids = [place.host_id, *(peer.host_id for peer in peers)]
-    go = {"name": socket.gethostname(), "offer": offer, "host_ids": host_ids}
+    epoch = secrets.token_hex(16)
+    go = {"name": socket.gethostname(), "epoch": epoch, "host_ids": host_ids}
     for peer in peers:
         peer.connection.settimeout(_SEND_SECONDS)
         peer.send(seal(place.token, "go", peer.challenge, go))
-    return peers, host_ids
+    return peers, host_ids, epoch, admission.listeners
+
+
+def most_strangers(count: int) -> int:
+    """Return how many connections may wait at once, of a job of so many processes; the oldest makes way for more."""
+    return max(128, 2 * count)  # so that all may connect at once
+
+
+def note_stranger(known: list[str], name: str, port: int, why: str) -> None:
+    """Log the address of a stranger, unless `known` holds it or is full."""
+    if name in known or len(known) >= _MAX_LOGGED_ADDRESSES:
+        return
+    known.append(name)
+    _LOG.warning(
+        "a stranger at the rendezvous port %d from %s was dropped (%s); later ones from there are not mentioned",
+        *(port, name, why),
+    )
 
 
 class _Admission:
@@ -329,8 +264,6 @@ class _Admission:
     def admit_all(self, seconds: float) -> None:
         """Return once all other processes have joined."""
         place, deadline = self.place, time.monotonic() + seconds
-        # so that all processes of a job may connect at once; beyond it the oldest connection is dropped
-        most_unverified = max(128, 2 * place.count)
         self.listeners = listen(place.host, place.port, min(deadline, time.monotonic() + _BIND_SECONDS))
         for listener in self.listeners:
             listener.setblocking(False)
@@ -358,19 +291,19 @@ class _Admission:
                         connection, address = key.fileobj.accept()
                     except OSError:  # gone before it was taken
                         continue
-                    if len(self.unverified) >= most_unverified:
+                    if len(self.unverified) >= most_strangers(place.count):
                         self.drop(next(iter(self.unverified)), "made way for others")
                     connection.setblocking(False)
                     peer = Peer(index=-1, name=str(address[0]), connection=connection, challenge=secrets.token_hex(16))
                     peer.send({"kind": "challenge", "challenge": peer.challenge})
-                    self.unverified[peer] = time.monotonic() + _HELLO_SECONDS
+                    self.unverified[peer] = time.monotonic() + HELLO_SECONDS
                     self.selector.register(connection, selectors.EVENT_READ, peer)
         missing = [index for index in range(1, place.count) if index not in self.joined]
         where = " and ".join(sorted({listener.getsockname()[0] for listener in self.listeners}))
         strangers = ""
         if self.strangers:
             shown = ", ".join(self.strangers[:5])
-            strangers = f"; strangers came from {shown}: if they belong to this job, give all the same --job_token"
+            strangers = f"; strangers came from {shown}: if they belong to this job, give all the same {VARIABLE}"
         raise HostLostError(
             f"processes {missing} of {place.count} have not joined process 0 ({self.name}) at port {place.port} of "
             f"{where} within {seconds:g} s{self.refused}; see their logs, and give each process "
@@ -382,7 +315,7 @@ class _Admission:
         place = self.place
         try:
             is_open = peer.read()
-            message = peer.next_message(_MAX_HELLO_BYTES)
+            message = peer.next_message(MAX_HELLO_BYTES)
         except MalformedMessage:
             self.drop(peer, "no hello of this program")
             return
@@ -393,7 +326,7 @@ class _Admission:
         hello = unseal(place.token, peer.challenge, message) if message["kind"] == "hello" else None
         if hello is None:
             peer.send({"kind": "stranger"})
-            self.drop(peer, "another job token or none")
+            self.drop(peer, "another secret or none")
             return
         if not _fits(hello, _HELLO):
             self.drop(peer, "no hello of this program")
@@ -404,7 +337,7 @@ class _Admission:
         self.drop_closed()  # a process that joined and died: this may be its successor
         line, theirs = "", hello["versions"]
         if theirs != VERSIONS:
-            runs, here = (" with ".join(f"{name} {own[name]}" for name in own) for own in (theirs, VERSIONS))
+            runs, here = (", ".join(f"{name} {own[name]}" for name in own) for own in (theirs, VERSIONS))
             line = f"{peer} runs {runs} but process 0 ({self.name}) runs {here}; install the same everywhere"
         elif hello["count"] != place.count:
             line = (
@@ -434,15 +367,7 @@ class _Admission:
         self.selector.unregister(peer.connection)
         del self.unverified[peer]
         peer.connection.close()
-        if peer.name in self.strangers or len(self.strangers) >= _MAX_LOGGED_ADDRESSES:
-            return
-        self.strangers.append(peer.name)
-        _LOG.warning(
-            "a stranger at the rendezvous port %d from %s was dropped (%s); later ones from there are not mentioned",
-            self.place.port,
-            peer.name,
-            why,
-        )
+        note_stranger(self.strangers, peer.name, self.place.port, why)
 
     def drop_closed(self) -> None:
         """Forget processes that joined and died; what others sent early stays to be read after the start."""
@@ -459,14 +384,14 @@ def _fits(content: dict, kinds: dict[str, type]) -> bool:
 
 
 class _OtherTokenError(ConnectionError):
-    """Two tokens differ: a user may correct it while attempts to join go on."""
+    """Two secrets differ: a user may correct it while attempts to join go on."""
 
 
 def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
     """Join process 0 and wait until all others have.
 
     Returns:
-      the connection to process 0, the machines of all processes by index, and process 0's offer.
+      the connection to process 0, the machines of all processes by index, and the epoch.
 
     Raises:
       UserError: process 0 refuses this process' flags.
@@ -479,8 +404,8 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
             connection = socket.create_connection((place.host, place.port), timeout=min(left, 10.0))
             hub = Peer(index=0, name="", connection=connection)
             try:
-                answered_by = min(deadline, time.monotonic() + _HELLO_SECONDS)
-                challenge = _read_message(hub, answered_by, _MAX_HELLO_BYTES).get("challenge")
+                answered_by = min(deadline, time.monotonic() + HELLO_SECONDS)
+                challenge = _read_message(hub, answered_by, MAX_HELLO_BYTES).get("challenge")
                 if not isinstance(challenge, str):
                     raise ConnectionError("another program answers there")
                 hub.challenge = secrets.token_hex(16)
@@ -489,21 +414,21 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
                 hub.connection.settimeout(_SEND_SECONDS)
                 hub.send(seal(place.token, "hello", challenge, hello))
                 # process 0 times out first, and names the missing processes
-                message = _read_message(hub, deadline + _HELLO_SECONDS, _MAX_GO_BYTES)
+                message = _read_message(hub, deadline + HELLO_SECONDS, _MAX_GO_BYTES)
                 if message["kind"] == "stranger":
                     raise _OtherTokenError(
-                        "process 0 there holds another job token; give all processes the same --job_token or "
-                        f"{TOKEN_VARIABLE}, and the same --coordinator"
+                        f"process 0 there holds another secret; give all processes the same {VARIABLE} or "
+                        f"{FILE_VARIABLE}, and the same --coordinator"
                     )
                 content = unseal(place.token, hub.challenge, message)
                 if content is None:
-                    raise _OtherTokenError("what answers there does not hold this job's token")
+                    raise _OtherTokenError("what answers there does not hold this job's secret")
                 if not _fits(content, _REFUSAL if message["kind"] == "refused" else _GO):
                     raise MalformedMessage("another protocol")
                 if message["kind"] == "refused":
                     raise (HostLostError if content["lost"] else UserError)(content["line"])
                 hub.name = content["name"]
-                return hub, content["host_ids"], content["offer"]
+                return hub, content["host_ids"], content["epoch"]
             except BaseException:
                 connection.close()
                 raise

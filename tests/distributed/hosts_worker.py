@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.ports import open_ports
 
 from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import NonFiniteError, UserError
@@ -40,6 +41,8 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(exit_code_of(error))
     with hosts:
+        if sys.platform == "linux":
+            print("open ports", open_ports(), flush=True)
         run_steps(flags, hosts)
 
 

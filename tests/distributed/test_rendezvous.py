@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -12,7 +13,8 @@ from support.ports import free_port
 
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.training import rendezvous
-from moe_jax.training.rendezvous import MalformedMessage, Peer, Place, connect, derive_token, gather_peers, seal, unseal
+from moe_jax.training.job_secret import read_secret, seal, unseal
+from moe_jax.training.rendezvous import MalformedMessage, Peer, Place, connect, gather_peers
 
 TOKEN = b"of the job"
 
@@ -26,9 +28,7 @@ class Meeting:
 
     def __init__(self, count: int, seconds: float):
         self.count, self.port, self.threads, self.opened = count, free_port(), ThreadPoolExecutor(), []
-        self.gathering = self.threads.submit(
-            gather_peers, place(0, count, self.port), offer="jax at 77", seconds=seconds
-        )
+        self.gathering = self.threads.submit(gather_peers, place(0, count, self.port), seconds=seconds)
 
     def __enter__(self):
         return self
@@ -39,9 +39,10 @@ class Meeting:
         self.threads.shutdown()
 
     def join(self, index: int, count: int = 0, seconds: float = 30.0, token: bytes = TOKEN) -> Peer:
-        hub, host_ids, offer = connect(place(index, count or self.count, self.port, token), seconds=seconds)
+        hub, host_ids, epoch = connect(place(index, count or self.count, self.port, token), seconds=seconds)
         self.opened.append(hub.connection)
-        assert host_ids == [f"machine of {index}" for index in range(self.count)] and offer == "jax at 77"
+        assert host_ids == [f"machine of {index}" for index in range(self.count)]
+        assert epoch == self.gathering.result(10)[2] and len(epoch) == 32
         return hub
 
     def start_joining(self, index: int):
@@ -59,8 +60,8 @@ class Meeting:
 
     def peers(self) -> list[Peer]:
         """Return process 0's connections to all others."""
-        peers, host_ids = self.gathering.result(10)
-        self.opened += [peer.connection for peer in peers]
+        peers, host_ids, _, listeners = self.gathering.result(10)
+        self.opened += [*(peer.connection for peer in peers), *listeners]
         assert [peer.index for peer in peers] == list(range(1, self.count)) and len(host_ids) == self.count
         return peers
 
@@ -173,7 +174,7 @@ def test_strangers_neither_end_nor_delay_a_start(say, caplog):
 
 
 def test_strangers_do_not_stretch_the_deadline(monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.3)
     began = time.monotonic()
     with Meeting(count=2, seconds=0.8) as meeting:
         while not meeting.gathering.done():
@@ -197,9 +198,9 @@ def test_more_strangers_than_may_wait_make_way(caplog):
     assert "made way for others" in caplog.text
 
 
-def test_process_with_another_token_hears_of_it_and_may_be_mended(caplog):
+def test_process_with_another_secret_hears_of_it_and_may_be_mended(caplog):
     with Meeting(count=2, seconds=20) as meeting:
-        with pytest.raises(HostLostError, match=r"within 0.5 s \(process 0 there holds another job token; give all"):
+        with pytest.raises(HostLostError, match=r"within 0.5 s \(process 0 there holds another secret; give all"):
             meeting.join(1, seconds=0.5, token=b"of another")
         assert caplog.text.count("process 1 (") == 1 and "of another" not in caplog.text
         meeting.join(1)
@@ -218,14 +219,14 @@ def test_connect_does_not_believe_a_stranger_at_the_coordinator():
                 connection.sendall(json.dumps(seal(b"guessed", "refused", "c", refusal)).encode() + b"\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(HostLostError, match="what answers there does not hold this job's token"):
+        with pytest.raises(HostLostError, match="what answers there does not hold this job's secret"):
             connect(place(1, 2, port), seconds=0.6)
         assert TOKEN not in answers[0] and TOKEN.hex().encode() not in answers[0]
 
 
 def test_gather_peers_refuses_another_version():
     here = rendezvous.VERSIONS
-    words = rf"process 1 \(a\) runs protocol \d with jax 0.0.1 but process 0 .* with jax {here['jax']}; install"
+    words = rf"process 1 \(a\) runs protocol \d, jax 0.0.1, .* but process 0 .*, jax {here['jax']}, .*; install"
     with Meeting(count=2, seconds=20) as meeting:
         other = meeting.connect_stranger()
         other.sendall(hello(other, index=1, count=2, versions=here | {"jax": "0.0.1"}))
@@ -233,10 +234,10 @@ def test_gather_peers_refuses_another_version():
             meeting.peers()
 
 
-# The token.
+# The secret.
 
 
-def test_seal_holds_for_its_token_kind_and_challenge_only():
+def test_seal_holds_for_its_key_kind_and_challenge_only():
     message = seal(TOKEN, "hello", "c", {"index": 1})
     assert unseal(TOKEN, "c", message) == {"index": 1}
     assert unseal(TOKEN, "d", message) is None and unseal(b"other", "c", message) is None
@@ -246,18 +247,26 @@ def test_seal_holds_for_its_token_kind_and_challenge_only():
     assert unseal(TOKEN, "c", message | {"proof": "\u00e9" * 64}) is None
 
 
-def test_token_is_the_same_for_a_job_and_another_for_others():
-    slurm = {"SLURM_JOB_ID": "5000"}
-    derived = derive_token(None, "a:1", "Slurm", slurm)
-    assert derived == derive_token(None, "a:1", "Slurm", slurm | {"SLURM_PROCID": "3"})
-    given = derive_token("secret", "a:1", "Slurm", slurm)
-    others = [
-        derive_token(None, "a:1", "Slurm", {"SLURM_JOB_ID": "5001"}),
-        derive_token(None, "b:1", "Slurm", slurm),
-        derive_token(None, "a:1", None, slurm),
-    ]
-    assert len({derived, given, *others}) == 5
-    assert given == derive_token(None, "b:1", None, {"MOE_JAX_JOB_TOKEN": "secret"})
+def test_secret_is_given_by_the_environment_or_a_file_of_its_user(tmp_path):
+    secret, path, pipe = "a secret of the job", tmp_path / "secret", tmp_path / "pipe"
+    path.write_text(f"{secret}\n")
+    path.chmod(0o600)
+    os.mkfifo(pipe)
+    key = read_secret({"MOE_JAX_JOB_TOKEN": secret})
+    assert key == read_secret({"MOE_JAX_JOB_TOKEN_FILE": str(path)}) and len(key) == 32
+    assert key != read_secret({"MOE_JAX_JOB_TOKEN": secret + "."})
+    for environment, words in {
+        (): "a job of several processes needs a secret, in MOE_JAX_JOB_TOKEN or in a file",
+        (("SLURM_JOB_ID", "5000"),): "needs a secret",  # nothing that others can guess takes its place
+        (("MOE_JAX_JOB_TOKEN", "short"),): "MOE_JAX_JOB_TOKEN holds 5 characters and must have at least 16",
+        (("MOE_JAX_JOB_TOKEN_FILE", str(pipe)),): "must be a file that other users cannot read",
+        (("MOE_JAX_JOB_TOKEN_FILE", str(tmp_path / "none")),): r"cannot be read \(No such file",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            read_secret(dict(environment))
+    path.chmod(0o604)
+    with pytest.raises(UserError, match="must be a file that other users cannot read; chmod 600"):
+        read_secret({"MOE_JAX_JOB_TOKEN_FILE": str(path)})
 
 
 # Where process 0 listens.
@@ -319,4 +328,4 @@ def test_gather_peers_says_that_the_port_is_taken(monkeypatch):
     monkeypatch.setattr(rendezvous, "_BIND_SECONDS", 0.1)
     words = "cannot listen at the coordinator's port"
     with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(UserError, match=words):
-        gather_peers(place(0, 2, holder.getsockname()[1]), offer="", seconds=1)
+        gather_peers(place(0, 2, holder.getsockname()[1]), seconds=1)

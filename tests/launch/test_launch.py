@@ -29,10 +29,11 @@ def test_sbatch_requeues_what_a_restart_can_heal(tmp_path, exit_code, restarts, 
     (tmp_path / "bin").mkdir()
     ends = {"srun": f"; exit {exit_code}", "scontrol": ""}
     for name, end in ends.items():
-        body = f'echo "$@" > {tmp_path}/{name}{end}'
+        body = f'echo "$@" > {tmp_path}/{name}; echo "$MOE_JAX_JOB_TOKEN" >> {tmp_path}/secrets{end}'
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
+    slurm |= {"MOE_JAX_JOB_TOKEN": ""}  # of whoever runs this test
     environment = os.environ | slurm | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     command = ["bash", str(_SBATCH), "--workdir=runs/a b"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -41,6 +42,8 @@ def test_sbatch_requeues_what_a_restart_can_heal(tmp_path, exit_code, restarts, 
     if requeued:
         assert (tmp_path / "scontrol").read_text() == "requeue 17\n"
     assert "moe_jax.train --preempt_exit_code=75 --workdir=runs/a b" in (tmp_path / "srun").read_text()
+    secret = (tmp_path / "secrets").read_text().splitlines()[0]
+    assert re.fullmatch("[0-9a-f]{64}", secret) and secret not in (tmp_path / "srun").read_text() + done.stdout
 
 
 def test_jobset_parts_agree():
@@ -53,6 +56,8 @@ def test_jobset_parts_agree():
     port = container["ports"][0]["containerPort"]
     assert job["parallelism"] == job["completions"] == int(environment["JAX_NUM_PROCESSES"]["value"])
     assert environment["JAX_COORDINATOR_ADDRESS"]["value"] == f"{name}-{workers['name']}-0-0.{name}:{port}"
+    assert environment["MOE_JAX_JOB_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "moe-jax", "key": "token"}
+    assert "kubectl create secret generic moe-jax --from-literal=token=" in (_LAUNCH / "jobset.yaml").read_text()
     assert "job-completion-index" in environment["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert job["completionMode"] == "Indexed"
     assert container["command"][:4] == ["python", "-u", "-m", "moe_jax.train"]

@@ -107,7 +107,7 @@ def command(folder, workdir, *changes: str, devices: int = 2, flags=()) -> list[
 def start(arguments) -> subprocess.Popen:
     """Start a command from the repository's root with quiet output in pipes."""
     root, pipe = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), subprocess.PIPE
-    environment = {**os.environ, "XLA_FLAGS": QUICK}
+    environment = {"MOE_JAX_JOB_TOKEN": "of all pairs of these tests", **os.environ, "XLA_FLAGS": QUICK}
     return subprocess.Popen(arguments, env=environment, cwd=root, stdout=pipe, stderr=pipe, text=True)
 
 

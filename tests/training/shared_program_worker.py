@@ -1,6 +1,10 @@
 """One of two processes for test_shared_program.py: programs that process 0 compiles, in each way that can go."""
 
+import hashlib
+import json
+import pickle
 import time
+import zlib
 
 import jax
 import numpy as np
@@ -14,6 +18,17 @@ from moe_jax.training import compiling
 from moe_jax.training.compiling import compile_for_all, shared_function
 
 OPTIONS = {"xla_embed_ir_in_executable": "False"}  # any: without options each process compiles for itself
+
+
+class Bomb:
+    """What is pickled of it says so when it is unpickled."""
+
+    def __reduce__(self):
+        return print, ("a stranger's code ran",)
+
+
+def program_key(lowered, turn: int = 0) -> str:
+    return f"moe_jax/program/{hashlib.sha256(lowered.as_text().encode()).hexdigest()}/{turn}"
 
 
 def main() -> None:
@@ -60,6 +75,34 @@ def main() -> None:
         if hosts.is_main:
             held = distributed.global_state.client.key_value_dir_get_bytes("moe_jax/program/")
             print("held:", len({key.rsplit("/", 2)[0] for key, _ in held if key.endswith("/head")}), flush=True)
+
+        # What a stranger would leave in the store: its own program, another one of process 0, one with a changed byte.
+        store, compiling.WAIT_SECONDS = distributed.global_state.client, 60
+        earlier = store.key_value_dir_get_bytes(program_key(step(2.0).lower(x_D), turn=1))
+        for factor, attack in enumerate(("pickle", "another", "changed"), 7):
+            lowered = step(float(factor)).lower(x_D)
+            key, bomb = program_key(lowered), pickle.dumps(Bomb())
+            if hosts.is_main and attack == "changed":
+                compile_for_all(lowered, OPTIONS, None, devices)
+            hosts.gather_text(attack, "")
+            if hosts.is_main:
+                continue
+            if attack == "pickle":
+                head = {"kind": "executable", "parts": [1, 1], "line": ""}
+                for name, content in {"head": json.dumps(head).encode(), "0/0": b"", "1/0": bomb}.items():
+                    content = content if name == "head" else zlib.compress(content)
+                    store.key_value_set_bytes(f"{key}/{name}", content, allow_overwrite=True)
+            elif attack == "another":
+                for name, content in earlier:
+                    store.key_value_set_bytes(f"{key}/{name.split('/', 4)[4]}", content, allow_overwrite=True)
+            else:
+                held = store.blocking_key_value_get_bytes(f"{key}/1/0", 5000)
+                store.key_value_set_bytes(f"{key}/1/0", held[:-1] + bytes([held[-1] ^ 1]), allow_overwrite=True)
+            try:
+                compile_for_all(lowered, OPTIONS, None, devices)
+                print("loaded what a stranger left:", attack, flush=True)
+            except HostLostError as error:
+                print("refused:", attack, str(error).split(",")[0], flush=True)
 
         def fails(*_):
             raise UserError("the mesh (3) does not fit\nmore")

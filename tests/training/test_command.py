@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit codes, signals, several processes, a process that dies."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -37,6 +38,19 @@ def test_sigterm_to_one_of_two_saves_and_stops_both_and_one_process_goes_on(tmp_
     code, out, err = finish(start(command(tmp_path, work, f"train.steps = {saved + 2}")))
     assert code == 0 and f"resuming at step {saved}" in out, err
     assert [record["step"] for record in read_metrics(work)] == list(range(1, saved + 3))
+
+
+def test_process_0_killed_during_a_save_is_named_in_one_line(tmp_path):
+    work = tmp_path / "work"
+    processes = start_pair(command(tmp_path, work, "train.steps = 100000", "train.checkpoint_every = 1"))
+    wait_for_steps(work, 2, processes[0])
+    while all(name.isdecimal() for name in os.listdir(work / "checkpoints")):
+        assert processes[0].poll() is None
+    processes[0].kill()
+    code, _, err = finish(processes[1], 20)
+    finish(processes[0])
+    said = [line for line in err.splitlines() if not line.startswith(("WARNING", "W0", "I0"))]
+    assert code == 4 and len(said) == 1 and said[0].startswith("moe_jax: process 0 (") and "died" in said[0], err
 
 
 def test_two_processes_give_the_curve_of_one(tmp_path):

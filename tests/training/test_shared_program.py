@@ -8,6 +8,8 @@ from support.tiny_run import finish_pair, start_pair
 
 from moe_jax.training.program import Session
 
+REFUSED = "what lies in jax's key-value store as process 0's program is not by process 0 of this job"
+
 
 def test_one_process_compiles_for_two():
     worker = Path(__file__).with_name("shared_program_worker.py")
@@ -24,6 +26,7 @@ def test_one_process_compiles_for_two():
     assert said[1] == [
         *ran,
         'compiled: ["each by process 0\'s text", "once more by process 0\'s text"]',
+        *(f"refused: {attack} {REFUSED}" for attack in ("pickle", "another", "changed")),
         "failed: UserError process 0 could not compile this program: the mesh (3) does not fit",
         "failed: HostLostError process 0 did not hand out its compiled program within 0.5 s; see its log",
     ]
