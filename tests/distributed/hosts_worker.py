@@ -1,7 +1,10 @@
 """One process of a job of two, for test_hosts.py: steps of a psum, until a mistake ends it as training would end."""
 
 import argparse
+import contextlib
 import itertools
+import os
+import pathlib
 import sys
 import time
 
@@ -9,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.ports import open_ports
 
 from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import NonFiniteError, UserError
@@ -60,6 +62,21 @@ def run_steps(flags, hosts) -> None:
         if step % 5 == 0:
             print(f"step {step}", flush=True)
         time.sleep(0.05)
+
+
+def open_ports() -> list[tuple[str, int]]:
+    """Return (address, port) of each TCP socket of this process that listens (Linux); an address is hexadecimal."""
+    inodes, found = set(), []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    for table in ("tcp", "tcp6"):
+        for row in pathlib.Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
+    return found
 
 
 def make_mistake(kind: str, hosts) -> None:
