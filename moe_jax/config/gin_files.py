@@ -155,9 +155,12 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
             why = f"{why.split()[-1]} is no value"
         number = min(max(number or 1, 1), len(lines))
         place = source if source == BINDINGS else f"{source}:{number}"
+        is_not = "is not a line 'Name.field = value'"
+        if len(open_files) > 1:  # a config of somebody else may include a private file: its text is not shown
+            raise UserError(f"{place}, which {open_files[-2]} includes, {is_not}; take the include line out") from None
         raise UserError(
-            f"{place}: {lines[number - 1].strip()!r} is not a line 'Name.field = value' "
-            f"({' '.join(why.split()).rstrip('.')}); text stands in quotes, a macro after %"
+            f"{place}: {lines[number - 1].strip()!r} {is_not} ({' '.join(why.split()).rstrip('.')}); text stands in "
+            "quotes, a macro after %"
         ) from error
     found = []
     for statement in statements:
@@ -174,9 +177,10 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                 name, field = statement.selector, statement.arg_name
                 target = f"{name}.{field}" if field else name
                 if statement.scope:
+                    shown = "..." if len(open_files) > 1 else repr(statement.value)
                     raise UserError(
                         f"'{statement.scope}/{target}' has a scope ({statement.scope!r}), and no part of a run enters "
-                        f"a scope; write {target} = {statement.value!r} ({place})"
+                        f"a scope; write {target} = {shown} ({place})"
                     )
                 if field and name not in CONFIG_CLASSES:
                     near = _near(name.split(".")[-1], (*CONFIG_CLASSES, "TrainConfig"))

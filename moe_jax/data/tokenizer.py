@@ -6,6 +6,7 @@ Inputs: text. Outputs: 1-d int32 ids below `vocab_size`. `encode_batch` never ad
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,13 +18,31 @@ import numpy as np
 from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 
+
+def check_inside(folder: str | os.PathLike[str], name: str) -> Path:
+    """Return the path of a file in a folder that somebody else may have filled; it need not exist.
+
+    Raises:
+      UserError: it, or what it is a link to, lies elsewhere, or is no regular file (a pipe would be waited for). Links
+        of the Hugging Face hub's cache are followed: from snapshots/REVISION to its own blobs.
+    """
+    path, root = Path(folder) / name, Path(folder).resolve()
+    real = path.resolve()
+    blobs = [(root.parents[1] / "blobs").resolve()] if root.parent.name == "snapshots" else []
+    if not any(real.is_relative_to(home) for home in (root, *blobs)):
+        raise UserError(f"{path} leads out of its folder, to {real}, which is not read; copy the file itself there")
+    if real.exists() and not real.is_file():
+        raise UserError(f"{path} is no regular file; copy the folder again")
+    return path
+
+
 END_FILES = ("generation_config.json", "config.json")  # the first that names an id decides
 
 
 def read_end_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     """Return `eos_token_id` of generation_config.json, else of config.json; () where neither file names one."""
     for name in END_FILES:
-        path = Path(folder) / name
+        path = check_inside(folder, name)
         if not path.exists():
             continue
         try:
@@ -94,9 +113,11 @@ class HuggingFaceTokenizer:
                 f"DataConfig.tokenizer ({path!r}) needs the package 'tokenizers', which is not installed; "
                 "pip install tokenizers, or set DataConfig.tokenizer = 'byte'"
             ) from error
+        file = Path(path).expanduser()
         try:
-            with open(os.path.expanduser(path), "rb") as file:
-                text = file.read()
+            if file.exists() and not file.is_file():  # a pipe would be waited for
+                raise OSError(errno.EINVAL, "it is no file")
+            text = file.read_bytes()
         except OSError as error:
             raise UserError(
                 f"DataConfig.tokenizer ({path!r}) must be 'byte' or the path of a tokenizer.json ({error.strerror}); "
@@ -111,7 +132,7 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         size = max(ids.values(), default=-1) + 1  # not the count: ids may have holes
         named = next((ids[name] for name in END_NAMES if name in ids), size)
-        self.end_ids = read_end_ids(os.path.dirname(os.path.expanduser(path)) or ".") or (named,)
+        self.end_ids = read_end_ids(file.parent) or (named,)
         self.end_id, known = self.end_ids[0], set(ids.values())
         self._marks = {end: "<|end|>" for end in self.end_ids if end not in known}
         size = max(size, *(end + 1 for end in self.end_ids))

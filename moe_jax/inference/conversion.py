@@ -21,7 +21,7 @@ import numpy as np
 
 from moe_jax.config.run_config import RunConfig, config_differences, config_text
 from moe_jax.data.corpus import DataConfig
-from moe_jax.data.tokenizer import build_tokenizer
+from moe_jax.data.tokenizer import build_tokenizer, check_inside
 from moe_jax.errors import UserError
 from moe_jax.inference.families import (
     BACK,
@@ -53,6 +53,7 @@ CARRIED = (
 NOT_NEEDED = (".rotary_emb.inv_freq",)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2**27
+_LARGEST_JSON = 64 << 20  # an index names each tensor of a model
 READ_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -69,7 +70,7 @@ def import_folder(
         folder that is there already, or one that cannot be written. Nothing is left behind then.
     """
     source = Path(source).expanduser()
-    keys = read_json(source / "config.json")
+    keys = read_json(check_inside(source, "config.json"))
     if upcycling is not None:
         keys = upcycled_keys(keys, upcycling.experts, upcycling.top_k)
     family, model, moe = read_config(keys)
@@ -184,7 +185,8 @@ def export_folder(
         own = (folder.path / TOKENIZER).exists() or run.data.tokenizer == "byte"
         source = folder.path if own else Path(run.data.tokenizer).expanduser().parent
         _carry(source, out)
-        keys = read_json(source / "config.json") if (source / "config.json").exists() else {}
+        has_keys = check_inside(source, "config.json").exists()
+        keys = read_json(source / "config.json") if has_keys else {}
         keys = {key: value for key, value in keys.items() if key in HARMLESS}
         keys |= write_config(family, model, run.moe)
         (out / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -258,7 +260,7 @@ def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]
 def _carry(source: Path, target: Path) -> None:
     """Copy the files of the tokenizer, of generation, and config.json."""
     for name in CARRIED:
-        if (source / name).exists():
+        if check_inside(source, name).exists():
             shutil.copyfile(source / name, target / name)
 
 
@@ -277,10 +279,12 @@ def library() -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file, or raise a UserError."""
     try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise UserError(f"{path} has {path.stat().st_size} bytes, more than {_LARGEST_JSON}; copy the folder again")
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give a folder with a checkpoint of transformers") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"cannot read {path} ({error}); copy the folder again") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, not a JSON object; copy the folder again")
@@ -292,15 +296,15 @@ class TensorFolder:
 
     def __init__(self, path: Path):
         """Open the files; nothing is read but their headers."""
-        safetensors, index, self.path = library(), path / INDEX, path
+        safetensors, index, self.path = library(), check_inside(path, INDEX), path
         self._held: dict[str, tuple[Path, Any]] = {}  # of each tensor its file, and that opened
-        wanted: dict[Path, list[str]] = {path / SINGLE: []}
+        wanted: dict[Path, list[str]] = {check_inside(path, SINGLE): []}
         if index.exists():
             entries, wanted = read_json(index).get("weight_map"), {}
             if not isinstance(entries, dict):
                 raise UserError(f"{index} has no weight_map; copy the folder again")
             for name in sorted(entries):
-                wanted.setdefault(path / str(entries[name]), []).append(name)
+                wanted.setdefault(check_inside(path, str(entries[name])), []).append(name)
         elif not (path / SINGLE).exists():
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; give a folder with safetensors files")
         for file in sorted(wanted):

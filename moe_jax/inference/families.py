@@ -43,6 +43,13 @@ JOINT_KEYS = (
     *EXPERT_KEYS, "num_experts_per_tok", "intermediate_size", "moe_intermediate_size", "router_aux_loss_coef",
     "aux_loss_alpha", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype",
 )  # fmt: skip
+# the largest that is read; whoever wrote config.json must not decide how long this program works on it
+SIZES = {
+    **dict.fromkeys(("num_hidden_layers", *EXPERT_KEYS, "num_experts_per_tok", "num_attention_heads"), 10_000),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"), 10**8),
+    **dict.fromkeys(("max_position_embeddings", "num_key_value_heads"), 10**8),
+}
+MOST_EXPERTS = 10**6  # of all layers
 HARMLESS = (
     "architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "initializer_range",
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "id2label", "label2id",
@@ -200,6 +207,8 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     experts = [keys[key] for key in EXPERT_KEYS if keys.get(key) is not None]
     if not experts:
         raise UserError(f"config.json has none of {', '.join(map(repr, EXPERT_KEYS))}: it is no mixture of experts")
+    if layers * experts[0] > MOST_EXPERTS:
+        raise UserError(f"config.json: {layers} layers of {experts[0]} experts are more than {MOST_EXPERTS} experts")
     moe = {"num_experts": experts[0], "top_k": keys["num_experts_per_tok"], "z_loss_weight": 0.0}
     moe["renormalize"] = own.get("norm_topk_prob", True)
     coefficient = keys.get("router_aux_loss_coef", keys.get("aux_loss_alpha")) or 0.0
@@ -232,6 +241,10 @@ def _check_keys(family: Family, keys: dict[str, Any]) -> None:
     """Raise a UserError for keys that are missing, unknown, or not neutral."""
     for key in REQUIRED:
         _needed(keys, key)
+    for key, most in SIZES.items():
+        value = keys.get(key)
+        if value is not None and not (type(value) is int and 0 <= value <= most):
+            raise UserError(f"config.json: {key} ({value!r}) must be a whole number of at most {most}")
     known = {*MODEL_KEYS, *JOINT_KEYS, *HARMLESS, *family.own_keys} - set(family.neutral)
     neutral = {**NEUTRAL, **family.neutral}
     kinds = set(keys.get("layer_types") or ())

@@ -21,7 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -117,9 +117,12 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
         `iterations` samples are numbered from 0; `sources` and the keys of `LoadsOrigin` are read where they are;
         other keys are ignored.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise UserError(f"{path} is no file; a trace is an npz file with `loads` and `iterations`")
     try:
         # Opened here, since np.load leaves a damaged file open.
         with open(path, "rb") as file:
+            check_sizes(file)
             archive = np.load(file, allow_pickle=False)
             if isinstance(archive, np.ndarray):
                 raise UserError(f"{path} is a single array; a trace is an npz file with `loads` and `iterations`")
@@ -164,6 +167,29 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
         sources = None  # a key of another program
     loads = loads if loads.dtype.kind in "iu" else loads.astype(np.int64)
     return LoadsTrace(loads, iterations, sources, _read_origins(arrays, len(loads), path))
+
+
+_DEFLATE_RATIO = 1032  # the most bytes that deflate makes of one
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def check_sizes(file: BinaryIO) -> None:
+    """Raise a ValueError where an npz names an array of more bytes than it can hold; nothing of that size is allocated.
+
+    Other files than npz pass.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                with archive.open(info) as member:
+                    read_header = _HEADERS.get(np.lib.format.read_magic(member))
+                    if read_header is None:
+                        raise ValueError(f"{info.filename} has an array format that is unknown here")
+                    shape, _, dtype = read_header(member)
+                needed = math.prod(shape) * dtype.itemsize
+                if needed > min(info.file_size, _DEFLATE_RATIO * info.compress_size):
+                    raise ValueError(f"{info.filename} is said to be {list(shape)}, and its bytes are not there")
+    file.seek(0)
 
 
 def _read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -> tuple[LoadsOrigin | None, ...]:

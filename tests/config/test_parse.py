@@ -148,6 +148,15 @@ def test_parse_file_mistakes(tmp_path):
     assert f"({absent}:2)" in mistake([absent])
 
 
+def test_parse_shows_nothing_of_a_file_that_a_config_includes(tmp_path):
+    """A config of somebody else may include a private file, and its message may go to them."""
+    for line in ("root:x:0:hunter2", "password = hunter2", "key/password.value = 'hunter2'"):
+        private = write(tmp_path, "private", line + "\n")
+        assert "hunter2" in mistake([private]) or "scope" in mistake([private])
+        included = mistake([write(tmp_path, "theirs.gin", f"include '{private}'\n")])
+        assert "hunter2" not in included and f"{private}:1" in included
+
+
 def test_parse_without_gin_says_so(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gin", None)
     assert "pip install gin-config" in mistake()

@@ -129,10 +129,28 @@ def transpose_expert(tensors):
     tensors[name] = np.ascontiguousarray(tensors[name].T)
 
 
-def name_a_shard(folder):
+def name_a_shard(folder, name="s.safetensors"):
     (folder / "model.safetensors").rename(folder / "first.safetensors")
-    index = {"weight_map": {Q: "s.safetensors", GATE: "first.safetensors"}}
+    index = {"weight_map": {Q: name, GATE: "first.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def lead_out(folder, name, as_link=False):
+    """Put a file next to the folder, and let a name of the folder mean it."""
+    outside = folder.parent / "private" / name
+    outside.parent.mkdir()
+    shutil.copy(folder / "model.safetensors", outside) if name.endswith("tensors") else outside.write_text('{"a": 1}')
+    if as_link:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(outside)
+    else:
+        index = {"weight_map": {GATE: f"../private/{name}"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def put_a_pipe(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
 
 
 Q, GATE = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"
@@ -156,6 +174,17 @@ WRONG = {
     "integers": (lambda f: rewrite(f, lambda t: t.update({GATE: t[GATE].astype(np.int32)})), f"{GATE} is I32"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 1000), "cannot read .*model.safetensors"),
     "missing shard": (name_a_shard, "s.safetensors does not exist, and model.safetensors.index.json names it"),
+    "a map that leads out": (lambda f: lead_out(f, "a.safetensors"), "private/a.safetensors leads out of its folder"),
+    "an absolute map": (lambda f: name_a_shard(f, str(f.parent / "s.safetensors")), "leads out of its folder"),
+    "linked tensors": (lambda f: lead_out(f, "model.safetensors", True), "model.safetensors leads out of its folder"),
+    "a linked tokenizer": (lambda f: lead_out(f, "tokenizer_config.json", True), "json leads out of its folder"),
+    "a linked config": (lambda f: lead_out(f, "config.json", True), "config.json leads out of its folder, to"),
+    "a pipe of config": (lambda f: put_a_pipe(f, "config.json"), "config.json is no regular file"),
+    "a pipe of tensors": (lambda f: put_a_pipe(f, "model.safetensors"), "model.safetensors is no regular file"),
+    "a pipe to copy": (lambda f: put_a_pipe(f, "chat_template.jinja"), "chat_template.jinja is no regular file"),
+    "many layers": (lambda f: change_config(f, num_hidden_layers=10**9), "num_hidden_layers .1000000000. must be a"),
+    "many experts": (lambda f: change_config(f, num_hidden_layers=10**4, num_experts=10**4), "more than 1000000 exp"),
+    "layers in words": (lambda f: change_config(f, num_hidden_layers="2"), "num_hidden_layers .'2'. must be a whole"),
     "only torch": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
 }
 
@@ -169,7 +198,17 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(name, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         run_command_here("convert", f"--from_hf={source}", f"--workdir={tmp_path / 'run'}")
     assert "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} <= {"source"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"source", "private"}
+
+
+def test_the_cache_of_the_hub_is_read(tmp_path):
+    """There the files of a revision are links to blobs beside it."""
+    snapshot, blobs = tmp_path / "models--a" / "snapshots" / "0", tmp_path / "models--a" / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(FOLDER / "olmoe", blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert import_folder(snapshot, tmp_path / "run") == import_folder(FOLDER / "olmoe", tmp_path / "again")
 
 
 def test_a_folder_in_the_way_is_left_alone(tmp_path):

@@ -1,3 +1,7 @@
+import io
+import os
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -132,6 +136,23 @@ def test_read_loads_names_what_is_wrong(tmp_path, arrays, message):
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(UserError, match="is a single array"):
         read_loads(tmp_path / "one.npy")
+
+
+def test_read_loads_believes_no_header(tmp_path):
+    """Sizes that the file cannot hold, by its own words or by its directory's, are refused before memory is taken."""
+    path, header = tmp_path / "trace.npz", io.BytesIO()
+    fields = {"descr": "<i4", "fortran_order": False, "shape": (10**13, 1, 1, 1)}
+    np.lib.format.write_array_header_1_0(header, fields)
+    for claimed in (None, 2**32 - 2):
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("loads.npy", header.getvalue() + bytes(100))
+            if claimed:
+                archive.infolist()[0].file_size = claimed
+        with pytest.raises(UserError, match=r"loads.npy is said to be \[10000000000000, 1, 1, 1\]"):
+            read_loads(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is no file; a trace is an npz file"):
+        read_loads(tmp_path / "pipe")
 
 
 def test_device_load_max_over_mean_by_hand():
