@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import hmac
 import json
 import logging
 import os
@@ -19,14 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from jax._src import distributed  # the coordination service has no public name
+from jax._src import compilation_cache, distributed  # neither cache nor coordination service has a public name
+from jax._src.compilation_cache_interface import CacheInterface
 from jax.experimental import serialize_executable
 
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target, device_named, read_device, target_names
 from moe_jax.cluster.timeline import scheduler_profile, unguided_share
-from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
+from moe_jax.data.user_cache import check_own_folder, read_cached, user_cache_folder, user_key, write_cached
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.training.job_secret import seal, unseal
 from moe_jax.training.rendezvous import VERSIONS
@@ -73,13 +75,16 @@ def scheduler_memory(device, held: int) -> dict[str, str]:
     return {"xla_gpu_memory_limit_slop_factor": str(percent)} if percent > 95 else {}
 
 
-# jax's persistent cache is on by default on GPUs, in the user's own folder: jax loads its files, so no other user may
-# write to it. XLA's cache of kernel timings comes with it, so the same programs start again with the same kernels. On
-# CPUs it is off: a program that was compiled for another CPU's instructions may fail when it is loaded. In a job of
-# several processes process 0 alone writes and all read; where the others find nothing (a file system that not all
-# share), the model's programs still come from process 0 by `compile_for_all`.
+# jax's persistent cache is on by default on GPUs, in the user's own folder: jax runs what its files hold, so no other
+# user may write to it, and each file is signed. XLA's cache of kernel timings comes with it, so the same programs start
+# again with the same kernels. On CPUs it is off: a program that was compiled for another CPU's instructions may fail
+# when it is loaded. In a job of several processes process 0 alone writes and all read; where the others find nothing (a
+# file system that not all share, or a user's key of their own), the model's programs still come from process 0 by
+# `compile_for_all`.
 def set_up_compilation_cache(folder: str | None, platform: str | None = None) -> str | None:
     """Switch jax's persistent compilation cache on or off, before anything is compiled; return its folder, or None.
+
+    A folder that other users may write to is not used, which is logged.
 
     Args:
       folder: to keep programs in; '' for none; None for JAX_COMPILATION_CACHE_DIR where that is set, else the user's
@@ -87,18 +92,22 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
       platform: None asks jax.
 
     Raises:
-      UserError: the folder cannot be made, or the user's cache folder is a link or belongs to another user.
+      UserError: the folder cannot be made.
     """
     if folder == "":
         jax.config.update("jax_enable_compilation_cache", False)
         return None
-    if folder is None:
-        if jax.config.jax_compilation_cache_dir:
-            return jax.config.jax_compilation_cache_dir
+    if folder is not None and not jax.config.jax_enable_compilation_cache:
+        _LOG.warning(
+            "--compilation_cache=%s is not used with --host_devices: with several CPU devices a program from it hangs "
+            "between two collectives (jax 0.10.2)",
+            folder,
+        )
+        return None
+    if folder is None and not jax.config.jax_compilation_cache_dir:
         if (platform or jax.default_backend()) not in ("gpu", "cuda"):
             return None
-        folder = str(user_cache_folder("compilation"))
-    elif "://" not in folder:  # jax also takes gs://
+    elif folder is not None and "://" not in folder:  # jax also takes gs://
         folder = os.path.abspath(os.path.expanduser(folder))
         try:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,8 +116,53 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
                 f"--compilation_cache={folder} cannot be made ({error.strerror or error}); name another folder, or '' "
                 "for none"
             ) from error
+    folder = folder or jax.config.jax_compilation_cache_dir
+    try:
+        folder = folder or str(user_cache_folder("compilation"))
+        if os.path.isdir(folder):
+            check_own_folder(folder)
+        key = user_key()
+    except UserError as reason:
+        _LOG.warning("compiled programs are not kept: %s", reason)
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
     jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+    compilation_cache.get_file_cache = lambda path: (SignedCache(_file_cache(path)[0], key), path)
     return folder
+
+
+_file_cache = compilation_cache.get_file_cache
+
+
+class SignedCache(CacheInterface):
+    """A cache of jax whose entries only this user can have written: each begins with a proof of the user's key.
+
+    Where several users share a folder, each has entries of their own.
+    """
+
+    def __init__(self, files: CacheInterface, key: bytes):
+        self._files, self._key, self._path = files, key, files._path
+
+    def get(self, key: str) -> bytes | None:
+        """Return what `put` was given; None where there is nothing, or something by somebody else."""
+        name = self._name(key)
+        held = self._files.get(name)
+        if held is None or hmac.compare_digest(held[:32], self._proof(name, held[32:])):
+            return None if held is None else held[32:]
+        _LOG.warning("%s in %s is not by this user, and is not loaded; delete it", name, self._path)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program."""
+        name = self._name(key)
+        self._files.put(name, self._proof(name, value) + value)
+
+    def _name(self, key: str) -> str:
+        return f"{key}-{self._proof('name', b'')[:4].hex()}"
+
+    def _proof(self, name: str, value: bytes) -> bytes:
+        return hmac.digest(self._key, name.encode() + b"\0" + value, "sha256")
 
 
 WAIT_SECONDS = 3600  # for process 0's compilation; the watchdog ends a job that lost process 0
