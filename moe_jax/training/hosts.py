@@ -33,6 +33,7 @@ from moe_jax.training.relay import Relay
 from moe_jax.training.rendezvous import MalformedMessage, Peer, Place, connect, gather_peers, machine_id
 
 _JAX_LATER_SECONDS = 30
+_LONGEST_SECONDS = 10**6
 
 _SHUTDOWN_SECONDS = 1800  # the end waits for the others, one of which may still draw plots; one that dies ends the wait
 
@@ -62,8 +63,8 @@ class HostsConfig:
                 f"{self.num_processes}); number the processes from 0"
             )
         for name in ("start_timeout_seconds", "lost_after_seconds"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} ({getattr(self, name)}) must be positive")
+            if not 0 < getattr(self, name) <= _LONGEST_SECONDS:
+                raise UserError(f"{name} ({getattr(self, name)}) must be positive and at most {_LONGEST_SECONDS}")
         if not self.stall_after_seconds >= 0:
             raise UserError(f"stall_after_seconds ({self.stall_after_seconds}) must be 0 (never) or positive")
 
@@ -111,6 +112,9 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
     for flag, value in ALONE.items():
         if flag not in given:
             os.environ["XLA_FLAGS"] = f"{given} --{flag}={value.lower()}".strip()
+    if any(name.lower().endswith("_proxy") for name in os.environ):  # gRPC would ask a proxy for the loopback port
+        direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""
+        os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1".strip(",")
     # jax's own handler of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
     jax.config.update("jax_enable_preemption_service", False)
     try:

@@ -65,19 +65,26 @@ class Relay:
         local = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*local.getsockname())
         ports = [(self._serve_client, local), *((self._admit, listener) for listener in listeners)]
+        self._loop, self._closed = asyncio.new_event_loop(), asyncio.Event()
         threading.Thread(target=self._run, args=(ports,), name="moe_jax relay", daemon=True).start()
 
     def close(self) -> None:
-        """Remove the folder of the service's socket."""
+        """Listen no more, and remove the folder of the service's socket."""
+        with contextlib.suppress(RuntimeError):  # a second call
+            self._loop.call_soon_threadsafe(self._closed.set)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self, ports: list) -> None:
-        loop = asyncio.new_event_loop()
-        loop.set_exception_handler(lambda _loop, _context: None)  # of a connection that broke
-        servers = [loop.run_until_complete(_listen(answer, listener)) for answer, listener in ports]  # held here
-        loop.run_forever()
-        del servers
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(ports))
+
+    async def _serve(self, ports: list) -> None:
+        self._loop.set_exception_handler(lambda _loop, _context: None)  # of a connection that broke
+        servers = [await asyncio.start_server(answer, sock=port, limit=_CHUNK_BYTES) for answer, port in ports]
+        await self._closed.wait()
+        for server in servers:
+            server.close()
 
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass on a connection of this process' own client."""
@@ -142,10 +149,6 @@ def _sweep(folder: str) -> None:
                 probe.connect(left)
             except ConnectionRefusedError:
                 shutil.rmtree(os.path.dirname(left), ignore_errors=True)
-
-
-async def _listen(answer, listener: socket.socket) -> asyncio.Server:
-    return await asyncio.start_server(answer, sock=listener, limit=_CHUNK_BYTES)
 
 
 async def _read_line(reader: asyncio.StreamReader) -> dict:

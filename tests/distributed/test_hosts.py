@@ -129,11 +129,17 @@ def test_jax_aborts_later_than_the_watch_names_a_silent_process(monkeypatch):
     given = {}
     monkeypatch.setattr(hosts_module, "gather_peers", lambda *_, **__: ((), ("m", "m"), "epoch", ()))
     monkeypatch.setattr(hosts_module.jax.distributed, "initialize", lambda *_, **named: given.update(named))
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    for name, value in (
+        ("XLA_FLAGS", os.environ.get("XLA_FLAGS", "")),
+        ("no_proxy", "10.0.0.1"),
+        ("no_grpc_proxy", ""),
+    ):
+        monkeypatch.setenv(name, value)
     for silence in (0.5, 30.0, 300.0):
         place = HostsConfig(coordinator="localhost:1", num_processes=2, process_id=0, lost_after_seconds=silence)
         start_hosts(place, {"MOE_JAX_JOB_TOKEN": "of all pairs of these tests"})._relay.close()
         assert given["heartbeat_timeout_seconds"] / 2 > silence + 10
+        assert given["coordinator_bind_address"].startswith("unix:/") and "127.0.0.1" in os.environ["no_grpc_proxy"]
     with pytest.raises(UserError, match="a job of several processes needs a secret"):
         start_hosts(place, {"SLURM_JOB_ID": "5000"})
 
@@ -159,6 +165,7 @@ def test_start_hosts_without_flags_is_one_process():
         ({"num_processes": 2, "process_id": 2}, r"process_id \(2\) must lie in 0..num_processes - 1"),
         ({"process_id": -1}, r"process_id \(-1\)"),
         ({"lost_after_seconds": 0}, r"lost_after_seconds \(0\) must be positive"),
+        ({"lost_after_seconds": float("inf")}, r"lost_after_seconds \(inf\) must be positive and at most 1000000"),
         ({"stall_after_seconds": -1}, r"stall_after_seconds \(-1\) must be 0 \(never\) or positive"),
         ({"stall_after_seconds": float("nan")}, r"stall_after_seconds \(nan\) must be 0 \(never\) or positive"),
     ],
