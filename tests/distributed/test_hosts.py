@@ -66,7 +66,7 @@ print("registered")
 
 @pytest.mark.parametrize("victim", [1, 0])
 def test_strangers_change_nothing_and_a_silent_process_ends_the_other_with_code_4_and_its_name(victim):
-    with job("--lost_after=2") as processes:
+    with job(f"--lost_after={2 if victim else 6}") as processes:  # the strangers keep the machine busy
         if victim == 0 and sys.platform == "linux":
             found = ast.literal_eval(processes[0].stdout.readline().removeprefix("open ports "))
             assert {address for address, _ in found} == {"0100007F"}, "jax's service or a relay listens beyond loopback"
@@ -75,8 +75,8 @@ def test_strangers_change_nothing_and_a_silent_process_ends_the_other_with_code_
                 assert (code != 0, out) == (True, "")
         wait_for_step(processes, 5)
         processes[victim].send_signal(signal.SIGSTOP)  # the process lives and keeps its connections: a host gone dark
-        code, out, err = finish(processes[1 - victim], 10)
-    assert code == 4 and "is lost: silent for 2 s" in out + err and f"moe_jax: process {victim}" in out + err
+        code, out, err = finish(processes[1 - victim], 20)
+    assert code == 4 and re.search(rf"moe_jax: process {victim} .* is lost: silent for \d+ s", out + err), err
 
 
 @pytest.mark.parametrize(
