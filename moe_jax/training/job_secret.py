@@ -28,8 +28,7 @@ def read_secret(environment: Mapping[str, str] = os.environ) -> bytes:
       UserError: neither MOE_JAX_JOB_TOKEN nor MOE_JAX_JOB_TOKEN_FILE is set, the file cannot be read or others may read
         it, or the secret is too short.
     """
-    secret, path = environment.get(VARIABLE), environment.get(FILE_VARIABLE)
-    where = VARIABLE
+    secret, path, where = environment.get(VARIABLE, "").strip(), environment.get(FILE_VARIABLE), VARIABLE
     if not secret and not path:
         raise UserError(
             f"a job of several processes needs a secret, in {VARIABLE} or in a file that {FILE_VARIABLE} names ({_HOW})"

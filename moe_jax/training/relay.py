@@ -148,7 +148,8 @@ def _sweep(folder: str) -> None:
             try:
                 probe.connect(left)
             except ConnectionRefusedError:
-                shutil.rmtree(os.path.dirname(left), ignore_errors=True)
+                if os.lstat(os.path.dirname(left)).st_uid == os.geteuid():
+                    shutil.rmtree(os.path.dirname(left), ignore_errors=True)
 
 
 async def _read_line(reader: asyncio.StreamReader) -> dict:

@@ -252,7 +252,7 @@ def test_secret_is_given_by_the_environment_or_a_file_of_its_user(tmp_path):
     path.write_text(f"{secret}\n")
     path.chmod(0o600)
     os.mkfifo(pipe)
-    key = read_secret({"MOE_JAX_JOB_TOKEN": secret})
+    key = read_secret({"MOE_JAX_JOB_TOKEN": f"{secret} "})
     assert key == read_secret({"MOE_JAX_JOB_TOKEN_FILE": str(path)}) and len(key) == 32
     assert key != read_secret({"MOE_JAX_JOB_TOKEN": secret + "."})
     for environment, words in {
