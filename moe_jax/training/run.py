@@ -21,7 +21,7 @@ from moe_jax.errors import UserError
 from moe_jax.observe.metrics_file import summarize_run
 from moe_jax.observe.report import draw_all, write_report
 from moe_jax.observe.run_folder import RunFolder, environment_record, write_atomically
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import Loop, evaluate
@@ -30,6 +30,8 @@ from moe_jax.training.program import Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.stepper import Stepper
 from moe_jax.training.teacher import settle_teacher
+
+RESTORE_SECONDS = 1800.0  # from the first process that has read a checkpoint to the last
 
 
 def say(hosts: Hosts, text: str):
@@ -53,15 +55,18 @@ def run(
       UserError: a folder of another config, a checkpoint of another model, data that cannot be read, and the like.
       NonFiniteError: a step whose loss or gradient is not finite.
     """
-    with open_run(config, config_text, hosts, workdir) as (folder, checkpoints, latest, past):
-        if latest is not None and latest >= config.train.steps:
-            say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
-            return True
-        config, identity = settle_teacher(config, latest or 0, past, hosts)
-        session, compared = start_session(config, hosts)
-        engine = build_engine(session)
-        # the stepper alone holds the state: a step donates it
-        state = starting_state(session, checkpoints, latest, hosts, init_from, init_from_ema, engine)
+    with open_run(config, config_text, hosts, workdir) as (folder, checkpoints):
+        latest = state = None
+        while state is None:  # until a checkpoint proves whole
+            latest, past = newest_checkpoint(checkpoints, folder, config_text, below=latest)
+            if latest is not None and latest >= config.train.steps:
+                say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
+                return True
+            settled, identity = settle_teacher(config, latest or 0, past, hosts)
+            session, compared = start_session(settled, hosts)
+            engine = build_engine(session)
+            # the stepper alone holds the state: a step donates it
+            state = starting_state(session, checkpoints, latest, hosts, init_from, init_from_ema, engine)
         stepper = Stepper(session, state, engine, overflows=past.get("overflows"))
         del state
         if hosts.is_main:
@@ -73,7 +78,7 @@ def run(
             record["resolved"] = {"MeshConfig.devices_per_node": node, **session.resolved()}
             record["compared_before_first_step"] = compared
             write_atomically(folder.environment, json.dumps(record, indent=2, allow_nan=False))
-        if line := line_on_gates(config.train, [segment.moe for segment in session.model.expert_segments]):
+        if line := line_on_gates(settled.train, [segment.moe for segment in session.model.expert_segments]):
             say(hosts, line)
         if session.teacher is not None:
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
@@ -90,7 +95,8 @@ def run(
 def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str) -> None:
     """Print the held-out loss of the last checkpoint of a run folder, also of parameters alone; errors as of `run`."""
     config = dataclasses.replace(config, distillation=DistillationConfig())  # needs no teacher
-    with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints, latest, _):
+    with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints):
+        latest, _ = newest_checkpoint(checkpoints, folder, config_text, evaluates=True)
         session, _ = start_session(config, hosts)
         if latest is None:
             raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
@@ -106,8 +112,8 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
 @contextlib.contextmanager
 def open_run(
     config: RunConfig, config_text: str, hosts: Hosts, workdir: str, evaluates: bool = False
-) -> Iterator[tuple[RunFolder, Checkpointer, int | None, dict]]:
-    """Yield a run folder, its checkpoints, the step of the last one (None before it) and that one's host data.
+) -> Iterator[tuple[RunFolder, Checkpointer]]:
+    """Yield a run folder and its checkpoints.
 
     Process 0 makes the folder before any other looks for it; at the end an empty one that it made goes.
 
@@ -115,8 +121,7 @@ def open_run(
       evaluates: nothing is trained: the folder must exist, and may hold parameters alone.
 
     Raises:
-      UserError: the folder cannot be opened or belongs to a run that this config may not go on with, or the processes
-        of the job were started with different configs.
+      UserError: the folder cannot be opened, or the processes of the job were started with different configs.
     """
     made = RunFolder(workdir, create=not evaluates) if hosts.is_main else None
     try:
@@ -129,26 +134,41 @@ def open_run(
                 )
         folder = made or RunFolder(workdir, create=False)
         with contextlib.closing(Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)) as checkpoints:
-            latest = checkpoints.latest()
-            past = {} if latest is None else checkpoints.read_host(latest)
-            held = past["config"] if past else folder.held_config(config_text)
-            # Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
-            if past.get("parameters_only"):
-                if not evaluates:
-                    raise UserError(
-                        f"{workdir} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
-                        f"them, with --init_from={workdir} and another --workdir"
-                    )
-                held, config_text = (
-                    "\n".join(line for line in text.splitlines() if line.startswith(("ModelConfig.", "MoEConfig.")))
-                    for text in (held, config_text)
-                )
-            if held is not None:
-                check_resumable(held, config_text, str(folder.path))
-            yield folder, checkpoints, latest, past
+            yield folder, checkpoints
     finally:
         if made is not None:
             made.remove_if_unused()
+
+
+def newest_checkpoint(
+    checkpoints: Checkpointer, folder: RunFolder, config_text: str, below: int | None = None, evaluates: bool = False
+) -> tuple[int | None, dict]:
+    """Return the step of the newest checkpoint, None before the first, and its host data, which fits the config.
+
+    Args:
+      below: only steps before this one count.
+      evaluates: as for `open_run`.
+
+    Raises:
+      UserError: the folder belongs to a run that this config may not go on with, or no checkpoint will do.
+    """
+    latest = checkpoints.latest(below)
+    past = {} if latest is None else checkpoints.read_host(latest)
+    held = past["config"] if past else folder.held_config(config_text)
+    # Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
+    if past.get("parameters_only"):
+        if not evaluates:
+            raise UserError(
+                f"{folder.path} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
+                f"them, with --init_from={folder.path} and another --workdir"
+            )
+        held, config_text = (
+            "\n".join(line for line in text.splitlines() if line.startswith(("ModelConfig.", "MoEConfig.")))
+            for text in (held, config_text)
+        )
+    if held is not None:
+        check_resumable(held, config_text, str(folder.path))
+    return latest, past
 
 
 def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
@@ -182,8 +202,11 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
 def starting_state(
     session: Session, checkpoints: Checkpointer, latest: int | None, hosts: Hosts, init_from: str = "",
     init_from_ema: bool = False, engine: RejitEngine | None = None,
-) -> dict:  # fmt: skip
-    """Return the state to go on from: the last checkpoint, another run's parameters, or a fresh one."""
+) -> dict | None:  # fmt: skip
+    """Return the state to go on from: the last checkpoint, another run's parameters, or a fresh one.
+
+    None on every process where the checkpoint proves damaged on one, which is named.
+    """
     if latest is not None:
         home = session.home
         if engine is not None:
@@ -191,7 +214,15 @@ def starting_state(
             if left_out is not None:
                 say(hosts, left_out)
             home = engine.home
-        state, host = checkpoints.restore(latest, session.abstract_state(), home)
+        damage = ""
+        try:
+            state, host = checkpoints.restore(latest, session.abstract_state(), home)
+        except DamagedCheckpointError as error:
+            damage = error.args[0]
+        if found := next(filter(None, hosts.gather_text("damage", damage, RESTORE_SECONDS)), ""):
+            say(hosts, f"{found}; the one before it is taken")
+            return None
+        checkpoints.set_aside(latest)
         session.feed.stream.check_position(host["data"])
         decay = session.config.train.ema_decay
         if decay and "ema" not in state:

@@ -1,11 +1,13 @@
 """A checkpoint gives back every bit, on any mesh; is whole or absent; and says in one line why it will not do."""
 
+import json
 import os
 import re
 import resource
 import shutil
 import sys
 import types
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -205,13 +207,15 @@ def test_restore_names_a_checkpoint_that_cannot_be_read(here, tmp_path):
     for arrays in (tmp_path / "00000001").rglob("d"):
         shutil.rmtree(arrays)
     assert checkpointer.read_host(1) == {}, "needs no array"
-    with pytest.raises(UserError, match=r"cannot read checkpoint .*00000001 \(.*\); move it away"):
+    with pytest.raises(UserError, match=r"checkpoint .*00000001 is damaged \(.*\); move it away"):
         checkpointer.restore(1, abstract_of(state), {})
     for text in ("{}", "", '{"custom_metadata": null}'):
         (tmp_path / "00000002" / "_METADATA").write_text(text)
-        with pytest.raises(UserError, match=r"cannot read checkpoint .*00000002 \(.*\); move it away"):
+        with pytest.raises(UserError, match=r"checkpoint .*00000002 is damaged \(.*\); move it away"):
             checkpointer.read_host(2)
-    (tmp_path / "00000002" / "_METADATA").write_text('{"custom_metadata": {"format": "moe_jax checkpoint 9"}}')
+    record = {"format": "moe_jax checkpoint 9", "step": 2}
+    record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    (tmp_path / "00000002" / "_METADATA").write_text(json.dumps({"custom_metadata": record}))
     with pytest.raises(UserError, match="has format 'moe_jax checkpoint 9', but this program reads"):
         checkpointer.restore_params(2, abstract_of(state), {})
 

@@ -1,0 +1,163 @@
+"""What a run does with a folder that something else has damaged, renamed or taken."""
+
+import logging
+import os
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_run import assert_same_run, run_here
+
+from moe_jax.errors import UserError
+from moe_jax.training.checkpoint import Checkpointer
+
+FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
+SAVING = (*FLAT, "train.checkpoint_every = 1", "train.keep_checkpoints = 9")
+
+
+def largest_file(folder):
+    """The data file, which holds the arrays."""
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(path, place=0.5):
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 4
+    path.write_bytes(data)
+
+
+def zero_half(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+# What happens to a checkpoint: folder -> None.
+DAMAGES = {
+    "bit_flipped": lambda folder: flip(largest_file(folder)),
+    "half_zeroed": lambda folder: zero_half(largest_file(folder)),
+    "data_cut": lambda folder: cut(largest_file(folder)),
+    "data_gone": lambda folder: largest_file(folder).unlink(),
+    "metadata_cut": lambda folder: cut(folder / "_METADATA"),
+    "metadata_changed": lambda folder: (folder / "_METADATA").write_text(
+        (folder / "_METADATA").read_text().replace('"position": 7', '"position": 8')
+    ),
+    "metadata_gone": lambda folder: (folder / "_METADATA").unlink(),
+    "manifest_flipped": lambda folder: flip(folder / "manifest.ocdbt"),
+    "manifest_cut": lambda folder: cut(folder / "manifest.ocdbt"),
+    "manifest_gone": lambda folder: (folder / "manifest.ocdbt").unlink(),
+    "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+    "renamed": lambda folder: (shutil.rmtree(folder), shutil.copytree(folder.parent / "00000001", folder)),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of steps 1 and 2, whose large leaf is in eight pieces."""
+    folder = tmp_path_factory.mktemp("saved")
+    mesh = jax.make_mesh((8,), ("expert",))
+    places = [jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("expert",), ())]
+    state = {"w": jax.device_put(jnp.arange(64 * 64.0).reshape(64, 64), places[0]), "count": jax.device_put(7, places[1])}
+    checkpointer = Checkpointer(folder, keep=3)
+    for step in (1, 2):
+        checkpointer.save(step, state, {}, {"position": 7})
+    checkpointer.close()
+    return folder, state
+
+
+def restored(folder, like):
+    """The (step, state) that a run goes on from, which sets aside what it passed over."""
+    checkpointer, step, state = Checkpointer(folder, keep=3), None, None
+    while state is None:
+        step = checkpointer.latest(step)
+        try:
+            state, host = checkpointer.restore(step, like, {})
+        except UserError as error:
+            logging.warning("%s", error)
+    assert host == {"position": 7}
+    checkpointer.set_aside(step)
+    return step, state
+
+
+@pytest.mark.parametrize("mesh", [8, 2])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(saved, tmp_path, caplog, damage, mesh):
+    source, state = saved
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    DAMAGES[damage](tmp_path / "00000002")
+    mesh = jax.make_mesh((mesh,), ("expert",), devices=jax.devices()[:mesh])
+    like = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, leaf.sharding.spec))
+        for name, leaf in state.items()
+    }
+    step, found = restored(tmp_path, like)
+    assert step == 1 and all((found[name] == np.asarray(state[name])).all() for name in state)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.match(r"checkpoint \S+/00000002 is damaged \(.*\); ", line) and "\n" not in line and len(line) < 500
+    assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002.damaged"]
+
+
+def test_no_flipped_bit_of_any_file_is_read(saved, tmp_path):
+    """Every byte of the small files and some of the large one: named, or without effect."""
+    source, state = saved
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    copy = tmp_path / "00000002"
+    shutil.copytree(source / "00000002", copy)
+    named = 0
+    for path in sorted(copy.rglob("*")):
+        if not path.is_file() or path.name in ("_sharding", "commit_success.txt", "_CHECKPOINT_METADATA"):
+            continue
+        whole = path.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 40)):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << place % 8
+            path.write_bytes(changed)
+            try:
+                found, host = Checkpointer(tmp_path, keep=1).restore(2, like, {})
+                assert host == {"position": 7} and all((found[name] == state[name]).all() for name in state), path
+            except UserError as error:
+                assert "is damaged" in str(error), error
+                named += 1
+        path.write_bytes(whole)
+    assert named > 60
+
+
+# A whole run, and copies of its folder.
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Six steps, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("run")
+    assert run_here(folder, folder / "whole", *SAVING)
+    return folder
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(whole, capsys):
+    work = whole / "parts #1?%41"
+    shutil.copytree(whole / "whole", work)
+    checkpoints = work / "checkpoints"
+    shutil.rmtree(checkpoints / "00000006")
+    flip(largest_file(checkpoints / "00000005"))
+    zero_half(largest_file(checkpoints / "00000004"))
+    cut(checkpoints / "00000003" / "_METADATA")
+    (checkpoints / "00000013").mkdir()
+    shutil.copytree(checkpoints / "00000002", checkpoints / "99999999")
+    assert run_here(whole, work, *SAVING)
+    out = capsys.readouterr().out
+    assert "resuming at step 2" in out and out.count("is damaged") == 2, out
+    assert_same_run(whole / "whole", work, 6)
+    damaged = {f"{step:08d}.damaged" for step in (3, 4, 5, 13, 99999999)}
+    assert damaged <= set(os.listdir(checkpoints))
+    # down to none: nothing is trained from the start, however often the command is given
+    for step in range(1, 7):
+        cut(largest_file(checkpoints / f"{step:08d}"))
+    for _ in range(2):
+        with pytest.raises(UserError, match="no checkpoint of .* is whole, of 6; put one back from a copy"):
+            run_here(whole, work, *SAVING, "train.steps = 7")
