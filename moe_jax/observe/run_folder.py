@@ -5,6 +5,7 @@ operative_config.gin  what the program used        evaluations.jsonl  one JSON o
 environment.json      versions, devices, mesh      loads/ loads.npz   parts while training, merged at the end
 checkpoints/          orbax                        plots/ report.html pictures, and all of it on one page
 tensorboard/          events                       profile/           traces of train.profile_steps
+lease/                the job that writes here     (observe/lease.py)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import errno
 import os
 import platform
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -93,6 +95,7 @@ class RunFolder:
         self.loads_parts, self.loads = self.path / "loads", self.path / "loads.npz"
         self.plots, self.profile = self.path / "plots", self.path / "profile"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
+        self.lease = self.path / "lease"
         self._made = [folder for folder in (self.path, *self.path.parents) if create and not folder.exists()]
         if create:
             with disk_errors_named(self.path):
@@ -104,7 +107,9 @@ class RunFolder:
             raise UserError(f"run folder {self.path} does not exist; give the --workdir of a run")
 
     def remove_if_unused(self) -> None:
-        """Remove the folder, and those above it, that this object made and that are still empty."""
+        """Remove the folder, and those above it, that this object made and in which nothing began."""
+        if self._made and not self.config.exists():
+            shutil.rmtree(self.lease, ignore_errors=True)
         with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()

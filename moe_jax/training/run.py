@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
+from moe_jax.observe.lease import Lease
 from moe_jax.observe.metrics_file import summarize_run
 from moe_jax.observe.report import draw_all, write_report
 from moe_jax.observe.run_folder import RunFolder, environment_record, write_atomically
@@ -113,7 +114,7 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
 def open_run(
     config: RunConfig, config_text: str, hosts: Hosts, workdir: str, evaluates: bool = False
 ) -> Iterator[tuple[RunFolder, Checkpointer]]:
-    """Yield a run folder and its checkpoints.
+    """Yield a run folder and its checkpoints; a run that trains holds the folder's lease.
 
     Process 0 makes the folder before any other looks for it; at the end an empty one that it made goes.
 
@@ -121,10 +122,15 @@ def open_run(
       evaluates: nothing is trained: the folder must exist, and may hold parameters alone.
 
     Raises:
-      UserError: the folder cannot be opened, or the processes of the job were started with different configs.
+      UserError: the folder cannot be opened, another job has it, or the processes of the job were started with different
+        configs.
     """
     made = RunFolder(workdir, create=not evaluates) if hosts.is_main else None
-    try:
+    with contextlib.ExitStack() as stack:
+        if made is not None:
+            stack.callback(made.remove_if_unused)
+            if not evaluates:
+                stack.enter_context(Lease(made, hosts.fail))
         texts = hosts.gather_text("config", config_text)
         for index, text in enumerate(texts):
             for binding, first, other in config_differences(texts[0], text):
@@ -133,11 +139,8 @@ def open_run(
                     "same flags"
                 )
         folder = made or RunFolder(workdir, create=False)
-        with contextlib.closing(Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)) as checkpoints:
-            yield folder, checkpoints
-    finally:
-        if made is not None:
-            made.remove_if_unused()
+        checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
+        yield folder, stack.enter_context(contextlib.closing(checkpoints))
 
 
 def newest_checkpoint(

@@ -1,17 +1,26 @@
 """What a run does with a folder that something else has damaged, renamed or taken."""
 
+import json
 import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_run import assert_same_run, run_here
+from support.tiny_run import assert_same_run, command, finish, run_here, start
 
 from moe_jax.errors import UserError
+from moe_jax.observe import lease
+from moe_jax.observe.lease import Lease
+from moe_jax.observe.metrics_file import read_metrics
+from moe_jax.observe.run_folder import RunFolder
 from moe_jax.training.checkpoint import Checkpointer
 
 FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
@@ -63,7 +72,10 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     mesh = jax.make_mesh((8,), ("expert",))
     places = [jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("expert",), ())]
-    state = {"w": jax.device_put(jnp.arange(64 * 64.0).reshape(64, 64), places[0]), "count": jax.device_put(7, places[1])}
+    state = {
+        "w": jax.device_put(jnp.arange(64 * 64.0).reshape(64, 64), places[0]),
+        "count": jax.device_put(7, places[1]),
+    }
     checkpointer = Checkpointer(folder, keep=3)
     for step in (1, 2):
         checkpointer.save(step, state, {}, {"position": 7})
@@ -161,3 +173,89 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(whole, capsys):
     for _ in range(2):
         with pytest.raises(UserError, match="no checkpoint of .* is whole, of 6; put one back from a copy"):
             run_here(whole, work, *SAVING, "train.steps = 7")
+
+
+# Two jobs, one folder.
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
+
+
+def seconds_to_take(folder, epoch):
+    began = time.monotonic()
+    with Lease(folder, pytest.fail) as taken:
+        assert taken.epoch == epoch and [path.name for path in folder.lease.iterdir()] == [f"{epoch:08d}.json"]
+        return time.monotonic() - began
+
+
+def test_a_folder_is_held_by_one_job_and_given_back(quick, tmp_path):
+    folder, lost = RunFolder(tmp_path), []
+    with Lease(folder, lost.append) as first:
+        with pytest.raises(UserError, match=rf"is held by another job \(process {os.getpid()} on .*, epoch 1\); wait"):
+            Lease(folder, pytest.fail).__enter__()
+        assert first.epoch == 1 and not lost
+    assert seconds_to_take(folder, 2) < 0.5
+
+
+def test_a_dead_job_of_this_host_is_replaced_at_once(tmp_path):
+    code = "import sys, time; from moe_jax.observe.lease import *; Lease(RunFolder(sys.argv[1]), print).__enter__()"
+    code += "; print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()  # and nobody waits for it: a zombie
+    assert seconds_to_take(RunFolder(tmp_path), 2) < 5 < lease.STALE_SECONDS
+    holder.communicate()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_job_of_another_host_is_judged_by_its_count_alone(quick, tmp_path, lives):
+    """Its clock, and the times of its files, are those of another century."""
+    folder = RunFolder(tmp_path)
+    folder.lease.mkdir()
+    path, ended = folder.lease / "00000041.json", threading.Event()
+
+    def write(beats):
+        path.write_text(json.dumps({"host": "far", "process": 1, "machine": "far", "started": "1", "beats": beats}))
+        os.utime(path, (10, 10))
+
+    def beat():
+        beats = 7
+        while not ended.wait(0.05):
+            write(beats := beats + 1)
+
+    write(7)
+    other = threading.Thread(target=beat)
+    if lives:
+        other.start()
+        with pytest.raises(UserError, match="process 1 on far, epoch 41"):
+            Lease(folder, pytest.fail).__enter__()
+        ended.set()
+        other.join()
+        assert path.exists()
+    else:
+        assert 1.0 <= seconds_to_take(folder, 42) < 3
+
+
+def test_a_job_that_slept_finds_that_it_lost_the_folder(quick, tmp_path):
+    folder, lost, told = RunFolder(tmp_path), [], threading.Event()
+    with Lease(folder, lambda error: (lost.append(error), told.set())):
+        (folder.lease / "00000002.json").write_text('{"host": "far", "process": 5}')
+        assert told.wait(5)
+    assert "held by another job (process 5 on far, epoch 2)" in str(lost[0])
+    assert json.loads((folder.lease / "00000002.json").read_text()) == {"host": "far", "process": 5}
+
+
+def test_a_second_command_on_a_folder_is_refused_before_it_trains(tmp_path):
+    work = tmp_path / "work"
+    first = start(command(tmp_path, work))
+    while not list(work.glob("lease/*.json")):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    code, out, err = finish(start(command(tmp_path, work)))
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2 and f"held by another job (process {first.pid} on " in line and "step" not in out, err
+    code, _, err = finish(first)
+    assert code == 0 and [record["step"] for record in read_metrics(work)] == [1, 2, 3, 4, 5, 6], err

@@ -1,0 +1,167 @@
+"""The lease of a run folder: one job at a time writes there, also where several hosts share the file system.
+
+Inputs: a run folder. Outputs: `lease/00000007.json` in it, which says who holds epoch 7, and whose count rises while that
+job lives. A job takes the folder by making the file of the next epoch, and who finds a higher one has lost it.
+"""
+
+# No lock of the file system is used, which a network may not have, and no two clocks are compared: the holder counts,
+# and who waits looks, for STALE_SECONDS of its own, whether the count moves. Only one process can make a file by
+# open(..., "x"). A holder whose process is gone from this very machine (its boot, its PID namespace) need not be watched.
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from moe_jax.errors import UserError
+from moe_jax.observe.run_folder import RunFolder, disk_errors_named
+
+BEAT_SECONDS = 2.0
+STALE_SECONDS = 30.0  # without a beat, after which a job counts as dead; network file systems show changes late
+_JOB_IDS = ("SLURM_JOB_ID", "PMIX_NAMESPACE")
+_log = logging.getLogger(__name__)
+
+
+class Lease:
+    """A job's right to write to a run folder, for the length of a `with` block.
+
+    Attributes:
+      epoch: from 1; higher than that of every job that had the folder before.
+    """
+
+    def __init__(self, folder: RunFolder, on_lost: Callable[[UserError], object]):
+        """Take nothing yet; `on_lost` is called from another thread if a later job takes the folder meanwhile."""
+        self.epoch = 0
+        self._run, self._folder, self._on_lost = folder.path, folder.lease, on_lost
+        self._ended = threading.Event()
+        self._beat = threading.Thread(target=self._keep, name="moe_jax lease", daemon=True)
+        self._record = {
+            "host": socket.gethostname(),
+            "job": next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), ""),
+            "machine": _machine(),
+            "process": os.getpid(),
+            "started": _started(os.getpid()),
+            "beats": 0,
+        }
+
+    def __enter__(self) -> Lease:
+        """Take the folder; a UserError where another job has it."""
+        with disk_errors_named(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            before = self._newest()
+            self._wait_for_end(before)
+            self.epoch = before + 1
+            try:
+                open(self._path(self.epoch), "x").close()
+            except FileExistsError:
+                raise UserError(self._taken(self.epoch)) from None
+            self._write()
+            if self._newest() > self.epoch:  # this process was slow, and others have come and gone
+                raise UserError(self._taken(self._newest()))
+            for path in self._folder.iterdir():
+                if path != self._path(self.epoch):
+                    path.unlink(missing_ok=True)
+        self._beat.start()
+        return self
+
+    def __exit__(self, *_error) -> None:
+        self._ended.set()
+        self._beat.join()
+        self._record["released"] = True
+        with contextlib.suppress(OSError):
+            self._write()
+
+    def _wait_for_end(self, epoch: int) -> None:
+        """Return when the holder of an epoch has ended; a UserError as soon as it shows life."""
+        seen, deadline = self._read(epoch), time.monotonic() + STALE_SECONDS
+        if not epoch or _has_ended(seen):
+            return
+        _log.warning("%s; looking, for %g s, whether it lives", self._holder(epoch, seen), STALE_SECONDS)
+        while time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS / 4)
+            now = self._read(epoch)
+            if _has_ended(now):
+                return
+            if now.get("beats", 0) > seen.get("beats", 0) or self._newest() > epoch:
+                raise UserError(self._taken(self._newest()))
+
+    def _keep(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            try:
+                if (newest := self._newest()) > self.epoch:
+                    self._on_lost(UserError(self._taken(newest)))
+                    return
+                self._record["beats"] += 1
+                self._write()
+            except OSError:  # a disk that does not answer now; if that lasts, others take the folder
+                pass
+
+    def _path(self, epoch: int) -> Path:
+        return self._folder / f"{epoch:08d}.json"
+
+    def _newest(self) -> int:
+        """Return the highest epoch, 0 before the first."""
+        return max((int(path.stem) for path in self._folder.glob("*.json") if path.stem.isdecimal()), default=0)
+
+    def _read(self, epoch: int) -> dict:
+        """Return the record of an epoch, {} while it is being written."""
+        try:
+            record = json.loads(self._path(epoch).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    def _write(self) -> None:
+        # in place: a full disk does not stop the count, and a network's cache cannot show the file that was replaced
+        with open(self._path(self.epoch), "r+", encoding="utf-8") as file:
+            file.write(json.dumps(self._record) + "\n")
+            file.truncate()
+
+    def _holder(self, epoch: int, record: Mapping) -> str:
+        names = [f"process {record.get('process', '?')} on {record.get('host', '?')}", f"epoch {epoch}"]
+        names += [f"job {record['job']}"] if record.get("job") else []
+        return f"run folder {self._run} is held by another job ({', '.join(names)})"
+
+    def _taken(self, epoch: int) -> str:
+        return f"{self._holder(epoch, self._read(epoch))}; wait for its end, or give another --workdir"
+
+
+def _machine() -> str:
+    """Return a text that is equal on two processes only if the number of a process means the same to both."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _started(process: int) -> str | None:
+    """Return when a process of this machine began, in its own unit, '' where that cannot be told; None if it is gone."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:  # another user's
+        return ""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _has_ended(record: Mapping) -> bool:
+    """Say whether the holder has given its epoch back, or its process is gone from this machine."""
+    if record.get("released"):
+        return True
+    if record.get("machine") != _machine() or type(record.get("process")) is not int:
+        return False
+    started = _started(record["process"])
+    return started is None or bool(started) and started != record.get("started")
