@@ -1,12 +1,12 @@
 """The lease of a run folder: one job at a time writes there, also where several hosts share the file system.
 
-Inputs: a run folder. Outputs: `lease/00000007.json` in it, which says who holds epoch 7, and whose count rises while that
-job lives. A job takes the folder by making the file of the next epoch, and who finds a higher one has lost it.
+Inputs: a run folder. Outputs: `lease/00000007.json` in it, which says who holds epoch 7, and whose count rises while
+that job lives. A job takes the folder by making the file of the next epoch, and who finds a higher one has lost it.
 """
 
 # No lock of the file system is used, which a network may not have, and no two clocks are compared: the holder counts,
 # and who waits looks, for STALE_SECONDS of its own, whether the count moves. Only one process can make a file by
-# open(..., "x"). A holder whose process is gone from this very machine (its boot, its PID namespace) need not be watched.
+# open(..., "x"). A holder whose process is gone from this very machine (its boot, its PID namespace) is not watched.
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """Return when a process of this machine began, in its own unit, '' where that cannot be told; None if it is gone."""
+    """Return when a process of this machine began, in ticks; '' where that cannot be told, None if it is gone."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

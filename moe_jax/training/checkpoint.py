@@ -9,8 +9,8 @@ Letters: docs/notation.md.
 # Leaves of the expert bank are stored as [L, E, ...], of each segment of the model for itself, so a file does not
 # depend on mesh, schedule, placement or process count. Orbax writes a folder: all leaves by name in one OCDBT store
 # of zarr arrays, the host data as JSON in `_METADATA` (`custom_metadata`). Every chunk of an array (what one device
-# held) ends with its CRC-32C, which tensorstore checks when it reads the chunk, by whatever mesh; so do the nodes of the
-# store, which hold all names, shapes and dtypes; and the host data has a CRC of its own.
+# held) ends with its CRC-32C, which tensorstore checks when it reads the chunk, on whatever mesh; so do the nodes of
+# the store, which hold all names, shapes and dtypes; and the host data has a CRC of its own.
 #
 #     checkpoints/00000120/                          finished: a name of digits alone
 #     checkpoints/00000130.orbax-checkpoint-tmp/     being written; renamed by process 0 when all is written

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.data.stream import held_out_entropy, prefetch
@@ -49,6 +50,7 @@ class Loop:
         self.checkpoints, self.hosts = checkpoints, hosts
         self.engine, session = stepper.engine, stepper.session
         self.names = list(flatten(stepper.state["params"]))
+        self.is_finite = jax.jit(lambda leaf: jnp.isfinite(leaf).all(), out_shardings=session.roles.sharding())
         self.evaluation_step = session.evaluation_step() if self.engine is None else None
         self.compile_seconds: float | None = None
         self.profiling = False
@@ -248,10 +250,17 @@ class Loop:
         )
 
     def save(self):
-        """Save the state, unless this very step is saved already."""
+        """Save the state, unless this very step is saved already; a NonFiniteError where it is not finite."""
         step = self.stepper.step
         if self.checkpoint == step:
             return
+        # what no step can go on from would push out what one can
+        finite = jax.device_get({name: self.is_finite(leaf) for name, leaf in flatten(self.stepper.state).items()})
+        if (broken := next((name for name in finite if not finite[name]), None)) is not None:
+            raise NonFiniteError(
+                f"step {step}: {broken!r} is the first leaf of the state that is not finite, so it is not saved; "
+                f"{last_finite(self.checkpoint)}. Lower train.learning_rate, or raise train.warmup_steps"
+            )
         host = {name: value for name, value in self.host.items() if value}
         host["data"] = self.stepper.session.feed.stream.position(step)
         if self.stepper.overflows["steps"]:
@@ -362,14 +371,20 @@ def check_finite(
     gradient = "every gradient is finite"
     if not finite.all():
         gradient = f"gradient leaf {names[int(np.argmin(finite))]!r} is the first that is not finite"
-    kept = (
-        "there is no checkpoint yet" if last_checkpoint is None else f"the checkpoint of step {last_checkpoint} is kept"
-    )
     beyond = f"; {skipped} such steps are more than train.max_skipped_steps ({allowed})" if allowed else ""
     tolerate = "" if allowed else ", or let train.max_skipped_steps leave out a few such steps"
     raise NonFiniteError(
-        f"step {step}: the loss is {float(metrics['loss'])}, and {gradient}{beyond}; {kept}. Lower "
-        f"train.learning_rate, or raise train.warmup_steps{tolerate}"
+        f"step {step}: the loss is {float(metrics['loss'])}, and {gradient}{beyond}; "
+        f"{last_finite(last_checkpoint)}. Lower train.learning_rate, or raise train.warmup_steps{tolerate}"
+    )
+
+
+def last_finite(checkpoint: int | None) -> str:
+    """Return in words where a run that ends now can go on; only finite states are saved."""
+    return (
+        "there is no checkpoint yet"
+        if checkpoint is None
+        else f"the checkpoint of step {checkpoint} is the last finite one"
     )
 
 

@@ -122,8 +122,8 @@ def open_run(
       evaluates: nothing is trained: the folder must exist, and may hold parameters alone.
 
     Raises:
-      UserError: the folder cannot be opened, another job has it, or the processes of the job were started with different
-        configs.
+      UserError: the folder cannot be opened, another job has it, or the processes of this one were started with
+        different configs.
     """
     made = RunFolder(workdir, create=not evaluates) if hosts.is_main else None
     with contextlib.ExitStack() as stack:

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from support.tiny_run import assert_same_run, command, finish, run_here, start
 
-from moe_jax.errors import UserError
+from moe_jax.errors import NonFiniteError, UserError
+from moe_jax.models.language_model import flatten
 from moe_jax.observe import lease
 from moe_jax.observe.lease import Lease
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.observe.run_folder import RunFolder
 from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.stepper import Stepper
 
 FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
 SAVING = (*FLAT, "train.checkpoint_every = 1", "train.keep_checkpoints = 9")
@@ -173,6 +175,28 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(whole, capsys):
     for _ in range(2):
         with pytest.raises(UserError, match="no checkpoint of .* is whole, of 6; put one back from a copy"):
             run_here(whole, work, *SAVING, "train.steps = 7")
+
+
+def test_a_state_that_is_not_finite_pushes_out_no_finite_one(whole, monkeypatch):
+    """One moment is NaN after step 3: that step's loss and gradients are finite, and all later ones may be skipped."""
+    dispatch = Stepper.dispatch
+
+    def poisoned(self, *arguments):
+        dispatch(self, *arguments)
+        if self.step == 3:
+            leaves, tree = jax.tree.flatten(self.state)
+            places = [index for index, name in enumerate(flatten(self.state)) if "/nu/" in name]
+            leaves[places[-1]] *= np.float32(np.nan)
+            self.state = jax.tree.unflatten(tree, leaves)
+
+    monkeypatch.setattr(Stepper, "dispatch", poisoned)
+    changes = (*SAVING, "train.keep_checkpoints = 1", "train.max_skipped_steps = 20")
+    words = r"step 3: 'opt_state/\S*nu\S*' is the first leaf .* not saved; the checkpoint of step 2 is the last finite"
+    with pytest.raises(NonFiniteError, match=words):
+        run_here(whole, whole / "poisoned", *changes)
+    checkpoints = Checkpointer(whole / "poisoned" / "checkpoints", keep=1)
+    assert checkpoints.steps() == [2]
+    assert all(np.isfinite(leaf).all() for leaf in checkpoints.read_arrays(2).values())
 
 
 # Two jobs, one folder.

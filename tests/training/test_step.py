@@ -191,8 +191,8 @@ def test_skipped_steps_are_counted_over_a_stop_and_one_too_many_ends_the_run(tmp
     assert summarize_run(work)["skipped_steps"] == 1
     words = (
         "step 5: the loss is nan, and gradient leaf 'bank/segment_0/w_in' is the first that is not finite; 2 such "
-        "steps are more than train.max_skipped_steps (1); the checkpoint of step 4 is kept. Lower train.learning_rate, "
-        "or raise train.warmup_steps"
+        "steps are more than train.max_skipped_steps (1); the checkpoint of step 4 is the last finite one. "
+        "Lower train.learning_rate, or raise train.warmup_steps"
     )
     with pytest.raises(NonFiniteError, match=f"^{re.escape(words)}$"):
         run_here(tmp_path, work, *changes)
