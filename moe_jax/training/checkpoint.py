@@ -280,6 +280,8 @@ class Checkpointer:
         with self._writing_errors_named(step):
             self._writer.wait_until_finished()
         if jax.process_index() == 0:
+            with self._writing_errors_named(step):
+                _sync(self._path(step))
             for old in self.steps()[: -self._keep]:
                 shutil.rmtree(self._rename(old, ".deleted"), ignore_errors=True)
 
@@ -413,6 +415,20 @@ class Checkpointer:
                     "disk answers, then give the same command again"
                 ) from error
             raise DamagedCheckpointError(f"checkpoint {self._path(step)} is damaged ({line})") from error
+
+
+def _sync(folder: Path) -> None:
+    """See that a new folder, all in it and its name are on the disk, before what it replaces is deleted."""
+    inside = (os.path.join(root, name) for root, _, names in os.walk(folder, topdown=False) for name in (*names, ""))
+    for path in (*inside, folder.parent, folder.parent.parent):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that cannot do it
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def _first_line(error: Exception) -> str:
