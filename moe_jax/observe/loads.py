@@ -132,7 +132,16 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
             arrays = {name: archive[name] for name in names if name in archive}
     except UserError:
         raise
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        TypeError,
+        RuntimeError,
+        MemoryError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise UserError(f"{path} is not a readable npz file of plain arrays ({error})") from error
     loads = arrays["loads"]
     if loads.ndim != 4:
@@ -284,12 +293,13 @@ class LoadsRecorder:
                 leftover.unlink()
         self.last_step = None
         last_kept = -1 if resume_step is None else resume_step
-        for part in sorted(self._folder.loads_parts.glob("part_*.npz")):
+        for part in self._parts():
             if int(part.stem.removeprefix("part_")) > last_kept:
                 with disk_errors_named(part):
                     part.unlink()
                 continue
-            trace = read_loads(part)
+            if (trace := self._read_part(part)) is None:
+                continue
             kept = int((trace.iterations <= last_kept).sum())  # they rise
             if kept < len(trace.iterations):
                 self._write_part(trace.loads[:kept], trace.iterations[:kept], trace.origins[:kept])
@@ -345,15 +355,16 @@ class LoadsRecorder:
 
         The parts stay, so that a longer run can go on. A UserError where they are of two models.
         """
-        parts = sorted(self._folder.loads_parts.glob("part_*.npz"))
-        if not parts:
-            return None
-        shapes, iterations, origins = [], [], []
-        for part in parts:
-            trace = read_loads(part)
+        parts, shapes, iterations, origins = [], [], [], []
+        for part in self._parts():
+            if (trace := self._read_part(part)) is None:
+                continue
+            parts.append(part)
             shapes.append(trace.loads.shape)
             iterations.append(trace.iterations)
             origins += trace.origins
+        if not parts:
+            return None
         if len({(L, E) for _, L, _, E in shapes}) > 1:
             raise UserError(f"the parts of {self._folder.loads_parts} have shapes {shapes}: they are not of one model")
         (_, L, _, E), S = shapes[0], max(shape[2] for shape in shapes)
@@ -375,6 +386,24 @@ class LoadsRecorder:
                     with archive.open(name + ".npy", "w") as member:
                         np.lib.format.write_array(member, np.asanyarray(values), allow_pickle=False)
         return self._folder.loads
+
+    def _parts(self) -> list[Path]:
+        """Return the files of all parts, rising."""
+        return sorted(part for part in self._folder.loads_parts.glob("part_*.npz") if part.stem[5:].isdecimal())
+
+    def _read_part(self, part: Path) -> LoadsTrace | None:
+        """Return the samples of a part; None where it is damaged, and so set aside: a run does not end by it."""
+        try:
+            trace = read_loads(part)
+            if trace.iterations[0] == int(part.stem[5:]):
+                return trace
+            why = f"{part} begins with step {trace.iterations[0]}"
+        except (UserError, IndexError) as error:
+            why = str(error) or f"{part} is empty"
+        _log.warning("%s; it is set aside, and its samples are missing", why)
+        with disk_errors_named(part):
+            part.replace(part.with_suffix(".damaged"))
+        return None
 
     def _write_part(self, loads: np.ndarray, iterations: np.ndarray, origins: Sequence[LoadsOrigin | None]) -> None:
         """Write one part under the name of its first step, so that parts sort by time."""

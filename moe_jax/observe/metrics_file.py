@@ -6,9 +6,11 @@ Floats that are not finite stand as the strings "nan", "inf" and "-inf"; `read_m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +22,7 @@ from moe_jax.errors import UserError
 from moe_jax.observe.run_folder import EVALUATIONS, METRICS, RunFolder, disk_errors_named
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+MOST_RECORDS = 10_000  # that a report reads
 _log = logging.getLogger(__name__)
 
 
@@ -39,11 +42,8 @@ class MetricsWriter:
         # Steps rise, so what stays is a prefix, and the file is truncated once: nothing is copied, a kill cannot leave
         # it half done, and it works on a full disk too.
         kept_bytes = 0
-        for line, record in _complete_lines(self.path) if resume_step is not None else ():
-            if record["step"] > resume_step:
-                break
-            kept_bytes += len(line)
-            self.last_step = record["step"]
+        if resume_step is not None:
+            kept_bytes, self.last_step = _end_of(self.path, resume_step)
         if resume_step and file_name == METRICS and (self.last_step or 0) < resume_step:
             _log.warning(
                 "%s ends at step %s but the run resumes after step %d: the steps between have no metrics",
@@ -78,22 +78,32 @@ class MetricsWriter:
         self._file.close()
 
 
-def read_metrics(folder: str | os.PathLike[str], *, file_name: str = METRICS) -> list[dict[str, Any]]:
+def read_metrics(
+    folder: str | os.PathLike[str], *, file_name: str = METRICS, most: int | None = None
+) -> list[dict[str, Any]]:
     """Return the records of a run, in order; also of one that is still being written or was killed.
 
-    One dict a line of the file METRICS or EVALUATIONS, with "nan", "inf" and "-inf" as floats again. A UserError names
-    a line before the last one that is not a record.
+    One dict a line of the file METRICS or EVALUATIONS, with "nan", "inf" and "-inf" as floats again. Lines that are no
+    records are left out, which is logged.
+
+    Args:
+      most: of a longer file about so many records are read, at even distances, besides the last one and those of steps
+        that compiled; `overflow_steps` of each then counts the steps since the record before it.
     """
-    return [_with_floats(record) for _, record in _complete_lines(Path(folder) / file_name)]
+    return [_with_floats(record) for record in _records(Path(folder) / file_name, most)]
 
 
 def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (steps int64 [n], values float64 [n] or [n, layers]) of the records that have `name`.
 
-    Infinite values come back as NaN, which plots leave out. Records whose list is of another length than the last one
-    (no run has them, a file edited by hand may) are left out too.
+    Infinite values come back as NaN, which plots leave out. Records whose list is of another length than the last one,
+    or no number (no run has them, a file edited by hand may) are left out too.
     """
-    rows = [(r["step"], np.asarray(r[name], np.float64)) for r in records if r.get(name) is not None]
+    rows = []
+    for record in records:
+        with contextlib.suppress(TypeError, ValueError):
+            if record.get(name) is not None:
+                rows.append((record["step"], np.asarray(record[name], np.float64)))
     if not rows:
         return np.zeros(0, np.int64), np.zeros(0)
     shape = rows[-1][1].shape
@@ -102,21 +112,57 @@ def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
     return np.asarray([step for step, _ in rows], np.int64), np.where(np.isfinite(values), values, np.nan)
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield (bytes with the newline, record) of each whole line; a last line cut short by a kill is left out."""
-    if not path.exists():
-        return
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line with its newline, None where it is none."""
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    record = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    record = None
-                if isinstance(record, dict) and type(record.get("step")) is int:
-                    yield line, record
-                elif next(file, None) is not None:
-                    raise UserError(f"{path} line {number} is not a JSON object with an integer step; remove that line")
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def _end_of(path: Path, step: int) -> tuple[int, int | None]:
+    """Return where the last record up to `step` ends in the file, and its step; only the file's end is read."""
+    with contextlib.suppress(FileNotFoundError), _reading(path), open(path, "rb") as file:
+        if path.stat().st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                end = len(text)
+                while end:
+                    start = text.rfind(b"\n", 0, end - 1) + 1
+                    record = _parse(text[start:end])
+                    if record is not None and record["step"] <= step:
+                        return end, record["step"]
+                    end = start
+    return 0, None
+
+
+def _records(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
+    """Yield what `read_metrics` returns, as it stands in the file."""
+    with contextlib.suppress(FileNotFoundError), _reading(path), open(path, "rb") as file:
+        apart, damaged, overflowed, line = 1, [], 0, b""
+        if most is not None:
+            apart = max(1, path.stat().st_size // (most * max(1, len(file.readline()))))
+            file.seek(0)
+        for number, line in enumerate(file, start=1):
+            overflowed += b'"overflow_steps": 1' in line
+            if number % apart == 0 or b'"compile_seconds"' in line:
+                if (record := _parse(line)) is not None:
+                    yield record | ({"overflow_steps": overflowed} if apart > 1 else {})
+                    overflowed, line = 0, b""
+                elif line.endswith(b"\n"):  # a last line cut short by a kill is nothing to tell of
+                    damaged.append(number)
+        if (record := _parse(line)) is not None:
+            yield record | {"overflow_steps": overflowed}
+        if damaged:
+            _log.warning("%s: %d lines are damaged and left out, the first is line %d", path, len(damaged), damaged[0])
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}); give another --workdir") from error
 
@@ -197,7 +243,7 @@ def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Losses are in nats per token; medians leave out steps that compiled; device load is max over mean, 1 = balanced;
     below_unigram_entropy is how far the last held-out loss lies below the unigram entropy, as a fraction of it.
     """
-    metrics, evaluations = read_metrics(folder), read_metrics(folder, file_name=EVALUATIONS)
+    metrics, evaluations = (read_metrics(folder, file_name=name, most=MOST_RECORDS) for name in (METRICS, EVALUATIONS))
     steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
 
     def number(records: list, name: str, reduce: Callable, take: slice = slice(None)) -> float | None:

@@ -21,10 +21,11 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace, read_loads
-from moe_jax.observe.metrics_file import column, read_metrics, summarize_run
+from moe_jax.observe.metrics_file import MOST_RECORDS, column, read_metrics, summarize_run
 from moe_jax.observe.progress import with_prefix
 from moe_jax.observe.run_folder import (
     EVALUATIONS,
+    METRICS,
     RunFolder,
     atomic_file,
     disk_errors_named,
@@ -199,7 +200,7 @@ def _words(value: Any) -> str:
 def draw_all(folder: str | os.PathLike[str]) -> list[Path]:
     """Draw loss.png, device_load.png and, of recorded loads, expert_load.png: what the run has data for."""
     run = RunFolder(folder)
-    metrics, evaluations = read_metrics(run), read_metrics(run, file_name=EVALUATIONS)
+    metrics, evaluations = (read_metrics(run, file_name=name, most=MOST_RECORDS) for name in (METRICS, EVALUATIONS))
     with disk_errors_named(run.plots):
         run.plots.mkdir(exist_ok=True)
     drawn = []

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.data.stream import held_out_entropy, prefetch
-from moe_jax.errors import NonFiniteError
+from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.language_model import flatten
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean
@@ -99,7 +99,10 @@ class Loop:
                 raise
             finally:
                 if self.is_main:
-                    self.loads.merge()
+                    try:
+                        self.loads.merge()
+                    except UserError as error:
+                        print(f"loads.npz is not written: {error}", flush=True)
                     for writer in (self.metrics, self.evaluations, self.tensorboard):
                         writer.close()
                 if self.engine is not None:

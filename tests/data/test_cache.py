@@ -178,6 +178,8 @@ def test_build_cache_builds_a_damaged_cache_again(config):
         lambda: (folder / "tokens.bin").write_bytes(b"abc"),
         lambda: (folder / "meta.json").unlink(),
         lambda: (folder / "meta.json").write_text('{"format": 1}'),
+        lambda: (folder / "tokens.bin").write_bytes(bytes(20)),  # as long as before
+        lambda: (folder / "documents.bin").write_bytes(np.array([3, 6, 10], "<i8").tobytes()),
     ):
         damage()
         again = build_cache(config)

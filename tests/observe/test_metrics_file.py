@@ -72,11 +72,30 @@ def test_damage_before_the_last_line_is_named_and_a_gap_is_logged(tmp_path, capl
     with caplog.at_level(logging.WARNING):
         MetricsWriter(tmp_path, resume_step=9).close()
     assert "ends at step 2 but the run resumes after step 9" in caplog.text
+
+
+def test_damaged_lines_are_left_out_and_told(tmp_path, caplog):
+    write_steps(tmp_path, range(1, 6))
     path = tmp_path / "metrics.jsonl"
-    path.write_text("{}\n" + path.read_text())
-    for read in (read_metrics, lambda folder: MetricsWriter(folder, resume_step=2)):
-        with pytest.raises(UserError, match=r"metrics.jsonl line 1 is not a JSON object with an integer step"):
-            read(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([b"{}\n", lines[0], lines[1][:7], *lines[2:4], b"\x00\xff\n", lines[4]]))
+    assert steps_in(tmp_path) == [1, 4, 5]
+    assert "metrics.jsonl: 3 lines are damaged and left out, the first is line 1" in caplog.text
+    write_steps(tmp_path, [5, 6], resume_step=4)
+    assert steps_in(tmp_path) == [1, 4, 5, 6]
+
+
+def test_of_a_long_file_few_records_are_read_and_nothing_that_is_counted_is_lost(tmp_path):
+    with closing(MetricsWriter(tmp_path)) as writer:
+        for step in range(1, 3002):
+            compiled = {"compile_seconds": 2.0} if step in (1, 1500) else {}
+            writer.write(step, {"loss": 1.0 / step, "overflow_steps": int(step % 7 == 0), **compiled})
+    every, few = read_metrics(tmp_path), read_metrics(tmp_path, most=100)
+    assert 90 < len(few) < 120 and few[0]["step"] == 1 and few[-1]["step"] == 3001
+    assert [sum(record["overflow_steps"] for record in records) for records in (every, few)] == [428, 428]
+    assert [record["step"] for record in few if "compile_seconds" in record] == [1, 1500]
+    write_steps(tmp_path, [2001], resume_step=2000)
+    assert len(read_metrics(tmp_path)) == 2001
 
 
 def test_write_on_a_full_disk_is_a_user_error_and_resumes(tmp_path):

@@ -20,6 +20,7 @@ from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.language_model import flatten
 from moe_jax.observe import lease
 from moe_jax.observe.lease import Lease
+from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.observe.run_folder import RunFolder
 from moe_jax.training.checkpoint import Checkpointer
@@ -218,6 +219,25 @@ def test_a_state_that_is_not_finite_pushes_out_no_finite_one(whole, monkeypatch)
     checkpoints = Checkpointer(whole / "poisoned" / "checkpoints", keep=1)
     assert checkpoints.steps() == [2]
     assert all(np.isfinite(leaf).all() for leaf in checkpoints.read_arrays(2).values())
+
+
+def test_damaged_diagnostics_are_set_aside_and_end_no_run(whole, capsys, caplog):
+    work = whole / "diagnostics"
+    shutil.copytree(whole / "whole", work)
+    metrics, evaluations, part = (work / name for name in ("metrics.jsonl", "evaluations.jsonl", "loads"))
+    (part,) = part.iterdir()
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join([*lines[:2], lines[2][:50], *lines[3:]]))  # steps 3 and 4 in one line
+    evaluations.write_bytes(b"\x00" * 30 + b"\n" + evaluations.read_bytes())
+    flip(part)
+    assert run_here(whole, work, *SAVING, "train.steps = 8")
+    assert "resuming at step 6" in capsys.readouterr().out
+    assert [record["step"] for record in read_metrics(work)] == [1, 2, 5, 6, 7, 8]
+    assert read_loads(work / "loads.npz").iterations.tolist() == [8]
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    for line in ("metrics.jsonl: 1 lines are", "evaluations.jsonl: 1 lines are", "it is set aside, and its samples"):
+        assert line in said
+    assert part.with_suffix(".damaged").exists() and (work / "report.html").exists()
 
 
 # Two jobs, one folder.
