@@ -42,6 +42,7 @@ KEYS = (*SCALARS.values(), "mesh", "devices_per_node", "cluster", "mesh_index")
 SEGMENTS, PRECEDING = "segments", "preceding"  # where there are any
 PART_RECORDS = 64
 PART_BYTES = 4 << 20
+MOST_BYTES = 128 << 20  # of all samples of a run
 
 _log = logging.getLogger(__name__)
 
@@ -259,6 +260,11 @@ def _origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarra
         **({SEGMENTS: np.array(last.segments, np.int64)} if last.segments else {}),
         **({PRECEDING: np.array(last.preceding, np.int64)} if last.segments else {}),
     }
+
+
+def sample_every(every: int, steps: int, sample_bytes: int) -> int:
+    """Return the steps from one sample to the next: `every`, or a multiple by which `steps` steps keep MOST_BYTES."""
+    return every * max(1, math.ceil(steps // every * sample_bytes / MOST_BYTES))
 
 
 class LoadsRecorder:

@@ -23,6 +23,7 @@ from moe_jax.observe.run_folder import EVALUATIONS, METRICS, RunFolder, disk_err
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 MOST_RECORDS = 10_000  # that a report reads
+_told: set[Path] = set()  # files of which damaged lines were logged
 _log = logging.getLogger(__name__)
 
 
@@ -153,7 +154,8 @@ def _records(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
                     damaged.append(number)
         if (record := _parse(line)) is not None:
             yield record | {"overflow_steps": overflowed}
-        if damaged:
+        if damaged and path not in _told:
+            _told.add(path)
             _log.warning("%s: %d lines are damaged and left out, the first is line %d", path, len(damaged), damaged[0])
 
 

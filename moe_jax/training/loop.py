@@ -21,7 +21,7 @@ from moe_jax.data.stream import held_out_entropy, prefetch
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.language_model import flatten
-from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean
+from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, sample_every
 from moe_jax.observe.metrics_file import MetricsWriter, TensorBoardWriter
 from moe_jax.observe.progress import Progress, with_prefix
 from moe_jax.observe.run_folder import EVALUATIONS, RunFolder
@@ -82,7 +82,9 @@ class Loop:
                 segments=() if alike else tuple(sizes),
                 preceding=() if alike else tuple(preceding),
             )
-            self.loads = LoadsRecorder(folder, train.loads_every, resume_step=latest, origin=origin)
+            held = 4 * sum(layers for layers, *_ in sizes) * origin.sources * max(experts for _, experts, *_ in sizes)
+            every = sample_every(train.loads_every, train.steps, held)
+            self.loads = LoadsRecorder(folder, every, resume_step=latest, origin=origin)
             self.tensorboard = TensorBoardWriter(folder, resume_step=latest)
             if (older := self.loads.describe_older()) is not None:
                 print(older, flush=True)

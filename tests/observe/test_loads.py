@@ -7,7 +7,14 @@ import pytest
 
 import moe_jax.observe.loads as loads_module
 from moe_jax.errors import UserError
-from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, read_loads
+from moe_jax.observe.loads import (
+    MOST_BYTES,
+    LoadsOrigin,
+    LoadsRecorder,
+    device_load_max_over_mean,
+    read_loads,
+    sample_every,
+)
 
 
 def sample(step, sources=2):
@@ -153,6 +160,13 @@ def test_read_loads_believes_no_header(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe is no file; a trace is an npz file"):
         read_loads(tmp_path / "pipe")
+
+
+def test_samples_of_a_long_run_lie_further_apart():
+    held = 4 * 12 * 32 * 64
+    assert sample_every(10, 300, held) == 10
+    every = sample_every(10, 1_000_000, held)
+    assert every % 10 == 0 and 0.9 * MOST_BYTES < 1_000_000 // every * held <= MOST_BYTES
 
 
 def test_device_load_max_over_mean_by_hand():
