@@ -50,7 +50,7 @@ class Loop:
         self.checkpoints, self.hosts = checkpoints, hosts
         self.engine, session = stepper.engine, stepper.session
         self.names = list(flatten(stepper.state["params"]))
-        self.is_finite = jax.jit(lambda leaf: jnp.isfinite(leaf).all(), out_shardings=session.roles.sharding())
+        self.local_finite = build_local_finite(stepper.state, session.roles.mesh)
         self.evaluation_step = session.evaluation_step() if self.engine is None else None
         self.compile_seconds: float | None = None
         self.profiling = False
@@ -260,8 +260,10 @@ class Loop:
         if self.checkpoint == step:
             return
         # what no step can go on from would push out what one can
-        finite = jax.device_get({name: self.is_finite(leaf) for name, leaf in flatten(self.stepper.state).items()})
-        if (broken := next((name for name in finite if not finite[name]), None)) is not None:
+        held = self.local_finite(jax.tree.leaves(self.stepper.state)).addressable_shards
+        finite = np.all([np.asarray(shard.data)[0] for shard in held], axis=0)
+        if not finite.all():  # a process that raises ends the others' save too
+            broken = list(flatten(self.stepper.state))[int(np.argmin(finite))]
             raise NonFiniteError(
                 f"step {step}: {broken!r} is the first leaf of the state that is not finite, so it is not saved; "
                 f"{last_finite(self.checkpoint)}. Lower train.learning_rate, or raise train.warmup_steps"
@@ -339,6 +341,18 @@ def evaluate(
         if after_batch is not None:
             after_batch()
     return total / max(count, 1)
+
+
+def build_local_finite(state: dict, mesh: jax.sharding.Mesh) -> Callable:
+    """Return jitted (leaves of a state) -> bool [devices, leaves]: whether a device's part of a leaf is finite."""
+
+    # no collective, so that it may be dispatched behind steps in flight
+    def check(leaves):
+        return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])[None]
+
+    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(state)]
+    rows = jax.sharding.PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(check, mesh=mesh, in_specs=(specs,), out_specs=rows))
 
 
 def memory_counts(devices, name: str) -> list[int]:
