@@ -351,8 +351,12 @@ class Checkpointer:
             )
         leaves = []
         for name, leaf in needed.items():
+            sharding, shape = wanted[name].sharding, wanted[name].shape
+            parts = {repr(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
             with self._reading_errors_named(step):
-                array = _to_devices(stored[name], wanted[name].sharding)
+                reading = {part: stored[name][index].read() for part, index in parts.items()}  # all at once
+                held = {part: future.result() for part, future in reading.items()}
+            array = jax.make_array_from_callback(shape, sharding, lambda index, held=held: held[repr(index)])
             if (own := home_of(name, home)) is not None:
                 array, in_file_order = from_file(array, leaf, own), array
                 jax.block_until_ready(array)
@@ -476,13 +480,6 @@ def _open_leaves(path: Path) -> dict[str, ts.TensorStore]:
     if not opening:
         raise ValueError("it holds no array")
     return {name: opening[name].result() for name in sorted(opening)}
-
-
-def _to_devices(stored: ts.TensorStore, sharding: NamedSharding) -> jax.Array:
-    """Return an array of the file on the devices; each process reads what its own hold."""
-    parts = {repr(index): index for index in sharding.addressable_devices_indices_map(stored.shape).values()}
-    reading = {name: stored[index].read() for name, index in parts.items()}  # all at once
-    return jax.make_array_from_callback(stored.shape, sharding, lambda index: reading[repr(index)].result())
 
 
 @contextlib.contextmanager

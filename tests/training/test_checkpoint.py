@@ -11,11 +11,14 @@ import zlib
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 from support import checkpoint_states as states
 from support.tiny_run import finish_pair, start_pair
 
 from moe_jax.errors import HostLostError, UserError
+from moe_jax.models.language_model import flatten
+from moe_jax.training.bank_order import home_of, to_file
 from moe_jax.training.checkpoint import Checkpointer
 
 
@@ -67,6 +70,19 @@ def test_restore_gives_back_every_bit(saved, case):
     there, home = states.abstract(data, expert, zero=zero, schedule=schedule), states.homes(expert, seed)
     state, host = Checkpointer(saved, keep=3).restore(1, there, home)
     states.assert_state(state, there, home)
+    assert host == states.HOST
+
+
+def test_a_checkpoint_of_the_format_before_is_read(here, tmp_path):
+    home = states.homes(8)
+    state = states.state(here, home)
+    leaves = {name: leaf if home_of(name, home) is None else to_file(leaf, home["segment_0"])
+              for name, leaf in flatten(state).items()}  # fmt: skip
+    record = {"format": "moe_jax checkpoint 1", "step": 7, "host": states.HOST}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as writer:
+        writer.save(tmp_path / "00000007", args=ocp.args.PyTreeSave(leaves, custom_metadata=record))
+    restored, host = Checkpointer(tmp_path, keep=1).restore(7, here, home)
+    states.assert_state(restored, here, home)
     assert host == states.HOST
 
 
