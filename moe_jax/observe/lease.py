@@ -39,7 +39,7 @@ class Lease:
     def __init__(self, folder: RunFolder, on_lost: Callable[[UserError], object]):
         """Take nothing yet; `on_lost` is called from another thread if a later job takes the folder meanwhile."""
         self.epoch = 0
-        self._run, self._folder, self._on_lost = folder.path, folder.lease, on_lost
+        self._run, self._folder, self._on_lost = folder, folder.lease, on_lost
         self._ended = threading.Event()
         self._beat = threading.Thread(target=self._keep, name="moe_jax lease", daemon=True)
         self._record = {
@@ -76,7 +76,11 @@ class Lease:
         self._beat.join()
         self._record["released"] = True
         with contextlib.suppress(OSError):
-            self._write()
+            if self._run.operative_config.exists():
+                self._write()
+            else:  # nothing began
+                self._path(self.epoch).unlink()
+                self._folder.rmdir()
 
     def _wait_for_end(self, epoch: int) -> None:
         """Return when the holder of an epoch has ended; a UserError as soon as it shows life."""
@@ -127,7 +131,7 @@ class Lease:
     def _holder(self, epoch: int, record: Mapping) -> str:
         names = [f"process {record.get('process', '?')} on {record.get('host', '?')}", f"epoch {epoch}"]
         names += [f"job {record['job']}"] if record.get("job") else []
-        return f"run folder {self._run} is held by another job ({', '.join(names)})"
+        return f"run folder {self._run.path} is held by another job ({', '.join(names)})"
 
     def _taken(self, epoch: int) -> str:
         return f"{self._holder(epoch, self._read(epoch))}; wait for its end, or give another --workdir"

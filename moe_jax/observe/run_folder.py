@@ -14,7 +14,6 @@ import contextlib
 import errno
 import os
 import platform
-import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -107,9 +106,7 @@ class RunFolder:
             raise UserError(f"run folder {self.path} does not exist; give the --workdir of a run")
 
     def remove_if_unused(self) -> None:
-        """Remove the folder, and those above it, that this object made and in which nothing began."""
-        if self._made and not self.config.exists():
-            shutil.rmtree(self.lease, ignore_errors=True)
+        """Remove the folder, and those above it, that this object made and that are still empty."""
         with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()

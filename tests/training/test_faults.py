@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_run import assert_same_run, command, finish, run_here, start
+from support.tiny_run import assert_same_run, command, finish, finish_pair, run_here, start, start_pair
 
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.language_model import flatten
@@ -199,6 +199,17 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(whole, capsys):
             run_here(whole, work, *SAVING, "train.steps = 7")
 
 
+@pytest.mark.slow
+def test_damage_that_one_of_two_processes_meets_sends_both_to_the_one_before(tmp_path):
+    work, steps = tmp_path / "work", ("train.steps = 3", "train.steps = 5")
+    assert [code for code, *_ in finish_pair(start_pair(command(tmp_path, work, *SAVING, steps[0])))] == [0, 0]
+    flip(largest_file(work / "checkpoints" / "00000003" / "ocdbt.process_1"))
+    done = finish_pair(start_pair(command(tmp_path, work, *SAVING, steps[1])))
+    assert [code for code, *_ in done] == [0, 0], done
+    assert done[0][1].count("00000003 is damaged") == 1 and "resuming at step 2" in done[0][1]
+    assert [record["step"] for record in read_metrics(work)] == [1, 2, 3, 4, 5]
+
+
 def test_a_state_that_is_not_finite_pushes_out_no_finite_one(whole, monkeypatch):
     """One moment is NaN after step 3: that step's loss and gradients are finite, and all later ones may be skipped."""
     dispatch = Stepper.dispatch
@@ -258,6 +269,7 @@ def seconds_to_take(folder, epoch):
 
 def test_a_folder_is_held_by_one_job_and_given_back(quick, tmp_path):
     folder, lost = RunFolder(tmp_path), []
+    folder.operative_config.write_text("")  # of a run that began
     with Lease(folder, lost.append) as first:
         with pytest.raises(UserError, match=rf"is held by another job \(process {os.getpid()} on .*, epoch 1\); wait"):
             Lease(folder, pytest.fail).__enter__()
