@@ -6,7 +6,7 @@ class UserError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not finite; names the step and the first gradient leaf. Exit code 3."""
+    """A loss, gradient or state that is not finite; names the step and the first leaf. Exit code 3."""
 
 
 class HostLostError(RuntimeError):

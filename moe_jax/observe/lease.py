@@ -93,7 +93,7 @@ class Lease:
             now = self._read(epoch)
             if _has_ended(now):
                 return
-            if now.get("beats", 0) > seen.get("beats", 0) or self._newest() > epoch:
+            if now.get("beats", -1) > seen.get("beats", -1) or self._newest() > epoch:
                 raise UserError(self._taken(self._newest()))
 
     def _keep(self) -> None:
@@ -120,7 +120,7 @@ class Lease:
             record = json.loads(self._path(epoch).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return record if isinstance(record, dict) else {}
+        return record if isinstance(record, dict) and type(record.get("beats")) is int else {}
 
     def _write(self) -> None:
         # in place: a full disk does not stop the count, and a network's cache cannot show the file that was replaced

@@ -319,20 +319,32 @@ def test_a_job_of_another_host_is_judged_by_its_count_alone(quick, tmp_path, liv
 def test_a_job_that_slept_finds_that_it_lost_the_folder(quick, tmp_path):
     folder, lost, told = RunFolder(tmp_path), [], threading.Event()
     with Lease(folder, lambda error: (lost.append(error), told.set())):
-        (folder.lease / "00000002.json").write_text('{"host": "far", "process": 5}')
+        (folder.lease / "00000002.json").write_text('{"host": "far", "process": 5, "beats": 0}')
         assert told.wait(5)
     assert "held by another job (process 5 on far, epoch 2)" in str(lost[0])
-    assert json.loads((folder.lease / "00000002.json").read_text()) == {"host": "far", "process": 5}
+    assert json.loads((folder.lease / "00000002.json").read_text())["host"] == "far"
+
+
+def wait_until(is_so, process, seconds=180):
+    end = time.monotonic() + seconds
+    while not is_so():
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise AssertionError(process.communicate())
+        time.sleep(0.05)
 
 
 def test_a_second_command_on_a_folder_is_refused_before_it_trains(tmp_path):
+    """And the first ends in one line when it finds a later epoch, as after a long sleep."""
     work = tmp_path / "work"
-    first = start(command(tmp_path, work))
-    while not list(work.glob("lease/*.json")):
-        assert first.poll() is None, first.communicate()
-        time.sleep(0.05)
+    first = start(command(tmp_path, work, "train.steps = 100000", "train.checkpoint_every = 0"))
+    wait_until(lambda: list(work.glob("lease/*.json")), first)
     code, out, err = finish(start(command(tmp_path, work)))
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2 and f"held by another job (process {first.pid} on " in line and "step" not in out, err
-    code, _, err = finish(first)
-    assert code == 0 and [record["step"] for record in read_metrics(work)] == [1, 2, 3, 4, 5, 6], err
+    wait_until(lambda: len(read_metrics(work)) >= 3, first)
+    (work / "lease" / "00000002.json").write_text('{"host": "far", "process": 5, "beats": 0}')
+    code, out, err = finish(first, 30)
+    assert code == 2 and err.count("held by another job (process 5 on far, epoch 2)") == 1, err
+    steps = [record["step"] for record in read_metrics(work)]
+    assert steps == list(range(1, len(steps) + 1))
