@@ -19,7 +19,8 @@ PACKAGE = ROOT / "moe_jax"
 
 # package -> the packages right below it, from the top down; one may import these and all that lie below them
 BELOW = {
-    "commands": ("analysis", "inference"),
+    "commands": ("papers", "inference"),
+    "papers": ("analysis",),
     "analysis": ("training",),
     "inference": ("training",),
     "training": ("config", "observe"),

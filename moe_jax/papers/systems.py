@@ -1,0 +1,150 @@
+"""One step of a paper's system on a paper's machine: seconds by layer and purpose, from loads and the one cost model.
+
+A `Setting` is a row of a paper's table: a cluster, a model, loads. `run` gives a system's seconds, forward and
+backward of one iteration: exchanges link by link, experts by the fullest device, replicas by the volume that the system
+itself sends (Pro-Prophet, equations 4 and 5), hidden as that system hides them. What precedes an MoE layer is added;
+embeddings, the head, the optimizer and sums of dense gradients are left out: all systems have the same.
+Letters: docs/notation.md; n samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from moe_jax.analysis.simulate import Records, simulate
+from moe_jax.cluster import Cluster
+from moe_jax.cluster.layer_seconds import preceding_seconds
+from moe_jax.observe.loads import LoadsTrace
+from moe_jax.papers.loads import fit_loads
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes of a paper's model."""
+
+    name: str
+    layers: int  # MoE layers
+    model_dim: int
+    hidden_dim: int
+    length: int = 1024  # Sq
+    moe_every: int = 1
+    matrices: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One row: `tokens` of an iteration on all devices, `experts` of a layer; numbers of `item` bytes."""
+
+    cluster: Cluster
+    model: Model
+    tokens: int
+    top_k: int
+    experts: int
+    trace: LoadsTrace
+    item: int = 2
+    replica_slots: int = 4
+
+    @property
+    def devices(self) -> int:
+        """D."""
+        return self.cluster.devices
+
+    @property
+    def attention_seconds(self) -> float:
+        """Forward seconds of what precedes an MoE layer, for one device's tokens."""
+        model = self.model
+        block = {"moe_every": model.moe_every, "matrices": model.matrices, "dense_hidden_dim": 4 * model.model_dim}
+        sizes = {"model_dim": model.model_dim, "length": model.length}
+        return preceding_seconds(self.cluster, self.tokens / self.devices, self.item, **sizes, **block)
+
+    def fitted(self) -> tuple[LoadsTrace, str]:
+        """Return the row's loads [n, L, D, E], and how they were made of the trace."""
+        choices = self.tokens * self.top_k // self.devices
+        return fit_loads(self.trace, devices=self.devices, experts=self.experts, choices=choices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class System:
+    """How a paper's system balances, and what it hides.
+
+    Attributes:
+      planner: a name of `moe_jax.replay`, such as 'fastermoe_after_gate'.
+      knobs: of the planner.
+      hiding: block-wise schedule that hides transfers, 'none', 'pro_prophet' or 'hecate'.
+      groups: parts into which exchanges and experts are cut, each part's exchange next to another's experts
+        (FasterMoE, section 4.2); 1: one after the other.
+    """
+
+    planner: str
+    knobs: tuple[tuple[str, object], ...] = ()
+    hiding: str = "none"
+    groups: int = 1
+
+
+DEEPSPEED = System(planner="none")
+PRO_PROPHET = System(planner="pro_prophet", hiding="pro_prophet")
+HECATE = System(planner="hecate", hiding="hecate")
+
+
+def fastermoe(devices_per_node: int, devices: int) -> System:
+    """Return FasterMoE with shadowed experts and its smart schedule, which exchanges node by node."""
+    return System(planner="fastermoe_after_gate", groups=max(1, devices // devices_per_node))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """Seconds of one system: `parts` [n, L] by purpose of MoE layers, `attention` of what precedes one, both ways."""
+
+    records: Records
+    parts: dict[str, np.ndarray]
+    attention: float
+    model: Model
+
+    @property
+    def layers(self) -> np.ndarray:
+        """Seconds of MoE layers, [n, L]."""
+        return sum(self.parts.values())
+
+    @property
+    def iterations(self) -> np.ndarray:
+        """Seconds of iterations, [n]; the trace's layers stand for all of the model's."""
+        return self.model.layers * (self.layers.mean(axis=1) + self.attention)
+
+
+def run(system: System, setting: Setting) -> Step:
+    """Return a system's seconds; each sample is planned from the one before it, or after the gate from itself."""
+    loads, _ = setting.fitted()
+    cluster, model = setting.cluster, setting.model
+    placement = Placement.even(loads.loads.shape[1], setting.experts, setting.devices, cluster.devices_per_node)
+    cost = Cost(
+        cluster=cluster,
+        model_dim=model.model_dim,
+        hidden_dim=model.hidden_dim,
+        matrices=model.matrices,
+        dtype_bytes=setting.item,
+        param_bytes=4,
+        replica_slots=setting.replica_slots,
+        attention_seconds=setting.attention_seconds,
+        prefetch=Prefetch(schedule=system.hiding),
+        price="paper",
+    )
+    config = PlannerConfig(replica_slots=setting.replica_slots, split="plan", bounded=False, price="paper")
+    config = dataclasses.replace(config, **dict(system.knobs))
+    records = simulate(system.planner, loads, config, placement, cost, lag=1, every=1)
+    holders = records.expert_replicas + (records.expert_replicas > 0)  # of a replicated expert its home too
+    needed = records.transfers.needed._replace(holders=holders.sum(axis=2))
+    parts = cost.parts(records.computed, records.received, needed, exchange=records.exchange)
+    if system.groups > 1:
+        parts["others"] = pipelined(4 * records.exchange, 3 * cost.forward(records.computed), system.groups)
+    return Step(records=records, parts=parts, attention=3 * setting.attention_seconds, model=model)
+
+
+def pipelined(exchange: np.ndarray, experts: np.ndarray, groups: int) -> np.ndarray:
+    """Return the seconds of exchanges and experts cut into groups: the longer one, and a group of the shorter one."""
+    return np.maximum(exchange, experts) + np.minimum(exchange, experts) / groups

@@ -1,0 +1,153 @@
+"""A table of a paper beside ours: rows of figures, and claims, each with the paper's number, ours, and a verdict.
+
+A verdict is never chosen: it follows from the numbers.
+
+    within a fifth      ours lies in the paper's range, widened by a fifth at both ends
+    explained by        an experiment that changes one named cause closes at least half of the gap
+    unexplained         neither
+    no number           the paper's text has none
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from moe_jax.observe.loads import LoadsTrace
+from moe_jax.papers.loads import find_loads
+
+FIFTH = 1.2
+WITHIN, UNEXPLAINED, NO_NUMBER = "within a fifth", "unexplained", "no number in the text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a table is computed from.
+
+    Attributes:
+      trace: name or path of expert loads for all rows; None: the shipped ones of each row's K.
+      track: yields what it is given, next to a progress bar with a label.
+    """
+
+    trace: str | None
+    track: Callable[[Iterable, str], Iterable]
+
+    def loads(self, top_k: int) -> LoadsTrace:
+        """Return the loads of rows with this K."""
+        return find_loads(self.trace or f"top_{top_k}")
+
+
+Tables = dict[str, Callable[[Inputs], "Table"]]  # name on the command line -> what computes it
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One cause of a difference, set to a value that has a source or was measured, and nothing else changed."""
+
+    cause: str  # what was changed, to what, and whose value that is
+    ours: tuple[float, float]  # least and largest of our figure then
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One number that a paper's text states, or a range of them, and ours."""
+
+    name: str
+    paper: tuple[float, float] | None  # least and largest; None where the text has no number
+    ours: tuple[float, float]
+    experiments: tuple[Experiment, ...] = ()
+
+    def gap(self, ours: tuple[float, float]) -> float:
+        """Return how far figures are from the paper's: the larger |log of the ratio| of both ends."""
+        assert self.paper is not None
+        return max(abs(math.log(own / its)) for own, its in zip(ours, self.paper, strict=True))
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers say, in the words of this file's head."""
+        if self.paper is None:
+            return NO_NUMBER
+        gap = self.gap(self.ours)
+        if gap <= math.log(FIFTH):
+            return WITHIN
+        best = min(self.experiments, key=lambda experiment: self.gap(experiment.ours), default=None)
+        if best is None or self.gap(best.ours) > gap / 2:
+            return UNEXPLAINED
+        return f"explained by {best.cause}: {_range(best.ours)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One table or figure of a paper.
+
+    Attributes:
+      title: what it shows, and its number in the paper; kind: 'modelled', 'simulated' or 'measured'.
+      columns, rows: text and numbers; numbers are printed to three digits.
+      claims: at least one.
+      notes: which loads, machine and rules; one sentence each.
+      draw: draws the figure as the paper does on the axes of matplotlib that it is called with; None: no figure.
+    """
+
+    title: str
+    kind: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    claims: tuple[Claim, ...]
+    notes: tuple[str, ...] = ()
+    draw: Callable[[Any], None] | None = None
+
+    def lines(self) -> list[str]:
+        """Return the table as aligned lines for a terminal, with claims and notes."""
+        claims = [(claim.name, _paper(claim), _range(claim.ours), claim.verdict) for claim in self.claims]
+        return [
+            f"{self.title} ({self.kind})",
+            *aligned([self.columns, *self.rows]),
+            "",
+            *aligned([("claim", "paper", "ours", "verdict"), *claims]),
+            *(f"  {note}" for note in self.notes),
+            "",
+        ]
+
+    def markdown(self, name: str, command: str, picture: str | None) -> list[str]:
+        """Return the lines of its section of a page."""
+        claims = [(claim.name, _paper(claim), _range(claim.ours), claim.verdict) for claim in self.claims]
+        return [
+            f"## {name}: {self.title}",
+            "",
+            f"{self.kind.capitalize()}. `{command}`",
+            *(f"{note}" for note in self.notes),
+            "",
+            *_pipes([("claim", "paper", "ours", "verdict"), *claims]),
+            "",
+            *([f"![{name}]({picture})", ""] if picture else []),
+            *_pipes([self.columns, *self.rows]),
+            "",
+        ]
+
+
+def text_of(cell: Any) -> str:
+    """Return a cell as text: numbers to three digits."""
+    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+
+
+def aligned(rows: list[tuple]) -> list[str]:
+    """Return rows as lines whose columns stand below each other."""
+    texts = [[text_of(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return ["  " + "  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in texts]
+
+
+def _pipes(rows: list[tuple]) -> list[str]:
+    head, *rest = (f"| {' | '.join(text_of(cell).replace('|', '/') for cell in row)} |" for row in rows)
+    return [head, "|" + "---|" * len(rows[0]), *rest]
+
+
+def _paper(claim: Claim) -> str:
+    return "-" if claim.paper is None else _range(claim.paper)
+
+
+def _range(ends: tuple[float, float]) -> str:
+    low, high = (text_of(float(end)) for end in ends)
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,86 @@
+"""Train a GPT-MoE without a balance loss on the demo's text, and keep every tenth step's expert loads of 32 devices.
+
+What it makes is shipped as configs/trace/top_1.npz and top_2.npz:
+
+    loads       uint16 [51, 12, 32, 32]   choices of each of 32 devices' 1,024 tokens, by layer and expert
+    iterations  int64 [51]                0, 10, ..., 500
+
+One device trains; a step's batch is 32 x 8 sequences of 128, and the first 8 are those of device 0. So the loads are
+those that 32 devices would have, for a router does not see where a token lies. Run it as
+
+    python scripts/bench/make_trace.py --top_k=1 --out=configs/trace/top_1.npz
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from absl import app, flags
+
+_TOP_K = flags.DEFINE_integer("top_k", 1, "Experts of a token.")
+_OUT = flags.DEFINE_string("out", None, "File to write.", required=True)
+_STEPS = flags.DEFINE_integer("steps", 500, "Optimizer steps.")
+_EVERY = flags.DEFINE_integer("every", 10, "Steps from one sample to the next.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of parameters and of the order of the text.")
+
+DEVICES, SEQUENCES, LENGTH, EXPERTS = 32, 8, 128, 32
+
+
+def bindings() -> list[str]:
+    """Return the bindings of the run."""
+    model = {
+        "kind": "'gpt'", "layers": 12, "moe_every": 1, "model_dim": 64, "heads": 2, "hidden_dim": 64,
+        "max_length": LENGTH,
+    }  # fmt: skip
+    moe = {"num_experts": EXPERTS, "top_k": _TOP_K.value, "aux_loss_weight": 0.0, "z_loss_weight": 0.0}
+    train = {
+        "batch_size": DEVICES * SEQUENCES, "steps": _STEPS.value, "learning_rate": 3e-3, "warmup_steps": 20,
+        "seed": _SEED.value,
+    }  # fmt: skip
+    named = {"ModelConfig": model, "MoEConfig": moe, "train": train, "DataConfig": {"sequence_length": LENGTH}}
+    return [f"{scope}.{name} = {value}" for scope, values in named.items() for name, value in values.items()]
+
+
+def main(_):
+    from moe_jax.parallel.mesh import set_up_devices
+
+    set_up_devices(1)
+    import jax
+    import jax.numpy as jnp
+
+    from moe_jax.config.gin_files import parse_run_config
+    from moe_jax.models.loss import make_loss
+    from moe_jax.training.program import build_session
+
+    devices = jax.devices()[:1]
+    config, _, _ = parse_run_config([], bindings())
+    session = build_session(config, devices)
+    recording = build_session(parse_run_config([], [*bindings(), "MoEConfig.record_choices = True"])[0], devices)
+    loss = make_loss(recording.model, recording.model.layout(), DEVICES * SEQUENCES, LENGTH)
+
+    @jax.jit
+    def loads_of(params, batch, tables):
+        one = jax.tree.map(lambda a: a[0], batch)
+        choices = loss(params, one, tables, None, jnp.int32(0), jnp.float32(1))[1].choices  # [L, N, K]
+        by_device = choices.reshape(choices.shape[0], DEVICES, -1)
+        return jax.nn.one_hot(by_device, EXPERTS, dtype=jnp.int32).sum(axis=2)
+
+    step, _ = session.compile_step()
+    state, signals, samples, kept = session.fresh_state(), session.host_signals(0), [], []
+    started = time.monotonic()
+    for number in range(_STEPS.value + 1):
+        batch = session.feed.to_devices(session.feed.read(number))
+        if number % _EVERY.value == 0:  # what the step that comes now will choose
+            samples.append(np.asarray(loads_of(state["params"], batch, session.tables)))
+            kept.append(number)
+        state, metrics = step(state, batch, session.tables, signals)
+        if number % 20 == 0:
+            worst = (samples[-1].sum(axis=1).max(axis=1) / samples[-1].sum(axis=1).mean(axis=1)).mean()
+            print(f"step {number}: loss {float(metrics['loss']):.3f}, fullest expert over mean {worst:.2f}, "
+                  f"{time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
+    np.savez_compressed(_OUT.value, loads=np.stack(samples).astype(np.uint16), iterations=np.array(kept))
+
+
+if __name__ == "__main__":
+    app.run(main)
