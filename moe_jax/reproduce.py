@@ -11,7 +11,6 @@ A user's mistake is one line, exit code 2.
 from __future__ import annotations
 
 import csv
-import importlib
 import pathlib
 import sys
 from collections.abc import Iterable
@@ -20,9 +19,8 @@ from absl import flags
 
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
+from moe_jax.papers import PAPERS, tables_of
 from moe_jax.papers.table import Inputs, Table, text_of
-
-PAPERS = ("pro_prophet", "fastermoe", "parm", "hecate", "deepspeed_moe")
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("paper", None, PAPERS, "paper whose tables are computed")
@@ -35,7 +33,7 @@ def reproduce() -> None:
     """Compute what the flags name; write it to --out."""
     if FLAGS.paper is None or FLAGS.out is None:
         raise UserError(f"--paper and --out are needed: one of {', '.join(PAPERS)}, and a folder")
-    tables = importlib.import_module(f"moe_jax.papers.{FLAGS.paper}").TABLES
+    tables = tables_of(FLAGS.paper)
     for name in FLAGS.table:
         if name not in tables:
             raise UserError(f"--table {name!r} is unknown; {FLAGS.paper} has {', '.join(tables)}")

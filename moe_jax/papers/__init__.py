@@ -1,1 +1,10 @@
 """The tables and figures of the five papers, computed again: a file per paper, and `moe_jax.reproduce`, the command."""
+
+import importlib
+
+PAPERS = ("pro_prophet", "fastermoe", "parm", "hecate", "deepspeed_moe")
+
+
+def tables_of(paper: str) -> dict:
+    """Return {name: function(Inputs) -> Table} of a name of `PAPERS`; only its file is loaded."""
+    return importlib.import_module(f"{__name__}.{paper}").TABLES

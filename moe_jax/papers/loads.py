@@ -122,7 +122,7 @@ def find_loads(name: str, seed: int = 0) -> LoadsTrace:
 
 
 def round_shares(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Return integers proportional to `shares` [..., E] that sum to `totals` [...]: largest remainders are rounded up."""
+    """Return integers proportional to `shares` [..., E] that sum to `totals` [...], largest remainders rounded up."""
     exact = shares * (totals / np.maximum(shares.sum(axis=-1), 1e-300))[..., None]
     whole = np.floor(exact).astype(np.int64)
     missing = totals - whole.sum(axis=-1)

@@ -10,11 +10,12 @@ Letters: docs/notation.md; n samples.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import numpy as np
 
 from moe_jax.analysis.simulate import Records, simulate
-from moe_jax.cluster import Cluster
+from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import preceding_seconds
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads
@@ -22,6 +23,8 @@ from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
+
+CLUSTERS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,11 @@ class Step:
     def iterations(self) -> np.ndarray:
         """Seconds of iterations, [n]; the trace's layers stand for all of the model's."""
         return self.model.layers * (self.layers.mean(axis=1) + self.attention)
+
+
+def machine(name: str, nodes: int | None = None) -> Cluster:
+    """Return the cluster of a paper, configs/cluster/NAME.gin, with as many nodes as given."""
+    return read_cluster(str(CLUSTERS / f"{name}.gin")).sized(nodes, None)
 
 
 def run(system: System, setting: Setting) -> Step:

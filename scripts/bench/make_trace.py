@@ -5,8 +5,8 @@ What it makes is shipped as configs/trace/top_1.npz and top_2.npz:
     loads       uint16 [51, 12, 32, 32]   choices of each of 32 devices' 1,024 tokens, by layer and expert
     iterations  int64 [51]                0, 10, ..., 500
 
-One device trains; a step's batch is 32 x 8 sequences of 128, and the first 8 are those of device 0. So the loads are
-those that 32 devices would have, for a router does not see where a token lies. Run it as
+One device trains, on 32 sequences of 128 a step. Every tenth step the model as it then is routes a batch of 32 x 8
+sequences, of which the first 8 are those of device 0: a router does not see where a token lies. Run it as
 
     python scripts/bench/make_trace.py --top_k=1 --out=configs/trace/top_1.npz
 """
@@ -24,19 +24,21 @@ _STEPS = flags.DEFINE_integer("steps", 500, "Optimizer steps.")
 _EVERY = flags.DEFINE_integer("every", 10, "Steps from one sample to the next.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of parameters and of the order of the text.")
 
-DEVICES, SEQUENCES, LENGTH, EXPERTS = 32, 8, 128, 32
+DEVICES, SEQUENCES, TRAINED, LENGTH, EXPERTS = 32, 8, 32, 128, 32
 
 
-def bindings() -> list[str]:
-    """Return the bindings of the run."""
+def bindings(sequences: int, record_choices: bool) -> list[str]:
+    """Return the bindings of the run, with so many sequences in a batch."""
     model = {
         "kind": "'gpt'", "layers": 12, "moe_every": 1, "model_dim": 64, "heads": 2, "hidden_dim": 64,
         "max_length": LENGTH,
     }  # fmt: skip
-    moe = {"num_experts": EXPERTS, "top_k": _TOP_K.value, "aux_loss_weight": 0.0, "z_loss_weight": 0.0}
+    moe = {
+        "num_experts": EXPERTS, "top_k": _TOP_K.value, "renormalize": False, "aux_loss_weight": 0.0,
+        "z_loss_weight": 0.0, "record_choices": record_choices,
+    }  # fmt: skip
     train = {
-        "batch_size": DEVICES * SEQUENCES, "steps": _STEPS.value, "learning_rate": 3e-3, "warmup_steps": 20,
-        "seed": _SEED.value,
+        "batch_size": sequences, "steps": _STEPS.value, "learning_rate": 3e-3, "warmup_steps": 20, "seed": _SEED.value,
     }  # fmt: skip
     named = {"ModelConfig": model, "MoEConfig": moe, "train": train, "DataConfig": {"sequence_length": LENGTH}}
     return [f"{scope}.{name} = {value}" for scope, values in named.items() for name, value in values.items()]
@@ -53,11 +55,11 @@ def main(_):
     from moe_jax.models.loss import make_loss
     from moe_jax.training.program import build_session
 
-    devices = jax.devices()[:1]
-    config, _, _ = parse_run_config([], bindings())
-    session = build_session(config, devices)
-    recording = build_session(parse_run_config([], [*bindings(), "MoEConfig.record_choices = True"])[0], devices)
-    loss = make_loss(recording.model, recording.model.layout(), DEVICES * SEQUENCES, LENGTH)
+    def session_of(*args):
+        return build_session(parse_run_config([], bindings(*args))[0], jax.devices()[:1])
+
+    session, routed = session_of(TRAINED, False), session_of(DEVICES * SEQUENCES, True)
+    loss = make_loss(routed.model, routed.model.layout(), DEVICES * SEQUENCES, LENGTH)
 
     @jax.jit
     def loads_of(params, batch, tables):
@@ -70,10 +72,11 @@ def main(_):
     state, signals, samples, kept = session.fresh_state(), session.host_signals(0), [], []
     started = time.monotonic()
     for number in range(_STEPS.value + 1):
-        batch = session.feed.to_devices(session.feed.read(number))
-        if number % _EVERY.value == 0:  # what the step that comes now will choose
+        if number % _EVERY.value == 0:
+            batch = routed.feed.to_devices(routed.feed.read(number))
             samples.append(np.asarray(loads_of(state["params"], batch, session.tables)))
             kept.append(number)
+        batch = session.feed.to_devices(session.feed.read(number))
         state, metrics = step(state, batch, session.tables, signals)
         if number % 20 == 0:
             worst = (samples[-1].sum(axis=1).max(axis=1) / samples[-1].sum(axis=1).mean(axis=1)).mean()

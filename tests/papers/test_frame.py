@@ -1,0 +1,120 @@
+"""What all papers' tables are made of: loads by name, the rule that fits them to a row, a system's step, verdicts."""
+
+import numpy as np
+import pytest
+
+from moe_jax import reproduce
+from moe_jax.cluster import Cluster
+from moe_jax.errors import UserError
+from moe_jax.observe.loads import LoadsTrace
+from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads, round_shares
+from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, pipelined, run
+from moe_jax.papers.table import NO_NUMBER, UNEXPLAINED, WITHIN, Claim, Experiment
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_loads_are_whole_and_repeat_by_seed(name):
+    trace = find_loads(name, seed=3)
+    assert trace.loads.shape == (50, 12, 32, 32) and trace.loads.min() >= 0
+    np.testing.assert_array_equal(trace.loads, find_loads(name, seed=3).loads)
+    of_source = trace.loads.sum(axis=(2, 3)) / 32
+    np.testing.assert_allclose(of_source, CHOICES, rtol=0.01)
+    assert name.startswith("W") or (trace.loads != find_loads(name, seed=4).loads).any()
+
+
+def test_named_workloads_are_what_their_names_say():
+    loads = {name: find_loads(name).loads.sum(axis=2) for name in SYNTHETIC if name.startswith("W")}
+    assert np.ptp(loads["W0_balanced"]) == 0
+    assert (loads["W1_hot_expert_set"][..., :2].sum(axis=-1) * 2 == loads["W1_hot_expert_set"].sum(axis=-1)).all()
+    assert (loads["W5_zero_expert_rank"][..., :4] == 0).all() and (loads["W5_zero_expert_rank"][..., 4:] > 0).all()
+    assert (loads["W6_rotating_hotspot"][:32].argmax(axis=-1) == np.arange(32)[:, None]).all()
+    assert loads["W7_burst"][0].max() > 20 * loads["W7_burst"][5].max()
+    sources = find_loads("W4_source_ragged").loads.sum(axis=3)
+    assert sources.max() > 2 * sources.min()
+
+
+def test_loads_are_fitted_to_a_row_by_one_rule():
+    loads = np.arange(2 * 2 * 4 * 4).reshape(2, 2, 4, 4)  # [n, L, S, E]
+    trace = LoadsTrace(loads, np.arange(2))
+    fewer, said = fit_loads(trace, devices=2, experts=2, choices=1000)
+    added = loads.reshape(2, 2, 2, 2, 2, 2).sum(axis=(3, 5))
+    assert fewer.loads.shape == added.shape and "4 sources x 4 experts to 2 x 2" in said
+    np.testing.assert_array_equal(fewer.loads.sum(axis=(2, 3)), 2000)
+    np.testing.assert_allclose(fewer.loads / 2000, added / added.sum(axis=(2, 3), keepdims=True), atol=1e-3)
+    more = fit_loads(trace, devices=8, experts=8, choices=1000)[0].loads
+    np.testing.assert_allclose(more[:, :, 0], more[:, :, 1])  # one source stands for two devices
+    beside = np.concatenate([loads, loads[:, ::-1]], axis=3)  # the other layer's experts
+    np.testing.assert_allclose(more[:, :, ::2] / 8000, beside / beside.sum(axis=(2, 3), keepdims=True) / 2, atol=1e-3)
+    with pytest.raises(UserError, match="4 devices do not fit the table's 3"):
+        fit_loads(trace, devices=3, experts=4, choices=8)
+
+
+def test_shares_are_rounded_to_their_total():
+    shares = np.random.default_rng(0).random((5, 7))
+    totals = np.array([0, 1, 6, 100, 101])
+    rounded = round_shares(shares, totals)
+    np.testing.assert_array_equal(rounded.sum(axis=1), totals)
+    assert (abs(rounded - shares / shares.sum(axis=1, keepdims=True) * totals[:, None]) < 1).all()
+
+
+def row(**changes):
+    cluster = Cluster(name="two", nodes=1, devices_per_node=4, intra_bandwidth=1e9, flops=1e12, source="test")
+    model = Model(name="m", layers=6, model_dim=64, hidden_dim=128)
+    given = {"cluster": cluster, "model": model, "tokens": 4096, "top_k": 2, "experts": 4, "item": 4}
+    return Setting(**{**given, "trace": find_loads("W0_balanced"), **changes})
+
+
+def test_a_step_of_plain_expert_parallelism_is_worked_out_by_hand():
+    step = run(DEEPSPEED, row())
+    choices = 4096 * 2 / 4
+    experts = 3 * choices * 4 * 64 * 128 / 1e12  # forward and twice that, two matrices of two FLOPs a number
+    exchanges = 4 * choices * 3 / 4 * 64 * 4 / 1e9
+    np.testing.assert_allclose(step.layers, experts + exchanges, rtol=1e-6)
+    np.testing.assert_allclose(step.iterations, 6 * (experts + exchanges + step.attention), rtol=1e-6)
+
+
+def test_a_schedule_in_groups_hides_all_but_one_group_of_the_shorter_side():
+    np.testing.assert_allclose(pipelined(np.array([4.0, 1.0]), np.array([2.0, 3.0]), 4), [4.5, 3.25])
+    plain, cut = (run(System(planner="none", groups=groups), row()).layers for groups in (1, 4))
+    assert (cut < plain).all()
+
+
+def test_a_verdict_follows_from_the_numbers():
+    near, far = Experiment("near", (1.9, 1.9)), Experiment("far", (1.2, 1.2))
+    assert Claim("a", (2.0, 2.0), (1.7, 1.7)).verdict == WITHIN
+    assert Claim("a", (1.0, 2.0), (1.1, 1.6)).verdict == UNEXPLAINED  # one end is off
+    assert Claim("a", (2.0, 2.0), (1.0, 1.0), (far,)).verdict == UNEXPLAINED
+    assert Claim("a", (2.0, 2.0), (1.0, 1.0), (far, near)).verdict.startswith("explained by near")
+    assert Claim("a", None, (1.0, 1.0)).verdict == NO_NUMBER
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    {
+        "unknown paper": (["--paper=other", "--out=x"], "pro_prophet"),
+        "unknown table": (["--paper=pro_prophet", "--table=table_9", "--out=x"], "has table_1, table_4"),
+        "no file": (["--paper=pro_prophet", "--table=figure_12", "--trace=nothing", "--out=x"], "no file and no run"),
+        "one sample": (["--paper=pro_prophet", "--table=figure_12", "--trace=one.npz", "--out=x"], "two samples"),
+        "other sizes": (["--paper=pro_prophet", "--table=figure_12", "--trace=odd.npz", "--out=x"], "do not fit"),
+        "cut off": (["--paper=pro_prophet", "--table=figure_12", "--trace=cut.npz", "--out=x"], "cut.npz"),
+    }.values(),
+)
+def test_bad_input_is_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.savez("one.npz", loads=np.ones((1, 2, 4, 4), np.int32), iterations=np.arange(1))
+    np.savez("odd.npz", loads=np.ones((3, 2, 5, 5), np.int32), iterations=np.arange(3))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "odd.npz").read_bytes()[:200])
+    with pytest.raises(UserError, match=message) as error:
+        reproduce.command(["reproduce", *arguments])
+    assert "\n" not in str(error.value)
+
+
+def test_a_table_is_printed_and_written(tmp_path, capsys):
+    arguments = ["--paper=pro_prophet", "--table=figure_12", "--trace=stationary", f"--out={tmp_path}"]
+    reproduce.command(["reproduce", *arguments])
+    printed = capsys.readouterr().out
+    assert "Figure 12" in printed and "over FasterMoE, mean" in printed and "1.34" in printed
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"pro_prophet.md", "pro_prophet_figure_12.csv", "pro_prophet_figure_12.png"}
+    lines = (tmp_path / "pro_prophet_figure_12.csv").read_text().splitlines()
+    assert len(lines) == 50 and lines[0].startswith("sample,")
