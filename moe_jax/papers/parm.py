@@ -1,19 +1,329 @@
-"""Parm (Pan, Lin, Shi, Chu, Sun, Li; INFOCOM 2024): its tables and figures, priced on its two testbeds.
+"""Parm (INFOCOM 2024): its tables and figures, priced on its two testbeds.
 
-Rows and the paper's numbers (section VI unless said otherwise):
+A layer's seconds are its exchanges by `cluster/layer_seconds.py` on the links of configs/cluster/parm_{a,b}.gin, and
+its matmuls and moved rows by the prices of the GPU, as are start-ups. Letters: docs/notation.md.
 
-    table_3     valid runs of 4,374 combinations: 1,296; speed-up of one layer 1.13 to 5.77 (abstract)
-    figure_1    share of communication in 324 layers on 32 GPUs (section I): no number in the text
-    figure_6    alpha and beta of the collectives: no number in the text
-    hit_rate    how often equations 13 and 14 choose the shorter schedule: no number in the text
-    s2_wins     layers in which S2 is shorter: some are, no number in the text
-    table_4     mean speed-ups by (N_MP, N_ESP): S1 2.1 to 4.19 (testbed A), 2.46 to 5.77 (B); S2 1.99 to 4.12, 2.2 to
-                5.38; Parm 2.1 to 4.2, 2.46 to 5.77; cells are not in the text. On A there is one with S1 3.21, S2 3.72
-    over_worse  Parm over the worse of S1 and S2: 8% (A), 10.5% (B); SAA over AAS 1.09%, 1.12%
-    figure_7    speed-ups on 32 GPUs: mean 4.91, above 4 in 89% of the layers; which N_MP and N_ESP is not in the text
-    table_5     iteration of BERT-Base and GPT-2: 2.98 to 3.15; cells are not in the text
-
-Assumed where the text is silent, before the first result: K = 2 (GShard); float32 (PyTorch's default); E = N_EP, as
-section VI-D's 2 and 8 experts on 8 and 32 GPUs are with N_ESP = 4; P of {8, 16, 32} on testbed B, and 8 on A; N_MP and
-N_ESP are 4 in figures 1 and 7 and table V.
+Assumed where the text is silent: K = 2 (GShard); float32 (PyTorch's default); E = N_EP, as section VI-D's 2 and 8
+experts on 8 and 32 GPUs are with N_ESP = 4; P of {8, 16, 32} on testbed B, and 8 on A; N_MP and N_ESP are 4 in figures
+1, 6 and 7 and in table V, which has 4 sequences of an MP group and sums dense gradients.
 """
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.cluster.cluster import FOLDER, cluster_of
+from moe_jax.cluster.fits import fit_alpha_beta
+from moe_jax.cluster.layer_seconds import Transfer, layer_transfers, moving_seconds, preceding_seconds, transfer_seconds
+from moe_jax.cluster.prices import Constants, Prices
+from moe_jax.cluster.targets import device_named, read_device
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.schedule import LayerSizes
+from moe_jax.moe.schedules.parm import layer_shape
+from moe_jax.papers.table import Claim, Experiment, Inputs, Table, Tables, text_of
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+
+PLACES = {"A": ("parm_a", 1), "B, 8": ("parm_b", 2), "B, 16": ("parm_b", 4), "B, 32": ("parm_b", 8)}  # file, nodes
+ITEM, SCHEDULES, COLUMNS = 4, ("deepspeed", "s1", "s2"), ("S1", "S2", "Parm")  # bytes of a number; of `gains`
+SIZES = {"B": (2, 4, 8), "L": (512, 1024, 2048), "M": (1024, 2048, 4096), "H": (1024, 2048, 4096), "f": (1.2, 2.4)}
+GROUPS = tuple(itertools.product((1, 2, 4), (1, 2, 4)))  # N_MP, N_ESP
+TABLE_4 = tuple(groups for groups in GROUPS if min(groups) > 1)
+COPIES = {  # bytes/s between two GPUs without peer access (p2pBandwidthLatencyTest, P2P=Disabled, unidirectional)
+    "parm_a": 22.2e9,  # RTX 4090, PCIe 4.0 x16: github.com/NVIDIA/nccl issue 814, median of six GPUs' pairs
+    "parm_b": 5.71e9,  # RTX 2080 Ti, PCIe 3.0 x16: test report of two such GPUs rented from AutoDL, 2025-06-05
+}
+
+
+class Layer(NamedTuple):
+    """One combination of table III, on one of `PLACES`; tokens: N = B L, of an MP group."""
+
+    place: str
+    groups: tuple[int, int]
+    tokens: int
+    model_dim: int
+    hidden_dim: int
+    factor: float
+
+
+class Assumed(NamedTuple):
+    """What the text leaves open; an experiment changes one of it. peers: GPUs reach each other, or copy by `COPIES`."""
+
+    top_k: int = 2
+    peers: bool = True
+    gather: str = "saa"
+    level: str = "middle"  # of assumed prices
+
+
+BASE = Assumed()
+EXPERIMENTS = {
+    "K = 1, the default of DeepSpeed v0.8.1": BASE._replace(top_k=1),
+    "GeForce copies through host memory, as measured": BASE._replace(peers=False),
+}
+
+
+@functools.cache
+def machine(place: str, level: str = "middle", peers: bool = True) -> Cluster:
+    """Return a testbed: sizes, links and memory of its file, start-ups and float32 FLOP/s of its GPU's prices."""
+    name, nodes = PLACES[place]
+    preset = read_cluster(FOLDER / f"{name}.gin")
+    prices = Prices(read_device(device_named(preset.device)), Constants(level=level))
+    given = ("name", "devices_per_node", "intra_bandwidth", "inter_bandwidth", "cards_per_node", "memory_bytes")
+    own = {field: getattr(preset, field) for field in given} | ({} if peers else {"intra_bandwidth": COPIES[name]})
+    return dataclasses.replace(cluster_of(prices), nodes=nodes, flops=prices.reached("f32"), **own)
+
+
+@functools.cache
+def shapes(place: str, groups: tuple[int, int], tokens: int, row: int, slots: float) -> list:
+    """Return the `LayerShape` of each schedule; row: bytes; slots: K f, those of a token in all buckets."""
+    cluster, (mp_size, esp_size) = machine(place), groups
+    config = MeshConfig(expert_shard=esp_size, model=mp_size, devices_per_node=cluster.devices_per_node)
+    roles, experts = build_mesh(config.resolve(cluster.devices), cluster.devices), cluster.devices // esp_size
+    config, capacity = MoEConfig(num_experts=experts), math.ceil(slots * tokens / experts)
+    sizes = LayerSizes(config=config, tokens=tokens, groups=1, capacity=capacity, row_bytes=row)
+    return [layer_shape(name, roles, sizes) for name in SCHEDULES]
+
+
+moving = functools.cache(moving_seconds)
+
+
+def price(layer: Layer, to: Assumed = BASE) -> np.ndarray:
+    """Return [3, 2], seconds by schedule: exchanges (equations 1, 13, 14, both ways), and computation; no overlap."""
+    (place, groups, tokens, dim, hidden, factor), seconds = layer, []
+    cluster = machine(place, to.level, to.peers)
+    matmul = functools.partial(cluster.prices.matmul, "f32", 1)
+    for shape in shapes(place, groups, tokens, ITEM * dim, to.top_k * factor):
+        gated = tokens if shape.gates_group else tokens // shape.mp_size
+        packed = shape.sent_rows * (1 if shape.cuts_buckets else shape.esp_size)
+        rows = shape.sent_rows * shape.esp_size // shape.sharers
+        moved = ITEM * dim * (2 * (packed + to.top_k * gated) + 4 * rows)  # as `layer_seconds` counts them
+        computed = 6 * matmul(rows, hidden // shape.esp_size, dim) + 3 * matmul(gated, shape.experts, dim)
+        seconds.append((moving(shape, cluster, to.gather), computed + cluster.prices.memory(moved)))
+    return np.array(seconds)
+
+
+def memory(layer: Layer, to: Assumed = BASE) -> float:
+    """Return a device's bytes under the baseline: weights, gradients, what a backward needs, and rows that leave.
+
+    It needs tokens before and after the gather, rows that arrived (and their gradient), both hidden rows (and one's).
+    """
+    _, (_, shards), tokens, dim, hidden, factor = layer
+    slots = to.top_k * factor * tokens
+    return ITEM * (4 * dim * hidden / shards + dim * (tokens + shards * (tokens + 3 * slots)) + 3 * slots * hidden)
+
+
+@functools.cache
+def runs(place: str, groups: tuple[int, int], to: Assumed = BASE) -> list[Layer]:
+    """Return the combinations of table III that fit a GPU's memory, each N as often as B and L give it."""
+    sizes = itertools.product(*SIZES.values())
+    layers = (Layer(place, groups, batch * length, *others) for batch, length, *others in sizes)
+    return [layer for layer in layers if memory(layer, to) <= machine(place).memory_bytes]
+
+
+@functools.cache
+def gains(place: str, groups: tuple[int, int], to: Assumed = BASE) -> np.ndarray:
+    """Return [n, 3]: the baseline's seconds over those of S1, of S2 and of what algorithm 1 takes, of all runs."""
+    seconds = np.array([price(layer, to) for layer in runs(place, groups, to)])
+    base, s1, s2 = seconds.sum(axis=2).T
+    return base[:, None] / np.stack([s1, s2, np.where(seconds[:, 1, 0] <= seconds[:, 2, 0], s1, s2)], axis=1)
+
+
+def cells(testbed: str, to: Assumed, groups=TABLE_4) -> list[np.ndarray]:
+    """Return `gains` of a testbed's places ('': all) and of these groups."""
+    return [gains(place, pair, to) for place in PLACES if place.startswith(testbed) for pair in groups]
+
+
+def table(title: str, columns: tuple, rows: list, figures: list[tuple], notes: tuple = (), draw=None) -> Table:
+    """Return a modelled table, its claims with all experiments, and notes with our figures by low and high prices.
+
+    Each figure is (name, the paper's number or range or None, function of `Assumed` that returns ours).
+    """
+
+    def ends(value):
+        return value if isinstance(value, tuple) else (float(value), float(value))
+
+    claims, ranges = [], []
+    for name, paper, ours in figures:
+        found = [Experiment(cause, ends(ours(to))) for cause, to in EXPERIMENTS.items()]
+        claims.append(Claim(name, None if paper is None else ends(paper), ends(ours(BASE)), tuple(found)))
+        by = (" to ".join(map(text_of, ends(ours(BASE._replace(level=level))))) for level in ("low", "high"))
+        ranges.append("{}: {} by low prices, {} by high ones.".format(name, *by))
+    return Table(title, "modelled", columns, rows, tuple(claims), (*notes, *ranges), draw)
+
+
+def distribution(title: str, label: str, values: np.ndarray, figures: list[tuple]) -> Table:
+    """Return the table of a figure that shows how many layers have which value."""
+
+    def draw(axes):
+        axes.hist(values, bins=20, edgecolor="white")
+        axes.set(xlabel=label, ylabel="layers")
+
+    columns = ("layers", "least", "a tenth is below", "median", "a tenth is above", "largest")
+    row = (len(values), *map(float, np.quantile(values, (0, 0.1, 0.5, 0.9, 1))))
+    return table(f"{title}: {label}", columns, [row], figures, (), draw)
+
+
+def table_3(inputs: Inputs) -> Table:
+    counts = {
+        p: [sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4)] for p in inputs.track(PLACES, "runs")
+    }
+    figures = [
+        ("valid runs", 1296, lambda to: sum(map(len, cells("", to, GROUPS)))),
+        ("least speed-up of a layer", 1.13, lambda to: min(gain[:, 2].min() for gain in cells("", to, GROUPS))),
+        ("largest speed-up of a layer", 5.77, lambda to: max(gain[:, 2].max() for gain in cells("", to, GROUPS))),
+    ]
+    columns = ("testbed, P", "combinations", "valid", "of these N_MP, N_ESP as in table IV")
+    said = "Table III spans 4,374. Runs are summed over four places: 1,296 is 4 x 324, the layers of figure 1."
+    made = table(
+        "Table III: runs that fit a GPU's memory", columns, [(p, 1458, *n) for p, n in counts.items()], figures, (said,)
+    )
+    alone = Experiment("N_MP, N_ESP of 2 and 4 alone, as in table IV", (float(sum(n[1] for n in counts.values())),) * 2)
+    first = dataclasses.replace(made.claims[0], experiments=(alone, *made.claims[0].experiments))
+    return dataclasses.replace(made, claims=(first, *made.claims[1:]))
+
+
+def table_4(inputs: Inputs) -> Table:
+    def means(at, testbed, to):
+        found = [float(gain[:, at].mean()) for gain in cells(testbed, to)]
+        return min(found), max(found)
+
+    def worse(testbed, to):
+        found = np.concatenate(cells(testbed, to))
+        return 100 * (found[:, 2] / found[:, :2].min(axis=1)).mean() - 100
+
+    def saa(testbed, to):
+        one, other = (np.concatenate(cells(testbed, to._replace(gather=name))) for name in ("saa", "aas"))
+        return 100 * (one[:, 1] / other[:, 1]).mean() - 100
+
+    ours = {f"{name}, mean of a cell": functools.partial(means, at) for at, name in enumerate(COLUMNS)}
+    ours |= {"Parm over the worse of S1 and S2, %": worse, "S2 by SAA over S2 by AAS, %": saa}
+    papers = {"A": ((2.1, 4.19), (1.99, 4.12), (2.1, 4.2), 8, 1.09)}
+    papers["B"] = ((2.46, 5.77), (2.2, 5.38), (2.46, 5.77), 10.5, 1.12)
+    figures = [
+        (f"{name}, testbed {testbed}", paper, functools.partial(of, testbed))
+        for testbed, numbers in papers.items()
+        for (name, of), paper in zip(ours.items(), numbers, strict=True)
+    ]
+    ratio = "S2's 3.72 over S1's 3.21 in a cell of A"
+    figures.append((ratio, 3.72 / 3.21, lambda to: max(np.divide(*g.mean(axis=0)[1::-1]) for g in cells("A", to))))
+    cases = [(place, pair, gains(place, pair)) for place in inputs.track(PLACES, "cells") for pair in TABLE_4]
+    rows = [(place, *pair, len(gain), *map(float, gain.mean(axis=0))) for place, pair, gain in cases]
+    columns = ("testbed, P", "N_MP", "N_ESP", "layers", *COLUMNS)
+    return table("Table IV: mean speed-up over DeepSpeed-MoE", columns, rows, figures)
+
+
+def choice(inputs: Inputs) -> Table:
+    def hits(place, to=BASE):
+        found = np.concatenate([gains(place, pair, to) for pair in GROUPS if pair[0] > 1])
+        s1, s2, taken = found.T
+        best = np.maximum(s1, s2)
+        return len(found), *(float(100 * value.mean()) for value in (s2 > s1, taken >= best, best / taken - 1))
+
+    def ends(at, to):
+        found = [hits(place, to)[at] for place in PLACES]
+        return min(found), max(found)
+
+    names = (
+        "testbed, P",
+        "layers",
+        "S2 is shorter, % of layers",
+        "equations 13, 14 are right, %",
+        "they lose, % of time",
+    )
+    figures = [(names[at + 1], None, functools.partial(ends, at)) for at in (1, 2)]
+    layers = [layer for place in inputs.track(PLACES, "places") for pair in TABLE_4 for layer in runs(place, pair)]
+    _, s1, s2 = np.array([price(layer).sum(axis=1) for layer in layers]).T
+    best = int(np.argmin(s2 / s1))
+    notes = (
+        f"S2 gains most in {tuple(layers[best])}: {s2[best]:.4g} s for {s1[best]:.4g} s.",
+        "On A none: gathers share a device's one link with SAA, so both wait for two exchanges of equal size and one "
+        "gather, of N M under S1 and of K f N M under S2, more in all of table III.",
+        "How often the choice is right in layers that were timed on CPU devices: docs/results.md, Schedules.",
+    )
+    return table("Algorithm 1, N_MP > 1", names, [(place, *hits(place)) for place in PLACES], figures, notes)
+
+
+def figure_1(inputs: Inputs) -> Table:
+    del inputs
+
+    def shares(to):
+        parts = np.array([price(layer, to)[0] for layer in runs("B, 32", (4, 4), to)])
+        return 100 * parts[:, 0] / parts.sum(axis=1)
+
+    label = "communication, % of a layer's time under the baseline"
+    return distribution("Figure 1", label, shares(BASE), [("mean, %", None, lambda to: shares(to).mean())])
+
+
+def figure_6(inputs: Inputs) -> Table:
+    lines, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
+    for (tokens, dim), place in inputs.track(itertools.product(sizes, PLACES), "collectives"):
+        shape = shapes(place, (4, 4), tokens, ITEM * dim, 2.4)[2]
+        (send, gather), saa = layer_transfers(shape, "aas")[0], layer_transfers(shape)[0][1:]
+        for name, moves, x in (
+            ("EP&ESP-AlltoAll", [send._replace(calls=1)], send.elements),
+            ("MP-AllGather", [gather], gather.elements),
+            ("both at once (SAA)", saa, send.elements),
+        ):
+            seconds = transfer_seconds(moves, shape, machine(place), "figure 6")
+            lines.setdefault((place, name), []).append((x, seconds))
+    fits = {key: fit_alpha_beta(*zip(*points, strict=True)) for key, points in lines.items()}
+
+    def draw(axes):
+        for key, points in lines.items():
+            axes.loglog(*zip(*sorted(points), strict=True), marker=".", label=", ".join(key))
+        axes.set(xlabel="bytes", ylabel="seconds")
+        axes.legend(fontsize=5)
+
+    columns = ("testbed, P", "collective", "alpha, us", "beta, ns/byte", "R^2")
+    rows = [(*key, 1e6 * fit.alpha, 1e9 * fit.beta, fit.r2) for key, fit in fits.items()]
+    figures = [("R^2, the least", None, lambda to: min(fit.r2 for fit in fits.values()))]
+    said = "Prices are lines in bytes, so R^2 says nothing of a machine; of measured ones: docs/results.md, Schedules."
+    return table("Figure 6: alpha and beta, N_MP = N_ESP = 4", columns, rows, figures, (said,), draw)
+
+
+def figure_7(inputs: Inputs) -> Table:
+    del inputs
+    found = functools.partial(gains, "B, 32", (4, 4))
+    figures = [
+        ("mean", 4.91, lambda to: found(to)[:, 2].mean()),
+        ("above 4, % of layers", 89, lambda to: 100 * (found(to)[:, 2] > 4).mean()),
+    ]
+    return distribution("Figure 7", "Parm's speed-up over DeepSpeed-MoE on 32 GPUs", found(BASE)[:, 2], figures)
+
+
+def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
+    """Return [3], seconds of an iteration by schedule: 12 blocks of M = 768 and F = 3,072, and V = 50,304."""
+    tokens, dim, vocabulary, cluster = 4 * length, 768, 50304, machine(place, to.level, to.peers)
+    layer = price(Layer(place, (4, 4), tokens, dim, 4 * dim, 1.2), to).sum(axis=1)
+    sizes = {"model_dim": dim, "length": length, "moe_every": 1, "matrices": 2, "dense_hidden_dim": 4 * dim}
+    attention = 3 * preceding_seconds(cluster, tokens / 4, ITEM, **sizes)
+    head = 3 * cluster.prices.matmul("f32", 1, tokens, dim, vocabulary / 4)
+    summed = Transfer("all_reduce", "model", ITEM * tokens * dim, 2)
+    gradients = Transfer("all_reduce", "expert_across", ITEM * dim * (12 * 4 * dim + vocabulary) // 4)
+    shape = shapes(place, (4, 4), tokens, ITEM * dim, to.top_k * 1.2)[1]
+    block, once = (transfer_seconds([move], shape, cluster, "table V") for move in (summed, gradients))
+    return 12 * (layer + attention + block) + head + once
+
+
+def table_5(inputs: Inputs) -> Table:
+    cases = itertools.product({"BERT-Base": 512, "GPT-2": 1024}.items(), ("A", "B, 32"))
+
+    def ends(to):
+        found = [s[0] / s[1:].min() for s in (iteration(place, length, to) for (_, length), place in cases)]
+        return float(min(found)), float(max(found))
+
+    cases, rows = list(inputs.track(cases, "iterations")), []
+    for (model, length), place in cases:
+        base, *others = map(float, iteration(place, length, BASE))
+        rows.append((model, place, base, min(others), base / min(others)))
+    columns = ("model", "testbed, P", "DeepSpeed-MoE, s", "Parm, s", "speed-up")
+    return table("Table V: an iteration", columns, rows, [("speed-up", (2.98, 3.15), ends)])
+
+
+TABLES: Tables = {of.__name__: of for of in (table_3, table_4, choice, figure_1, figure_6, figure_7, table_5)}

@@ -60,9 +60,10 @@ class Claim:
     experiments: tuple[Experiment, ...] = ()
 
     def gap(self, ours: tuple[float, float]) -> float:
-        """Return how far figures are from the paper's: the larger |log of the ratio| of both ends."""
+        """Return how far figures are from the paper's: the larger |log of the ratio| of both ends; infinite by sign."""
         assert self.paper is not None
-        return max(abs(math.log(own / its)) for own, its in zip(ours, self.paper, strict=True))
+        ratios = [own / its for own, its in zip(ours, self.paper, strict=True)]
+        return max(abs(math.log(ratio)) for ratio in ratios) if min(ratios) > 0 else math.inf
 
     @property
     def verdict(self) -> str:
@@ -73,7 +74,7 @@ class Claim:
         if gap <= math.log(FIFTH):
             return WITHIN
         best = min(self.experiments, key=lambda experiment: self.gap(experiment.ours), default=None)
-        if best is None or self.gap(best.ours) > gap / 2:
+        if best is None or not math.isfinite(self.gap(best.ours)) or self.gap(best.ours) > gap / 2:
             return UNEXPLAINED
         return f"explained by {best.cause}: {_range(best.ours)}"
 
@@ -128,8 +129,8 @@ class Table:
 
 
 def text_of(cell: Any) -> str:
-    """Return a cell as text: numbers to three digits."""
-    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+    """Return a cell as text: numbers to three digits, from a thousand on all before the point."""
+    return str(cell) if not isinstance(cell, float) else f"{cell:.0f}" if 1e3 <= abs(cell) < 1e7 else f"{cell:.3g}"
 
 
 def aligned(rows: list[tuple]) -> list[str]:
