@@ -33,23 +33,13 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 PLACES = {"A": ("parm_a", 1), "B, 8": ("parm_b", 2), "B, 16": ("parm_b", 4), "B, 32": ("parm_b", 8)}  # file, nodes
 ITEM, SCHEDULES, COLUMNS = 4, ("deepspeed", "s1", "s2"), ("S1", "S2", "Parm")  # bytes of a number; of `gains`
 SIZES = {"B": (2, 4, 8), "L": (512, 1024, 2048), "M": (1024, 2048, 4096), "H": (1024, 2048, 4096), "f": (1.2, 2.4)}
+Layer = tuple[str, tuple[int, int], int, int, int, float]  # place, (N_MP, N_ESP), N of an MP group, M, H, f
 GROUPS = tuple(itertools.product((1, 2, 4), (1, 2, 4)))  # N_MP, N_ESP
 TABLE_4 = tuple(groups for groups in GROUPS if min(groups) > 1)
 COPIES = {  # bytes/s between two GPUs without peer access (p2pBandwidthLatencyTest, P2P=Disabled, unidirectional)
     "parm_a": 22.2e9,  # RTX 4090, PCIe 4.0 x16: github.com/NVIDIA/nccl issue 814, median of six GPUs' pairs
     "parm_b": 5.71e9,  # RTX 2080 Ti, PCIe 3.0 x16: test report of two such GPUs rented from AutoDL, 2025-06-05
 }
-
-
-class Layer(NamedTuple):
-    """One combination of table III, on one of `PLACES`; tokens: N = B L, of an MP group."""
-
-    place: str
-    groups: tuple[int, int]
-    tokens: int
-    model_dim: int
-    hidden_dim: int
-    factor: float
 
 
 class Assumed(NamedTuple):
@@ -122,7 +112,7 @@ def memory(layer: Layer, to: Assumed = BASE) -> float:
 def runs(place: str, groups: tuple[int, int], to: Assumed = BASE) -> list[Layer]:
     """Return the combinations of table III that fit a GPU's memory, each N as often as B and L give it."""
     sizes = itertools.product(*SIZES.values())
-    layers = (Layer(place, groups, batch * length, *others) for batch, length, *others in sizes)
+    layers = ((place, groups, batch * length, *others) for batch, length, *others in sizes)
     return [layer for layer in layers if memory(layer, to) <= machine(place).memory_bytes]
 
 
@@ -170,20 +160,20 @@ def distribution(title: str, label: str, values: np.ndarray, figures: list[tuple
 
 
 def table_3(inputs: Inputs) -> Table:
-    counts = {
-        p: [sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4)] for p in inputs.track(PLACES, "runs")
-    }
+    rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in PLACES]
     figures = [
         ("valid runs", 1296, lambda to: sum(map(len, cells("", to, GROUPS)))),
         ("least speed-up of a layer", 1.13, lambda to: min(gain[:, 2].min() for gain in cells("", to, GROUPS))),
         ("largest speed-up of a layer", 5.77, lambda to: max(gain[:, 2].max() for gain in cells("", to, GROUPS))),
     ]
     columns = ("testbed, P", "combinations", "valid", "of these N_MP, N_ESP as in table IV")
-    said = "Table III spans 4,374. Runs are summed over four places: 1,296 is 4 x 324, the layers of figure 1."
-    made = table(
-        "Table III: runs that fit a GPU's memory", columns, [(p, 1458, *n) for p, n in counts.items()], figures, (said,)
+    notes = (
+        "Table III spans 4,374. Runs are summed over four places: 1,296 is 4 x 324, the layers of figure 1.",
+        "Buckets are full: a capacity bounds them, and no trace of loads is read.",
     )
-    alone = Experiment("N_MP, N_ESP of 2 and 4 alone, as in table IV", (float(sum(n[1] for n in counts.values())),) * 2)
+    figures = inputs.track(figures, "table III")
+    made = table("Table III: runs that fit a GPU's memory", columns, rows, figures, notes)
+    alone = Experiment("N_MP, N_ESP of 2 and 4 alone, as in table IV", (float(sum(row[3] for row in rows)),) * 2)
     first = dataclasses.replace(made.claims[0], experiments=(alone, *made.claims[0].experiments))
     return dataclasses.replace(made, claims=(first, *made.claims[1:]))
 
@@ -212,10 +202,10 @@ def table_4(inputs: Inputs) -> Table:
     ]
     ratio = "S2's 3.72 over S1's 3.21 in a cell of A"
     figures.append((ratio, 3.72 / 3.21, lambda to: max(np.divide(*g.mean(axis=0)[1::-1]) for g in cells("A", to))))
-    cases = [(place, pair, gains(place, pair)) for place in inputs.track(PLACES, "cells") for pair in TABLE_4]
+    cases = [(place, pair, gains(place, pair)) for place in PLACES for pair in TABLE_4]
     rows = [(place, *pair, len(gain), *map(float, gain.mean(axis=0))) for place, pair, gain in cases]
     columns = ("testbed, P", "N_MP", "N_ESP", "layers", *COLUMNS)
-    return table("Table IV: mean speed-up over DeepSpeed-MoE", columns, rows, figures)
+    return table("Table IV: mean speed-ups", columns, rows, inputs.track(figures, "table IV"))
 
 
 def choice(inputs: Inputs) -> Table:
@@ -229,24 +219,19 @@ def choice(inputs: Inputs) -> Table:
         found = [hits(place, to)[at] for place in PLACES]
         return min(found), max(found)
 
-    names = (
-        "testbed, P",
-        "layers",
-        "S2 is shorter, % of layers",
-        "equations 13, 14 are right, %",
-        "they lose, % of time",
-    )
-    figures = [(names[at + 1], None, functools.partial(ends, at)) for at in (1, 2)]
+    names = ("S2 is shorter, % of layers", "equations 13 and 14 are right, %", "they lose, % of time")
+    figures = [(name, None, functools.partial(ends, at)) for at, name in enumerate(names, 1)][:2]
     layers = [layer for place in inputs.track(PLACES, "places") for pair in TABLE_4 for layer in runs(place, pair)]
     _, s1, s2 = np.array([price(layer).sum(axis=1) for layer in layers]).T
     best = int(np.argmin(s2 / s1))
     notes = (
-        f"S2 gains most in {tuple(layers[best])}: {s2[best]:.4g} s for {s1[best]:.4g} s.",
+        f"S2 gains most at P, (N_MP, N_ESP), N, M, H, f = {layers[best]}: {s2[best]:.4g} s for {s1[best]:.4g} s.",
         "On A none: gathers share a device's one link with SAA, so both wait for two exchanges of equal size and one "
         "gather, of N M under S1 and of K f N M under S2, more in all of table III.",
         "How often the choice is right in layers that were timed on CPU devices: docs/results.md, Schedules.",
     )
-    return table("Algorithm 1, N_MP > 1", names, [(place, *hits(place)) for place in PLACES], figures, notes)
+    rows = [(place, *hits(place)) for place in PLACES]
+    return table("Algorithm 1, N_MP > 1", ("testbed, P", "layers", *names), rows, figures, notes)
 
 
 def figure_1(inputs: Inputs) -> Table:
@@ -262,7 +247,7 @@ def figure_1(inputs: Inputs) -> Table:
 
 def figure_6(inputs: Inputs) -> Table:
     lines, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
-    for (tokens, dim), place in inputs.track(itertools.product(sizes, PLACES), "collectives"):
+    for (tokens, dim), place in inputs.track(itertools.product(sizes, ("A", "B, 32")), "collectives"):
         shape = shapes(place, (4, 4), tokens, ITEM * dim, 2.4)[2]
         (send, gather), saa = layer_transfers(shape, "aas")[0], layer_transfers(shape)[0][1:]
         for name, moves, x in (
@@ -278,7 +263,7 @@ def figure_6(inputs: Inputs) -> Table:
         for key, points in lines.items():
             axes.loglog(*zip(*sorted(points), strict=True), marker=".", label=", ".join(key))
         axes.set(xlabel="bytes", ylabel="seconds")
-        axes.legend(fontsize=5)
+        axes.legend(fontsize=7)
 
     columns = ("testbed, P", "collective", "alpha, us", "beta, ns/byte", "R^2")
     rows = [(*key, 1e6 * fit.alpha, 1e9 * fit.beta, fit.r2) for key, fit in fits.items()]
@@ -300,7 +285,7 @@ def figure_7(inputs: Inputs) -> Table:
 def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
     """Return [3], seconds of an iteration by schedule: 12 blocks of M = 768 and F = 3,072, and V = 50,304."""
     tokens, dim, vocabulary, cluster = 4 * length, 768, 50304, machine(place, to.level, to.peers)
-    layer = price(Layer(place, (4, 4), tokens, dim, 4 * dim, 1.2), to).sum(axis=1)
+    layer = price((place, (4, 4), tokens, dim, 4 * dim, 1.2), to).sum(axis=1)
     sizes = {"model_dim": dim, "length": length, "moe_every": 1, "matrices": 2, "dense_hidden_dim": 4 * dim}
     attention = 3 * preceding_seconds(cluster, tokens / 4, ITEM, **sizes)
     head = 3 * cluster.prices.matmul("f32", 1, tokens, dim, vocabulary / 4)
