@@ -142,8 +142,10 @@ def table(title: str, columns: tuple, rows: list, figures: list[tuple], notes: t
     for name, paper, ours in figures:
         found = [Experiment(cause, ends(ours(to))) for cause, to in EXPERIMENTS.items()]
         claims.append(Claim(name, None if paper is None else ends(paper), ends(ours(BASE)), tuple(found)))
-        by = (" to ".join(map(text_of, ends(ours(BASE._replace(level=level))))) for level in ("low", "high"))
-        ranges.append("{}: {} by low prices, {} by high ones.".format(name, *by))
+        by = (map(text_of, ends(ours(BASE._replace(level=level)))) for level in ("low", "high"))
+        ranges.append(
+            "{}: {} by low prices, {} by high ones.".format(name, *(" to ".join(dict.fromkeys(one)) for one in by))
+        )
     return Table(title, "modelled", columns, rows, tuple(claims), (*notes, *ranges), draw)
 
 
