@@ -24,6 +24,7 @@ from moe_jax.observe.run_folder import RunFolder
 SHIPPED = ("top_1", "top_2")
 TRACES = pathlib.Path(__file__).parents[2] / "configs" / "trace"
 SAMPLES, LAYERS, SOURCES, EXPERTS, CHOICES = 50, 12, 32, 32, 2048  # of synthetic loads; choices of one source
+EVERY = 10  # iterations from sample to sample, as in the shipped ones
 ZIPF = 1.0  # exponent of popularity by rank
 DRIFT = 0.1  # of the logarithm of popularity, a sample's normal step
 BURST_EVERY, BURST_LENGTH, BURST_SHARE = 10, 2, 0.5  # in samples; share of the choices that one expert then takes
@@ -110,7 +111,7 @@ def find_loads(name: str, seed: int = 0) -> LoadsTrace:
         shares = np.broadcast_to(shares, (SAMPLES, LAYERS, SOURCES, EXPERTS))
         total = shares.sum(axis=-1, keepdims=True)
         per_source = CHOICES * total / total.mean(axis=2, keepdims=True)
-        return LoadsTrace(round_shares(shares, per_source[..., 0].astype(np.int64)), np.arange(SAMPLES))
+        return LoadsTrace(round_shares(shares, per_source[..., 0].astype(np.int64)), EVERY * np.arange(SAMPLES))
     path = TRACES / f"{name}.npz" if name in SHIPPED else pathlib.Path(name).expanduser()
     if not path.exists():
         raise UserError(f"--trace {name!r} is no file and no run folder; give one, or one of {', '.join(NAMES)}")
@@ -126,8 +127,10 @@ def round_shares(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
     exact = shares * (totals / np.maximum(shares.sum(axis=-1), 1e-300))[..., None]
     whole = np.floor(exact).astype(np.int64)
     missing = totals - whole.sum(axis=-1)
-    order = np.argsort(np.argsort(whole - exact, axis=-1, kind="stable"), axis=-1)  # place by remainder, largest first
-    return whole + (order < missing[..., None])
+    order = np.argsort(whole - exact, axis=-1, kind="stable")  # largest remainder first
+    ranked = np.take_along_axis(whole, order, axis=-1) + (np.arange(whole.shape[-1]) < missing[..., None])
+    np.put_along_axis(whole, order, ranked, axis=-1)
+    return whole
 
 
 def fit_loads(trace: LoadsTrace, *, devices: int, experts: int, choices: int) -> tuple[LoadsTrace, str]:
@@ -160,5 +163,7 @@ def fit_loads(trace: LoadsTrace, *, devices: int, experts: int, choices: int) ->
     said = f"loads: {sources} sources x {own} experts to {devices} x {experts}, {choices} choices a device"
     skew = loads.sum(axis=2)
     worst = (skew.max(axis=2) / np.maximum(skew.mean(axis=2), 1e-300)).mean()
-    fitted = LoadsTrace(round_shares(loads, np.rint(scaled).astype(np.int64)), np.asarray(trace.iterations))
+    wanted = np.rint(scaled).astype(np.int64)
+    loads = loads if (wanted == of_source).all() else round_shares(loads, wanted)
+    fitted = LoadsTrace(loads, np.asarray(trace.iterations))
     return fitted, f"{said}; fullest expert over mean {worst:.3g} ({len(loads)} samples, {layers} layers)."

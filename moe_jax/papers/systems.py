@@ -42,7 +42,10 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One row: `tokens` of an iteration on all devices, `experts` of a layer; numbers of `item` bytes."""
+    """One row: `tokens` of an iteration on all devices, `experts` of a layer; numbers of `item` bytes.
+
+    Each so many-th sample is judged (`every`), planned from the one before it in the trace.
+    """
 
     cluster: Cluster
     model: Model
@@ -52,6 +55,8 @@ class Setting:
     trace: LoadsTrace
     item: int = 2
     replica_slots: int = 4
+    overlap_degree: int | None = None  # Hecate's t; None: by its formula
+    every: int = 1
 
     @property
     def devices(self) -> int:
@@ -82,12 +87,17 @@ class System:
       hiding: block-wise schedule that hides transfers, 'none', 'pro_prophet' or 'hecate'.
       groups: parts into which exchanges and experts are cut, each part's exchange next to another's experts
         (FasterMoE, section 4.2); 1: one after the other.
+      by_node: an expert crosses to each node once, whose link its devices share (Hecate, sections 3.1 and 4.2); else
+        it crosses to each device, at the link's full speed (Pro-Prophet, equations 4 and 5).
+      refetch: replicas are dropped after the forward and fetched again (Hecate-RM).
     """
 
     planner: str
     knobs: tuple[tuple[str, object], ...] = ()
     hiding: str = "none"
     groups: int = 1
+    by_node: bool = False
+    refetch: bool = False
 
 
 DEEPSPEED = System(planner="none")
@@ -125,32 +135,41 @@ def machine(name: str, nodes: int | None = None) -> Cluster:
     return read_cluster(str(CLUSTERS / f"{name}.gin")).sized(nodes, None)
 
 
-def run(system: System, setting: Setting) -> Step:
-    """Return a system's seconds; each sample is planned from the one before it, or after the gate from itself."""
-    loads, _ = setting.fitted()
-    cluster, model = setting.cluster, setting.model
-    placement = Placement.even(loads.loads.shape[1], setting.experts, setting.devices, cluster.devices_per_node)
-    cost = Cost(
-        cluster=cluster,
+def cost_of(system: System, setting: Setting) -> Cost:
+    """Return what a row's planner takes for the price of a layer."""
+    model = setting.model
+    return Cost(
+        cluster=setting.cluster,
         model_dim=model.model_dim,
         hidden_dim=model.hidden_dim,
         matrices=model.matrices,
         dtype_bytes=setting.item,
         param_bytes=4,
         replica_slots=setting.replica_slots,
+        overlap_degree=setting.overlap_degree,
         attention_seconds=setting.attention_seconds,
-        prefetch=Prefetch(schedule=system.hiding),
+        prefetch=Prefetch(schedule=system.hiding, refetch_replicas=system.refetch),
         price="paper",
     )
+
+
+def run(system: System, setting: Setting) -> Step:
+    """Return a system's seconds; each sample is planned from the one before it, or after the gate from itself."""
+    loads, _ = setting.fitted()
+    cluster, devices = setting.cluster, setting.devices
+    placement = Placement.even(loads.loads.shape[1], setting.experts, devices, cluster.devices_per_node)
+    cost = cost_of(system, setting)
     config = PlannerConfig(replica_slots=setting.replica_slots, split="plan", bounded=False, price="paper")
     config = dataclasses.replace(config, **dict(system.knobs))
-    records = simulate(system.planner, loads, config, placement, cost, lag=1, every=1)
+    records = simulate(system.planner, loads, config, placement, cost, lag=1, every=setting.every)
     holders = records.expert_replicas + (records.expert_replicas > 0)  # of a replicated expert its home too
+    if system.by_node:  # replicas go to nodes without the expert first, so they reach as many nodes as they can
+        holders = np.minimum(holders, cluster.nodes) * (devices // cluster.nodes)
     needed = records.transfers.needed._replace(holders=holders.sum(axis=2))
     parts = cost.parts(records.computed, records.received, needed, exchange=records.exchange)
     if system.groups > 1:
         parts["others"] = pipelined(4 * records.exchange, 3 * cost.forward(records.computed), system.groups)
-    return Step(records=records, parts=parts, attention=3 * setting.attention_seconds, model=model)
+    return Step(records=records, parts=parts, attention=3 * setting.attention_seconds, model=setting.model)
 
 
 def pipelined(exchange: np.ndarray, experts: np.ndarray, groups: int) -> np.ndarray:
