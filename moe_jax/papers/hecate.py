@@ -1,54 +1,451 @@
 """Hecate's figures: what its text says of each, and what the one cost model says of the same models and clusters.
 
-`PAPER` lists every row with the paper's numbers (section 1: claims; 5.2: figures 9, 10; 5.3: 11 to 13; 5.4: 14, 15;
-4.2: the overlap degree t); a figure's other values stand in no text.
+`FIGURES` lists every row with the paper's numbers (section 1: claims; 5.2: figures 9, 10; 5.3: 11 to 13; 5.4: 14, 15;
+4.2: the overlap degree t); a figure's other values stand in no text. Where the text gives no cluster (13 to 15) it is
+B, as in 11 and 12. `figure_9` and so on take what changes a row, and return (rows of a table, ours claim by claim).
 """
 
 from __future__ import annotations
 
-Range = tuple[float, float] | None
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
-PAPER: dict[str, dict[str, Range]] = {
-    "overlap_degree": {"t, experts that hide behind attention": None},
-    "figure_9": {
-        "Hecate over EP, 16 GPUs": (1.40, 1.58),
-        "Hecate over EP, 32 GPUs": (1.34, 1.78),
-        "Hecate over the best baseline, geometric mean, 16 GPUs": (1.645, 1.645),
-        "Hecate over the best baseline, geometric mean, 32 GPUs": (2.05, 2.05),
-    },
-    "figure_10": {
-        "Hecate over EP": (1.26, 1.70),
-        "Hecate over the baselines, geometric mean": (2.945, 2.945),
-    },
-    "figure_11": {
-        "layer of EP over layer of Hecate": (2.8, 18.8),
-        "the same, geometric mean": (11.87, 11.87),
-    },
-    "figure_12": {
-        "all-to-all of EP over Hecate's": (12.3, 12.3),
-        "exposed sparse collectives, Hecate-RM over Hecate": (3.6, 3.6),
-        "Hecate-RM over the best baseline": (1.4, 1.4),
-    },
-    "figure_13": {
-        "parameters, Hecate over EP": (5.73, 5.73),
-        "all, Hecate over EP": (1.64, 1.64),
-        "all, FlexMoE over Hecate": (1.83, 1.83),
-        "all, Hecate-RM over EP": (1.116, 1.116),
-        "materialized parameters of Hecate-RM, % of Hecate's": (9.8, 9.8),
-    },
-    "figure_14": {
-        "Hecate-RM slower than Hecate, %": (7.5, 16.9),
-        "largest batch of Hecate-RM": (6, 6),
-        "largest batch of any other": None,
-    },
-    "figure_15a": {
-        "both over sharding alone": (3.32, 3.32),
-        "both over materialization alone": (1.27, 1.27),
-    },
-    "figure_15b": {"sharding over EP, resharded every 10 to 100 iterations": (1.34, 1.42)},
-    "claims": {
-        "Hecate over any baseline, at most": (3.54, 3.54),
-        "Hecate-RM over any baseline, at most": (1.52, 1.52),
-        "imbalanced over balanced EP, cluster A, at most": (5.18, 5.18),
-    },
+import numpy as np
+import scipy.optimize
+import scipy.stats
+
+from moe_jax.cluster import read_cluster
+from moe_jax.observe.loads import LoadsTrace
+from moe_jax.papers.loads import fit_loads, round_shares
+from moe_jax.papers.systems import DEEPSPEED, Model, Setting, Step, System, cost_of, fastermoe, run
+from moe_jax.papers.table import UNEXPLAINED, Claim, Experiment, Inputs, Table, Tables
+from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.config import PlannerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A model on so many nodes of a cluster, under a change of `CHANGES`."""
+
+    cluster: str
+    model: Model
+    nodes: int = 4
+    batch: int | None = None  # sequences of a device; None: the largest that fits every system
+    change: str | None = None
+    every: int = 5  # of the trace, so many-th samples are judged
+
+
+Change = Callable[[Row], Row]
+Found = tuple[list[tuple], list[Sequence[float]]]
+MODELS = tuple(  # table 1, and section 5.1: d_ffn twice d_model
+    Model(name=name, layers=layers, model_dim=dim, hidden_dim=2 * dim, length=length)
+    for name, dim, length, layers in (
+        ("GPT-MoE-S", 768, 2048, 12), ("GPT-MoE-L", 1536, 2048, 12),
+        ("BERT-MoE", 1024, 512, 12), ("BERT-MoE-Deep", 1024, 512, 24),
+    )
+)  # fmt: skip
+PER_NODE, PER_DEVICE, TOP_K, VOCABULARY = 8, 2, 2, 50304  # experts of a device; vocabulary: as configs/model has it
+STATE, FLEXMOE_SLOTS = 12, 4  # bytes of Adam's state a parameter: six times 16 bits (2.3); PlannerConfig's default
+BASELINES = ("FasterMoE", "SmartMoE", "FlexMoE")
+COMPARED = (*BASELINES, "Hecate")
+ALL = ("EP", *COMPARED, "Hecate-RM")
+PARTS = ("sharding alone", "materialization alone")
+INTERVALS = {f"resharded every {steps}": steps for steps in (10, 25, 50, 100)}  # the text names the first and the last
+GRID_A = tuple(Row("hecate_a", model, nodes) for nodes in (2, 4) for model in MODELS)
+GRID_B = tuple(Row("hecate_b", model) for model in MODELS)
+SMALL, *_, DEEP = GRID_B
+
+
+def _hecate(**knobs) -> System:
+    """Return Hecate without the optional calibration (4.2), which the evaluation does not mention."""
+    knobs = {"calibrate": False, **knobs}
+    return System(planner="hecate", knobs=tuple(knobs.items()), hiding="hecate", by_node=True)
+
+
+SYSTEMS = {
+    "EP": DEEPSPEED,
+    "SmartMoE": System(planner="smartmoe"),
+    "FlexMoE": System(planner="flexmoe", by_node=True),
+    "Hecate": _hecate(),
+    "Hecate-RM": dataclasses.replace(_hecate(), refetch=True),
+    PARTS[0]: _hecate(materialize=False),
+    PARTS[1]: _hecate(shard_every=0),
+    **{name: _hecate(materialize=False, shard_every=steps) for name, steps in INTERVALS.items()},
+}
+
+
+def with_flops(setting: Setting, rates: dict[str, float], **fields) -> Setting:
+    """Return the setting with other FLOP/s of its GPU."""
+    cluster = dataclasses.replace(setting.cluster, flops=rates[setting.cluster.name])
+    return dataclasses.replace(setting, cluster=cluster, **fields)
+
+
+def sharpened(trace: LoadsTrace) -> LoadsTrace:
+    """Return loads whose experts' shares are raised to the power at which 10 of 64 take 75% of all, in the mean."""
+    loads = np.asarray(trace.loads, np.int64)
+    totals = np.maximum(loads.sum(axis=2, keepdims=True), 1e-3)
+    shares, hot = totals / totals.sum(axis=3, keepdims=True), loads.shape[3] * 10 // 64
+
+    def excess(power):
+        part = np.sort(shares**power, axis=3)
+        return float((part[..., -hot:].sum(axis=3) / part.sum(axis=3)).mean()) - 0.75
+
+    if excess(50.0) < 0:  # even loads stay even
+        return trace
+    power = scipy.optimize.brentq(excess, 0.0, 50.0)
+    return LoadsTrace(round_shares(loads * shares ** (power - 1), loads.sum(axis=3)), trace.iterations)
+
+
+# Rates: NVIDIA's data sheets; MegatronLMV1 (2020, V100) and Narayanan et al. 2021, table 1, 1.7 B parameters (A100).
+PEAK32, REACHED = {"hecate_a": 15.7e12, "hecate_b": 19.5e12}, {"hecate_a": 62.4e12, "hecate_b": 137e12}
+MATERIALIZED = "t = 10, which the 5.73 of figure 13 stands for"  # (5.73 - 1) x 2 replicas of a device and layer
+CHANGES: dict[str, Callable[[Setting], Setting]] = {
+    "the rate that Megatron-LM published for this GPU": lambda of: with_flops(of, REACHED),
+    "float32, PyTorch's default, as no precision is named": lambda of: with_flops(of, PEAK32, item=4),
+    "loads as skewed as FlexMoE reports (75% to 10 of 64 experts)": (
+        lambda of: dataclasses.replace(of, trace=sharpened(of.trace))
+    ),
+    MATERIALIZED: lambda of: dataclasses.replace(of, overlap_degree=10),
+}
+ON_A = {"cluster A, as the text names none": functools.partial(dataclasses.replace, cluster="hecate_a")}
+OF_SMALL = {"GPT-MoE-S, as the text names no model": functools.partial(dataclasses.replace, model=SMALL.model)}
+
+
+def span(values: Sequence[float]) -> tuple[float, float]:
+    """Return the least and the largest."""
+    return float(np.min(values)), float(np.max(values))
+
+
+def fullest(computed: np.ndarray) -> float:
+    """Return how much over the mean a device computes at worst, all layers together: [n, L, D]."""
+    of_device = computed.mean(axis=1)
+    return float((of_device.max(axis=1) / of_device.mean(axis=1)).max())
+
+
+def token_bytes(model: Model, most: float) -> float:
+    """Return the 16-bit activations of one token, where the fullest device's experts get `most` times the mean.
+
+    Korthikanti et al. 2022, section 4.1, its MLP's part by expert: input, hidden before and after GeLU, output.
+    """
+    dense = 15 * model.model_dim + 5 * model.model_dim // 64 * model.length
+    return model.layers * (dense + 12 * model.model_dim * TOP_K * most) + 4 * VOCABULARY
+
+
+def state_bytes(model: Model, replicas: float = 0.0, kept: Sequence[float] = (0.0, 0.0, 0.0)) -> np.ndarray:
+    """Return a device's bytes of MoE parameters, gradients and state; `kept`: what of the replicas each peak has."""
+    own = PER_DEVICE * model.layers
+    return np.array([2, 2, STATE]) * 2 * model.model_dim * model.hidden_dim * (own + replicas * np.array(kept))
+
+
+def free_bytes(setting: Setting, most: float, states: np.ndarray, tokens: float) -> float:
+    """Return what a device with so many tokens has left."""
+    model = setting.model
+    dense = (4 + STATE) * (4 * model.layers * model.model_dim**2 + VOCABULARY * model.model_dim)
+    return setting.cluster.memory_bytes - dense - states.sum() - tokens * token_bytes(model, most)
+
+
+def kept_of(name: str, model: Model) -> tuple[float, float, float]:
+    """Return which part of a system's replicas is in memory at the peak: parameters, gradients, optimizer state."""
+    if name.startswith("Hecate"):
+        alive = Prefetch(schedule="hecate", refetch_replicas=SYSTEMS[name].refetch).build(model.layers).layers_alive()
+        return alive / model.layers, 1 / model.layers, 0.0  # a layer's gradients leave before the next one's come
+    return {"FasterMoE": (1.0, 1.0, 0.0), "FlexMoE": (1.0, 1.0, 1.0)}.get(name, (0.0, 0.0, 0.0))
+
+
+@functools.cache
+def setting_of(inputs: Inputs, row: Row) -> Setting:
+    """Return a row's setting; its batch is the largest that fits EP's fullest device beside FlexMoE's replicas."""
+    cluster, model = read_cluster(f"configs/cluster/{row.cluster}.gin").sized(row.nodes, None), row.model
+    sizes = {"experts": PER_DEVICE * cluster.devices, "top_k": TOP_K, "every": row.every}
+    own = {"cluster": cluster, "model": model, "trace": inputs.loads(TOP_K)}
+    setting, batch = Setting(tokens=cluster.devices * model.length, **own, **sizes), row.batch
+    if batch is None:
+        loads = setting.fitted()[0].loads.sum(axis=2)
+        most = fullest(loads.reshape(*loads.shape[:2], cluster.devices, -1).sum(axis=3))
+        states = state_bytes(model, FLEXMOE_SLOTS * model.layers, kept_of("FlexMoE", model))
+        batch = max(1, int(free_bytes(setting, most, states, 0) / token_bytes(model, most) / model.length))
+    setting = dataclasses.replace(setting, tokens=setting.tokens * batch)
+    setting = dataclasses.replace(setting, trace=setting.fitted()[0])
+    return CHANGES[row.change](setting) if row.change else setting
+
+
+def batch_of(setting: Setting) -> int:
+    """Return the sequences of a device."""
+    return setting.tokens // setting.devices // setting.model.length
+
+
+@functools.cache
+def step_of(inputs: Inputs, row: Row, name: str) -> Step:
+    """Return a system's step, with what a changed placement costs: 'rearrange', which is on the critical path."""
+    setting, model = setting_of(inputs, row), row.model
+    system = fastermoe(PER_NODE, setting.devices) if name == "FasterMoE" else SYSTEMS[name]
+    slots = FLEXMOE_SLOTS
+    if system.planner == "hecate":  # m, from what memory is left (4.2)
+        left = free_bytes(setting, 1.0, state_bytes(model), setting.tokens / setting.devices)
+        alive = kept_of("Hecate-RM" if system.refetch else "Hecate", model)[0] * model.layers
+        slots = int(np.clip(left / alive / cost_of(system, setting).expert_bytes, 0, setting.experts))
+    setting = dataclasses.replace(setting, replica_slots=slots)
+    step, cost = run(system, setting), cost_of(system, setting)
+    copies = step.records.moved + (step.records.arrived if system.planner == "flexmoe" else 0)
+    iterations = np.median(np.diff(setting.trace.iterations)) * setting.every
+    seconds = copies * cost.state_bytes / (row.nodes * cost.bandwidth() * iterations)
+    return dataclasses.replace(step, parts={**step.parts, "rearrange": seconds})
+
+
+def seconds_of(inputs: Inputs, row: Row, name: str) -> float:
+    """Return the seconds of a mean iteration, the head with it; sums of dense gradients hide (2.2)."""
+    setting, model = setting_of(inputs, row), row.model
+    head = 6 * model.model_dim * VOCABULARY * setting.tokens / setting.devices / setting.cluster.flops
+    return float(step_of(inputs, row, name).iterations.mean()) + head
+
+
+def memory_of(inputs: Inputs, row: Row, name: str) -> tuple[np.ndarray, bool]:
+    """Return the peak bytes of parameters, gradients and state of the fullest device, and whether all of it fits."""
+    records, model, setting = step_of(inputs, row, name).records, row.model, setting_of(inputs, row)
+    replicas = FLEXMOE_SLOTS if name == "FlexMoE" else records.device_replicas.mean(axis=1).max()  # reserved (1, C1)
+    states = state_bytes(model, replicas * model.layers, kept_of(name, model))
+    return states, free_bytes(setting, fullest(records.computed), states, setting.tokens / setting.devices) >= 0
+
+
+def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[list[tuple], np.ndarray]:
+    """Return rows of speed-ups over EP, and the speed-ups [rows, COMPARED]."""
+    rows = []
+    for row in map(change, inputs.track(grid, "models")):
+        setting, base = setting_of(inputs, row), seconds_of(inputs, row, "EP")
+        speeds = (base / seconds_of(inputs, row, name) for name in COMPARED)
+        rows.append((setting.devices, row.model.name, batch_of(setting), *speeds))
+    return rows, np.array([row[3:] for row in rows])
+
+
+def figure_9(inputs: Inputs, change: Change) -> Found:
+    rows, speeds = end_to_end(inputs, change, GRID_A)
+    halves = speeds.reshape(2, len(MODELS), -1)
+    best = [scipy.stats.gmean(half[:, 3] / half[:, :3].max(axis=1)) for half in halves]
+    return rows, [span(halves[0, :, 3]), span(halves[1, :, 3]), best[:1], best[1:]]
+
+
+def figure_10(inputs: Inputs, change: Change) -> Found:
+    rows, speeds = end_to_end(inputs, change, GRID_B)
+    return rows, [span(speeds[:, 3]), [scipy.stats.gmean((speeds[:, 3:] / speeds[:, :3]).ravel())]]
+
+
+def figure_11(inputs: Inputs, change: Change) -> Found:
+    ep, own = (step_of(inputs, change(SMALL), name).layers.mean(axis=0) for name in ("EP", "Hecate"))
+    return list(enumerate((ep / own).tolist())), [span(ep / own), [scipy.stats.gmean(ep / own)]]
+
+
+def figure_12(inputs: Inputs, change: Change) -> Found:
+    rows, row = [], change(DEEP)
+    for name in inputs.track(ALL, "systems"):
+        step = step_of(inputs, row, name)
+        a2a, others = 4 * step.records.exchange, step.parts["others"]
+        split = (others, 0 * a2a, 0 * a2a) if name == "FasterMoE" else (0 * a2a, others - a2a, a2a)
+        parts = (*split, step.parts["place"] + step.parts["reduce"], step.parts["rearrange"], step.attention)
+        rows.append((name, *(1e3 * row.model.layers * float(np.mean(part)) for part in parts)))
+    ep, *baselines, own, again = (np.array(line[1:]) for line in rows)
+    return rows, [[ep[2] / own[2]], [again[3] / own[3] if own[3] else 1.0], [min(map(sum, baselines)) / sum(again)]]
+
+
+def figure_13(inputs: Inputs, change: Change) -> Found:
+    parts = np.array([memory_of(inputs, change(DEEP), name)[0] for name in ALL])
+    ep, *_, flexmoe, own, again = parts
+    kept = 100 * (again[0] - ep[0]) / max(own[0] - ep[0], 1)
+    ratios = own[0] / ep[0], sum(own) / sum(ep), sum(flexmoe) / sum(own), sum(again) / sum(ep), kept
+    return [(name, *part) for name, part in zip(ALL, (1e-9 * parts).tolist(), strict=True)], [[r] for r in ratios]
+
+
+def figure_14(inputs: Inputs, change: Change) -> Found:
+    row, rows, slower = dataclasses.replace(change(SMALL), every=12), [], []
+    names = ALL if change(SMALL) == SMALL else ALL[-2:]  # of a change those that the claims are of
+    most = dict.fromkeys(names, 0)
+    for batch in inputs.track(range(1, 13), "batches"):
+        row = dataclasses.replace(row, batch=batch)
+        fits = [name for name in names if memory_of(inputs, row, name)[1]]
+        if not fits:
+            break
+        times = {name: 1e3 * seconds_of(inputs, row, name) for name in fits}
+        most.update(dict.fromkeys(fits, batch))
+        rows.append((batch, *(times.get(name, "out of memory") for name in names)))
+        if {"Hecate", "Hecate-RM"} <= times.keys():
+            slower.append(100 * (times["Hecate-RM"] / times["Hecate"] - 1))
+    again = most.pop("Hecate-RM")
+    return rows, [span(slower), [again], [max(most.values())]]
+
+
+def figure_15(inputs: Inputs, change: Change) -> Found:
+    row = dataclasses.replace(change(SMALL), every=1)
+    rows = [
+        (
+            name,
+            1e3 * row.model.layers * float(step_of(inputs, row, name).layers.mean()),
+            1e3 * seconds_of(inputs, row, name),
+        )
+        for name in inputs.track(("EP", *PARTS, "Hecate", *INTERVALS), "parts")
+    ]
+    ep, sharding, materialization, own, *every = (line[2] for line in rows)
+    return rows, [[sharding / own], [materialization / own], span(ep / np.array(every))]
+
+
+def overlap_degree(inputs: Inputs, change: Change) -> Found:
+    rows, planner = [], build_planner(PlannerConfig(name="hecate"))
+    for row in map(change, (*GRID_A, *GRID_B)):
+        setting = setting_of(inputs, row)
+        cost = cost_of(SYSTEMS["Hecate"], setting)
+        times = 1e3 * cost.attention_seconds, 1e3 * float(cost.overlap_seconds(1))
+        rows.append((row.cluster, setting.devices, row.model.name, *times, cost.overlap(), planner.remark(cost)))
+    return rows, [span([row[5] for row in rows])]
+
+
+def claims(inputs: Inputs, change: Change) -> Found:
+    names = ("Hecate over a baseline", "Hecate-RM over the best", "balanced EP over EP", "Hecate-RM over a baseline")
+    found, even = {name: [] for name in names}, dataclasses.replace(inputs, trace="W0_balanced")
+    for row in map(change, inputs.track((*GRID_A[4:], *GRID_B), "models")):
+        times = [seconds_of(inputs, row, name) for name in BASELINES]
+        own, again = (seconds_of(inputs, row, name) for name in ("Hecate", "Hecate-RM"))
+        values = [max(times) / own, min(times) / again, 0.0, max(times) / again]
+        if row.cluster == "hecate_a":
+            same = dataclasses.replace(row, batch=batch_of(setting_of(inputs, row)))
+            values[2] = seconds_of(inputs, row, "EP") / seconds_of(even, same, "EP")
+        for name, value in zip(names, values, strict=True):
+            found[name] += [value] if value else []
+    most = [[max(values)] for values in found.values()]
+    return [(name, *span(values)) for name, values in found.items()], most[:3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A table to be: `find` has its rows and claims.
+
+    Attributes:
+      paper: by claim one number, the least and the largest, or None where the text has none.
+      unit: of its picture, '' for none; open: what the text leaves open, set otherwise.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    find: Callable[[Inputs, Change], Found]
+    paper: dict[str, tuple[float, ...] | None]
+    unit: str = ""
+    notes: tuple[str, ...] = ()
+    open: dict[str, Change] = dataclasses.field(default_factory=dict)
+
+    def draw(self, rows: list[tuple], axes: Any) -> None:
+        """Draw a group of bars for each row; a system's parts on each other; times by batch as lines."""
+        first = next(at for at, cell in enumerate(rows[0]) if isinstance(cell, float))
+        names, base, kind = self.columns[first:], np.zeros(len(rows)), self.columns[0]
+        for at, name in enumerate(names):
+            cells = np.array([np.nan if isinstance(row[first + at], str) else row[first + at] for row in rows])
+            if kind == "batch":
+                axes.plot(cells, marker="o", label=name)
+            elif kind == "system":
+                axes.bar(range(len(rows)), cells, bottom=base, label=name)
+                base += cells
+            else:
+                axes.bar(
+                    np.arange(len(rows)) + 0.8 * ((at + 0.5) / len(names) - 0.5), cells, 0.8 / len(names), label=name
+                )
+        axes.set_xticks(range(len(rows)), ["\n".join(map(str, row[:first])) for row in rows], fontsize=7)
+        axes.set(xlabel=kind if first == 1 else "", ylabel=self.unit)
+        axes.legend(fontsize=7)
+
+    def table(self, inputs: Inputs) -> Table:
+        """Return the table; where a claim is unexplained, each change alone is tried."""
+        rows, ours = self.find(inputs, lambda row: row)
+        made = [
+            Claim(name, paper and (paper[0], paper[-1]), (float(own[0]), float(own[-1])))
+            for (name, paper), own in zip(self.paper.items(), ours, strict=True)
+        ]
+        if any(claim.verdict == UNEXPLAINED for claim in made):
+            causes = [cause for cause in CHANGES if (cause, self.find) != (MATERIALIZED, figure_13)]  # its own number
+            changes = {cause: functools.partial(dataclasses.replace, change=cause) for cause in causes} | self.open
+            for cause, change in changes.items():
+                for at, own in enumerate(self.find(inputs, change)[1]):
+                    trial = Experiment(cause, (float(own[0]), float(own[-1])))
+                    made[at] = dataclasses.replace(made[at], experiments=(*made[at].experiments, trial))
+        sizes = {"devices": 32, "experts": 64, "choices": TOP_K * SMALL.model.length}
+        notes = (*self.notes, "32 GPUs, a sequence: " + fit_loads(inputs.loads(TOP_K), **sizes)[1])
+        draw = functools.partial(self.draw, rows) if self.unit else None
+        return Table(self.title, "simulated", self.columns, rows, tuple(made), notes, draw)
+
+
+SPEEDS = ("GPUs", "model", "batch", *COMPARED)
+BATCH = "The batch, sequences of a device, is the largest that fits every system (5.1)."
+FIGURES = {
+    "overlap_degree": Figure(
+        "Overlap degree t (section 4.2)", ("cluster", "GPUs", "model", "non-MoE, ms", "an expert, ms", "t", "said"),
+        overlap_degree, {"t, experts that hide behind attention": None}, notes=(BATCH,),
+    ),
+    "figure_9": Figure(
+        "Figure 9: training speed over EP, cluster A", SPEEDS, figure_9,
+        {
+            "Hecate over EP, 16 GPUs": (1.40, 1.58),
+            "Hecate over EP, 32 GPUs": (1.34, 1.78),
+            "Hecate over the best baseline, geometric mean, 16 GPUs": (1.645,),
+            "Hecate over the best baseline, geometric mean, 32 GPUs": (2.05,),
+        },
+        "over EP", (BATCH, "The text's 1.645 and 2.05 exceed Hecate over EP: its best baseline is slower than EP."),
+    ),
+    "figure_10": Figure(
+        "Figure 10: training speed over EP, cluster B", SPEEDS, figure_10,
+        {"Hecate over EP": (1.26, 1.70), "Hecate over the baselines, geometric mean": (2.945,)},
+        "over EP", (BATCH, "The text's 2.945 exceeds Hecate over EP: its baselines take 1.7 times EP's time."),
+    ),
+    "figure_11": Figure(
+        "Figure 11: speed of MoE layers over EP, GPT-MoE-S, cluster B", ("layer", "Hecate"), figure_11,
+        {"Hecate's layers over EP's": (2.8, 18.8), "geometric mean": (11.87,)}, "over EP",
+    ),
+    "figure_12": Figure(
+        "Figure 12: the critical path of an iteration, BERT-MoE-Deep, cluster B",
+        ("system", "fused", "experts", "all-to-all", "collectives of replicas", "rearrange", "attention"), figure_12,
+        {
+            "all-to-all of EP over Hecate's": (12.3,),
+            "exposed sparse collectives, Hecate-RM over Hecate": (3.6,),
+            "Hecate-RM over the best baseline": (1.4,),
+        },
+        "ms", ("Milliseconds. Where neither Hecate exposes a collective, their ratio is given as 1.",),
+    ),
+    "figure_13": Figure(
+        "Figure 13: peak memory of MoE layers, BERT-MoE-Deep, cluster B",
+        ("system", "parameters", "gradients", "optimizer state"), figure_13,
+        {
+            "parameters, Hecate over EP": (5.73,),
+            "all, Hecate over EP": (1.64,),
+            "all, FlexMoE over Hecate": (1.83,),
+            "all, Hecate-RM over EP": (1.116,),
+            "materialized parameters of Hecate-RM, % of Hecate's": (9.8,),  # 90.2% less
+        },
+        "GB", ("GB of the fullest device. The text names no model: that of figure 12 is taken.",), ON_A | OF_SMALL,
+    ),
+    "figure_14": Figure(
+        "Figure 14: an iteration of GPT-MoE-S by batch, cluster B", ("batch", *ALL), figure_14,
+        {
+            "Hecate-RM slower than Hecate, %": (7.5, 16.9),
+            "largest batch of Hecate-RM": (6,),
+            "largest batch of any other": None,
+        },
+        "ms", ("Milliseconds. The text has no other system at 6.",), ON_A,
+    ),
+    "figure_15": Figure(
+        "Figure 15: parts of Hecate, and intervals of resharding, GPT-MoE-S, cluster B",
+        ("what runs", "MoE layers", "iteration"), figure_15,
+        {
+            "a: both over sharding alone": (3.32,),
+            "a: both over materialization alone": (1.27,),
+            "b: sharding, resharded every 10 to 100 iterations": (1.34, 1.42),
+        },
+        "ms", ("Milliseconds. The intervals 25 and 50 are assumed.",), ON_A,
+    ),
+    "claims": Figure(
+        "Sections 1 and 5.2: the most on 32 GPUs", ("what", "least", "most"), claims,
+        {
+            "Hecate over any baseline, at most": (3.54,),
+            "Hecate-RM over the best baseline, at most": (1.52,),
+            "balanced over imbalanced EP, cluster A, at most": (5.18,),
+        },
+        notes=("The text does not say over what Hecate-RM gains 1.52.",),
+    ),
 }  # fmt: skip
+TABLES: Tables = {name: figure.table for name, figure in FIGURES.items()}
