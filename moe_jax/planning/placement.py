@@ -79,13 +79,16 @@ class Placement:
 
     @classmethod
     def even(cls, layers: int, experts: int, devices: int, devices_per_node: int | None = None, **fields) -> Placement:
-        """Home experts d E/D ... (d+1) E/D - 1 of every layer on device d: plain expert parallelism."""
-        if min(layers, experts, devices) < 1 or experts % devices:
+        """Home experts d E/D ... (d+1) E/D - 1 of every layer on device d: plain expert parallelism.
+
+        Fewer experts than devices are at home on every (D / E)-th device.
+        """
+        if min(layers, experts, devices) < 1 or experts % devices and devices % experts:
             raise UserError(
-                f"experts ({experts}) must be a positive multiple of devices ({devices}) and layers ({layers}) at "
-                f"least 1; use a multiple of {max(devices, 1)} experts or fewer devices"
+                f"experts ({experts}) must be a positive multiple of devices ({devices}), or divide them, and layers "
+                f"({layers}) at least 1; use a multiple of {max(devices, 1)} experts or fewer devices"
             )
-        home = np.broadcast_to(np.arange(experts, dtype=np.int32) // (experts // devices), (layers, experts))
+        home = np.broadcast_to(np.arange(experts, dtype=np.int32) * devices // experts, (layers, experts))
         per_node = devices if devices_per_node is None else devices_per_node
         return cls(home.copy(), devices=devices, devices_per_node=per_node, **fields)
 
@@ -108,6 +111,17 @@ class Placement:
         """Return this placement with some fields changed, checked again."""
         return dataclasses.replace(self, **fields)
 
+    def keys(self, rows: np.ndarray) -> np.ndarray:
+        """Number places of the whole plan: rows (layer, expert, device) int [n, 3] -> int64 [n]."""
+        layer, expert, device = rows.T.astype(np.int64)
+        return (layer * self.experts + expert) * self.devices + device
+
+    @functools.cached_property
+    def holders(self) -> tuple[np.ndarray, np.ndarray]:
+        """(pair, device) int64 [h] each, by rising ids: homes and replicas; pair is layer E + expert."""
+        at_home = np.arange(self.home.size) * self.devices + self.home.ravel()
+        return np.divmod(np.sort(np.concatenate([at_home, self.keys(self.replicas)]), kind="stable"), self.devices)
+
     @functools.cached_property
     def homes(self) -> np.ndarray:
         """bool [L, E, D]: the device is the expert's home."""
@@ -118,8 +132,8 @@ class Placement:
     @functools.cached_property
     def holds(self) -> np.ndarray:
         """bool [L, E, D]: the device has the expert's parameters during a step, as home or as replica."""
-        held = self.homes.copy()
-        held[tuple(self.replicas.T)] = True
+        held = np.zeros((*self.home.shape, self.devices), bool)
+        held.reshape(-1, self.devices)[self.holders] = True
         held.setflags(write=False)
         return held
 
@@ -134,7 +148,9 @@ class Placement:
     def candidates(self) -> Candidates:
         """The holders a token may choose between, as slices of sorted rows."""
         layers, experts, nodes = self.layers, self.experts, self.nodes
-        node_count = self.holds.reshape(layers, experts, nodes, -1).sum(axis=3, dtype=np.int32)
+        pair, holder = self.holders
+        node_count = np.bincount(pair * nodes + holder // self.devices_per_node, minlength=layers * experts * nodes)
+        node_count = node_count.reshape(layers, experts, nodes).astype(np.int32)
         count = node_count.sum(axis=2, dtype=np.int32)
         start, node_start = (
             (np.cumsum(part.ravel()) - part.ravel()).reshape(part.shape).astype(np.int32)
@@ -151,9 +167,8 @@ class Placement:
         share_start, share_count = (
             np.where(own, part[:, :, 1:], part[:, :, :1]).astype(np.int32) for part in (key_start, key_count)
         )
-        holder = np.nonzero(self.holds)[2].astype(np.int32)
         of_shares = device.astype(np.int32), share_num, share_start, share_count
-        return Candidates(holder, start, count, node_start, node_count, *of_shares)
+        return Candidates(holder.astype(np.int32), start, count, node_start, node_count, *of_shares)
 
     def fingerprint(self) -> str:
         """Hash everything that decides numbers or bytes, so that processes can compare their plans."""
@@ -185,7 +200,9 @@ class Placement:
             outside = ((rows[:, :3] < 0) | (rows[:, :3] >= most)).any(axis=1)
             refuse(outside, rows, f"{name} outside {most[0]} layers, {most[1]} experts, {most[2]} devices")
         replicas, shares = self.replicas, self.shares
-        refuse(self.homes[tuple(replicas.T)], replicas, "a replica on its own home would home it twice")
+        refuse(
+            home[tuple(replicas[:, :2].T)] == replicas[:, 2], replicas, "a replica on its own home would home it twice"
+        )
         repeated = (replicas[1:] == replicas[:-1]).all(axis=1)  # rows are sorted
         refuse(repeated, replicas[1:], "replica listed twice; a device holds an expert once")
         if not len(shares):
@@ -194,7 +211,10 @@ class Placement:
         refuse(np.array(self.rule)[layer] != "shares", shares, "share rows in a layer whose rule is not 'shares'")
         outside = (node < -1) | (node >= self.nodes) | (share < 0) | (share > SHARE_ONE)
         refuse(outside, shares, f"share outside 0..{SHARE_ONE}, or source node outside 0..{self.nodes - 1} (-1: every)")
-        refuse(~self.holds[layer, expert, device], shares, "share for a device that does not hold the expert")
+        held = np.ravel_multi_index(self.holders, (self.home.size, devices))
+        key = self.keys(shares[:, :3])
+        missing = held[np.minimum(np.searchsorted(held, key), len(held) - 1)] != key
+        refuse(missing, shares, "share for a device that does not hold the expert")
         group = (layer.astype(np.int64) * self.experts + expert) * (self.nodes + 1) + node + 1
         refuse(np.diff(group * devices + device) == 0, shares[1:], "share listed twice; add the two rows")
         start = np.flatnonzero(np.r_[True, np.diff(group) != 0])

@@ -51,27 +51,39 @@ def transfer_sizes(home: np.ndarray, held: np.ndarray, devices_per_node: int) ->
     """
     lead, (experts, devices) = held.shape[:-2], held.shape[-2:]
     home = np.broadcast_to(home, (*lead, experts)).reshape(-1, experts)
-    count, rows, nodes = len(home), np.arange(len(home))[:, None], devices // devices_per_node
-    replica = held.reshape(count, experts, devices).copy()
-    np.put_along_axis(replica, home[:, :, None], False, axis=2)
-    away = replica.sum(axis=2)
-    offered = np.bincount((rows * devices + home).ravel(), (away > 0).ravel(), count * devices)
-    on_node = replica.reshape(count, experts, nodes, devices_per_node).any(axis=3)
-    at_node = (home // devices_per_node)[:, :, None] == np.arange(nodes)
-    pairs = np.matmul(at_node.transpose(0, 2, 1).astype(np.float32), on_node.astype(np.float32))
-    pairs *= ~np.eye(nodes, dtype=bool)
-    sizes = (
-        offered.reshape(count, devices).max(axis=1),
-        replica.sum(axis=1).max(axis=1, initial=0),
-        pairs.max(axis=(1, 2)),
-        np.where(away > 0, away + 1, 0).sum(axis=1),
+    rows = np.argwhere(held.reshape(-1, experts, devices))
+    away = rows[home[tuple(rows[:, :2].T)] != rows[:, 2]]
+    return TransferSizes(*(size.reshape(lead) for size in replica_sizes(home, away, devices, devices_per_node)))
+
+
+def replica_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices_per_node: int) -> TransferSizes:
+    """Return the sizes [L] of replicas int [n, 3], rows (layer, expert, device), each once; home: int [L, E]."""
+    layers, experts = home.shape
+    nodes = devices // devices_per_node
+    layer, expert, device = replicas.T.astype(np.int64)
+
+    def most(layer, of, among):
+        """Return the size of the largest of `among` groups in each layer."""
+        return np.bincount(layer * among + of, minlength=layers * among).reshape(layers, among).max(axis=1, initial=0)
+
+    travels = np.unique(layer * experts + expert)
+    reached = np.unique(
+        (layer * experts + expert) * nodes + device // devices_per_node
+    )  # an expert comes to a node once
+    pair, to = np.divmod(reached, nodes)
+    at = home.ravel()[pair] // devices_per_node
+    far = at != to
+    return TransferSizes(
+        most(travels // experts, home.ravel()[travels], devices),
+        most(layer, device, devices),
+        most(pair[far] // experts, at[far] * nodes + to[far], nodes * nodes),
+        np.bincount(layer, minlength=layers) + np.bincount(travels // experts, minlength=layers),
     )
-    return TransferSizes(*(np.rint(size).astype(int).reshape(lead) for size in sizes))
 
 
 def placement_sizes(placement: Placement) -> TransferSizes:
     """Return the sizes that each layer of a placement needs, [L] each."""
-    return transfer_sizes(placement.home, placement.holds, placement.devices_per_node)
+    return replica_sizes(placement.home, placement.replicas, placement.devices, placement.devices_per_node)
 
 
 class RunningSizes:
@@ -85,7 +97,7 @@ class RunningSizes:
         self.offers = np.zeros((layers, devices), int)
         self.slots = np.zeros((layers, devices), int)
         self.pairs = np.zeros((layers, devices // devices_per_node, devices // devices_per_node), int)
-        self.holders = np.zeros(layers, int)
+        self.crossing, self.holders = np.zeros((2, layers), int)
 
     def add(self, home: np.ndarray, targets: np.ndarray) -> None:
         """Add one expert a layer: home int [L], targets bool [L, D], the home not among them; no targets, no expert."""
@@ -96,12 +108,12 @@ class RunningSizes:
         on_node = targets.reshape(len(targets), -1, self.devices_per_node).any(axis=2)
         on_node[self.rows, node] = False
         self.pairs[self.rows, node] += on_node
+        self.crossing = np.maximum(self.crossing, self.pairs[self.rows, node].max(axis=1))
         self.holders += targets.sum(axis=1) + travels
 
     def sizes(self) -> TransferSizes:
         """Return the sizes so far, [L] each."""
-        most = self.offers.max(axis=1), self.slots.max(axis=1), self.pairs.max(axis=(1, 2))
-        return TransferSizes(*most, self.holders.copy())
+        return TransferSizes(self.offers.max(axis=1), self.slots.max(axis=1), self.crossing, self.holders.copy())
 
 
 def sizes_everywhere(offers, devices_per_node: int) -> TransferSizes:
