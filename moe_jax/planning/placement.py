@@ -111,16 +111,27 @@ class Placement:
         """Return this placement with some fields changed, checked again."""
         return dataclasses.replace(self, **fields)
 
-    def keys(self, rows: np.ndarray) -> np.ndarray:
-        """Number places of the whole plan: rows (layer, expert, device) int [n, 3] -> int64 [n]."""
-        layer, expert, device = rows.T.astype(np.int64)
-        return (layer * self.experts + expert) * self.devices + device
-
     @functools.cached_property
     def holders(self) -> tuple[np.ndarray, np.ndarray]:
         """(pair, device) int64 [h] each, by rising ids: homes and replicas; pair is layer E + expert."""
         at_home = np.arange(self.home.size) * self.devices + self.home.ravel()
-        return np.divmod(np.sort(np.concatenate([at_home, self.keys(self.replicas)]), kind="stable"), self.devices)
+        return np.divmod(np.sort(np.concatenate([at_home, self._keys(self.replicas)]), kind="stable"), self.devices)
+
+    def find(self, rows: np.ndarray) -> np.ndarray:
+        """Return the places in `holders` of rows (layer, expert, device) int [n, 3], -1 where they are not there."""
+        key, there = self._keys(rows), np.ravel_multi_index(self.holders, (self.home.size, self.devices))
+        place = np.minimum(np.searchsorted(there, key), len(there) - 1)
+        return np.where(there[place] == key, place, -1)
+
+    def _keys(self, rows: np.ndarray) -> np.ndarray:
+        layer, expert, device = rows[:, :3].T.astype(np.int64)
+        return (layer * self.experts + expert) * self.devices + device
+
+    @functools.cached_property
+    def share_keys(self) -> np.ndarray:
+        """int64 [m], rising: the place of each share row among (layer, expert, source node, device)."""
+        layer, expert, device, _, node = self.shares.T.astype(np.int64)
+        return ((layer * self.experts + expert) * (self.nodes + 1) + node + 1) * self.devices + device
 
     @functools.cached_property
     def homes(self) -> np.ndarray:
@@ -211,13 +222,9 @@ class Placement:
         refuse(np.array(self.rule)[layer] != "shares", shares, "share rows in a layer whose rule is not 'shares'")
         outside = (node < -1) | (node >= self.nodes) | (share < 0) | (share > SHARE_ONE)
         refuse(outside, shares, f"share outside 0..{SHARE_ONE}, or source node outside 0..{self.nodes - 1} (-1: every)")
-        held = np.ravel_multi_index(self.holders, (self.home.size, devices))
-        key = self.keys(shares[:, :3])
-        missing = held[np.minimum(np.searchsorted(held, key), len(held) - 1)] != key
-        refuse(missing, shares, "share for a device that does not hold the expert")
-        group = (layer.astype(np.int64) * self.experts + expert) * (self.nodes + 1) + node + 1
-        refuse(np.diff(group * devices + device) == 0, shares[1:], "share listed twice; add the two rows")
-        start = np.flatnonzero(np.r_[True, np.diff(group) != 0])
+        refuse(self.find(shares) < 0, shares, "share for a device that does not hold the expert")
+        refuse(np.diff(self.share_keys) == 0, shares[1:], "share listed twice; add the two rows")
+        start = np.flatnonzero(np.diff(self.share_keys // devices, prepend=-1))
         wrong = np.add.reduceat(share.astype(np.int64), start) != SHARE_ONE
         refuse(start[wrong], shares, f"shares of a source node must sum to {SHARE_ONE}, units of 2^-16")
 

@@ -13,7 +13,11 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.errors import UserError
+from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
+
+
+LOOKED_AT = 256  # devices of a layer
 
 
 def candidate_rows(placement: Placement, layer: np.ndarray, source: np.ndarray, expert: np.ndarray):
@@ -85,41 +89,168 @@ def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
     return np.rint(sums).astype(np.int64).reshape(placement.layers, placement.devices, placement.devices)
 
 
+def owned(placement: Placement) -> np.ndarray:
+    """Return bool [L, E, Nn]: the node has share rows of its own for the expert."""
+    found = np.zeros((*placement.home.shape, placement.nodes), bool)
+    layer, expert, _, _, node = placement.shares[placement.shares[:, 4] >= 0].T
+    found[layer, expert, node] = True
+    return found
+
+
 def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (H, R) [L, D] as real numbers for real loads: the rule without its rounding, in time linear in the loads.
 
     Planners judge placements with this; it differs from the counted rule by less than one token per (source, expert).
     """
-    layers, devices, per_node, nodes = placement.layers, placement.devices, placement.devices_per_node, placement.nodes
-    lists = placement.candidates
-    by_device = np.asarray(loads, np.float64).transpose(0, 2, 1)  # [L, E, S]
-    by_node = by_device.reshape(layers, placement.experts, nodes, per_node).sum(axis=3)
+    layers, devices, per_node, lists = (
+        placement.layers,
+        placement.devices,
+        placement.devices_per_node,
+        placement.candidates,
+    )
+    at, device = placement.holders
+    at = (*np.divmod(at, placement.experts), device // per_node)  # [L, E, Nn]
+    at_home = device == placement.home[at[:2]]
+    by_node = loads.reshape(layers, placement.nodes, per_node, -1).sum(axis=2).swapaxes(1, 2)  # [L, E, Nn]
     shared = lists.share_count > 0
-    held = placement.holds.reshape(layers, placement.experts, nodes, per_node)
-    own = np.where(placement.holds, by_device, 0.0).reshape(held.shape)
-    own = np.where(shared[..., None], 0.0, own)
-    away = np.where(shared, 0.0, by_node) - own.sum(axis=3)  # tokens of each node whose device lacks the expert
-    computed = own.sum(axis=1).reshape(layers, devices)
-    local = computed.copy()
-    home_rule = np.array([name == "home" for name in placement.rule])
-    if home_rule.any():
-        sent = np.where(home_rule[:, None], away.sum(axis=2), 0.0)
-        flat = np.arange(layers)[:, None] * devices + placement.home
-        computed += np.bincount(flat.ravel(), sent.ravel(), layers * devices).reshape(layers, devices)
-        away = np.where(home_rule[:, None, None], 0.0, away)
-    inside = np.where(lists.node_count > 0, away / np.maximum(lists.node_count, 1), 0.0)
+    local = np.where(shared[at], 0.0, loads[at[0], device, at[1]])
+    away = np.where(shared, 0.0, by_node)  # tokens of each node whose device lacks the expert
+    away -= np.bincount(np.ravel_multi_index(at, away.shape), local, away.size).reshape(away.shape)
     outside = np.where(lists.node_count > 0, 0.0, away).sum(axis=2) / lists.count
-    computed += (held * (inside + outside[:, :, None])[..., None]).sum(axis=1).reshape(layers, devices)
+    tokens = local + away[at] / lists.node_count[at] + outside[at[:2]]
+    home_rule = np.array([name == "home" for name in placement.rule])[at[0]]
+    tokens = np.where(home_rule, local + at_home * away.sum(axis=2)[at[:2]], tokens)
+    place = at[0] * devices + device
     if len(placement.shares):
-        layer, expert, node = np.nonzero(lists.share_count)
-        count = lists.share_count[layer, expert, node]
-        row = np.repeat(np.arange(len(count)), count)
-        j = within_group(row)
-        at = lists.share_start[layer, expert, node][row] + j
-        part = (lists.share_num[at] - np.where(j > 0, lists.share_num[at - 1], 0)) / SHARE_ONE
-        device = lists.share_device[at]
-        layer, expert, node = layer[row], expert[row], node[row]
-        np.add.at(computed, (layer, device), part * by_node[layer, expert, node])
-        mine = device // per_node == node
-        np.add.at(local, (layer[mine], device[mine]), (part * by_device[layer, expert, device])[mine])
+        layer, expert, device, units, node = placement.shares.T
+        own, part, here = owned(placement), units / SHARE_ONE, device // per_node
+        rest = np.where(own, 0.0, by_node).sum(axis=2)  # of nodes that take the rows for all
+        given = part * np.where(node < 0, rest[layer, expert], by_node[layer, expert, node])
+        kept = np.where(node < 0, ~own[layer, expert, here], node == here) * part * loads[layer, device, expert]
+        place = np.concatenate([place, layer * devices + device])
+        tokens, local = np.concatenate([tokens, given]), np.concatenate([local, kept])
+    computed, local = (np.bincount(place, of, layers * devices).reshape(layers, devices) for of in (tokens, local))
     return computed, computed - local
+
+
+def whole(loads: np.ndarray) -> np.ndarray:
+    """Round to int64: predicted loads are no whole tokens."""
+    return (loads if loads.dtype.kind in "iu" else np.rint(loads)).astype(np.int64)
+
+
+def taken(placement: Placement, loads: np.ndarray, row: np.ndarray, node: np.ndarray) -> np.ndarray:
+    """Count the tokens that single holders get from all sources of a node: what `route` does, seen from the other side.
+
+    Args:
+      row: int [n], of `placement.holders`; node: int [n, k]; loads: [L, S, E], rounded here.
+
+    Returns:
+      int64 [n, k, Dn].
+    """
+    lists, per_node, nodes = placement.candidates, placement.devices_per_node, placement.nodes
+    pair, device = (part[row][:, None] for part in placement.holders)
+    layer, expert = np.divmod(pair, placement.experts)
+    at, tokens = (layer, expert, node), np.zeros((*node.shape, per_node), np.int64)
+    total = whole(loads.reshape(placement.layers, nodes, per_node, -1)[layer, node, :, expert])
+    shared = lists.share_count[at] > 0
+    if shared.any():
+        keys = placement.share_keys
+        group = placement.shares[np.where(shared, lists.share_start[at], 0), 4] + 1
+        key = (pair * (nodes + 1) + group) * placement.devices + device
+        place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+        high, units = lists.share_num[place], placement.shares[place, 3] * (shared & (keys[place] == key))
+        tokens = (high[:, :, None] * total >> 16) - ((high - units)[:, :, None] * total >> 16)
+    if shared.all():
+        return tokens
+    source = node[:, :, None] * per_node + np.arange(per_node)
+    inside, at_home = lists.node_count[at], device == placement.home[layer, expert]
+    start = np.where(inside > 0, lists.node_start[at], lists.start[layer, expert])
+    count = np.where(inside > 0, inside, lists.count[layer, expert])[:, :, None]
+    nth = ((row[:, None] - start)[:, :, None] - source) % count
+    turn = ((nth + 1) * total // count - nth * total // count) * ((inside == 0) | (node == device // per_node))[:, :, None]
+    home_rule = np.array([name == "home" for name in placement.rule])[layer]
+    turn = np.where(home_rule[:, :, None], at_home[:, :, None] * total, turn)
+    local = placement.holds.reshape(placement.layers, -1, nodes, per_node)[at]
+    turn = np.where(local, (source == device[:, :, None]) * total, turn)
+    return np.where(shared[:, :, None], tokens, turn)
+
+
+def held_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
+    """Count what each holder computes of its expert: loads [L, S, E] -> int64 [h], by the rows of `holders`."""
+    layers, experts, nodes, per_node = placement.layers, placement.experts, placement.nodes, placement.devices_per_node
+    lists, (pair, device) = placement.candidates, placement.holders
+    at = (*np.divmod(pair, experts), device // per_node)
+    shared = lists.share_count > 0
+    split = whole(loads).reshape(layers, nodes, per_node, experts)
+    near = taken(placement, loads, np.arange(len(pair)), at[2][:, None]).sum(axis=(1, 2))
+    tokens = np.where(shared[at], 0, near)
+    # what comes from other nodes, without shares: to the only one, or all of them in turn
+    left = np.where(shared, 0, split.sum(axis=2).swapaxes(1, 2)).sum(axis=2).ravel()
+    left -= np.rint(np.bincount(pair, tokens, len(left))).astype(np.int64)
+    one = np.array([name == "home" for name in placement.rule])[:, None] | (lists.count == 1)
+    tokens += (one[at[:2]] & (device == placement.home[at[:2]])) * left[pair]
+    for layer, expert in np.argwhere(~one & (left.reshape(one.shape) > 0)):
+        node = np.flatnonzero(~shared[layer, expert] & (lists.node_count[layer, expert] == 0))[None]
+        start, many = lists.start[layer, expert], max(1, (1 << 20) // (node.size * per_node + 1))
+        rows = np.arange(start, start + lists.count[layer, expert])
+        for row in np.split(rows, range(many, len(rows), many)):
+            tokens[row] += taken(placement, loads, row, np.repeat(node, len(row), axis=0)).sum(axis=(1, 2))
+    if not len(placement.shares):
+        return tokens
+    # by share rows: of one node, or of all without rows of their own, whose sources have few different numbers
+    layer, expert, device, units, node = placement.shares.T.astype(np.int64)
+    high = lists.share_num
+    low, given = high - units, np.zeros(len(units), np.int64)
+    own = np.flatnonzero(node >= 0)
+    total = split[layer[own], node[own], :, expert[own]]
+    given[own] = ((high[own, None] * total >> 16) - (low[own, None] * total >> 16)).sum(axis=1)
+    every = np.flatnonzero(node < 0)
+    others = ~owned(placement)
+    key = layer[every] * experts + expert[every]
+    start = np.flatnonzero(np.diff(key, prepend=-1))
+    for rows in np.split(every, start)[1:]:
+        at = layer[rows[0]], expert[rows[0]]
+        many = np.bincount(split[at[0], :, :, at[1]][others[at]].ravel())
+        value = np.flatnonzero(many)
+        given[rows] = np.diff((high[rows, None] * value >> 16) @ many[value], prepend=0)
+    held = placement.find(placement.shares)
+    return tokens + np.rint(np.bincount(held, given, len(tokens))).astype(np.int64)
+
+
+def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
+    """Return the most tokens of a pair of each kind, 0 where there is none: `sizes.fullest_pairs` without the pairs.
+
+    Devices are taken by falling bounds of what one source on another node can send them, until no bound is higher than
+    what was found, and no more than `LOOKED_AT` of them: a pair beyond those could be fuller by what bounds are loose.
+    """
+    lists, (pair, device), per_node = placement.candidates, placement.holders, placement.devices_per_node
+    at = np.divmod(pair, placement.experts)
+    place = at[0] * placement.devices + device
+    by_device = np.argsort(place, kind="stable")  # rows of holders, those of a device one after the other
+    place = place[by_device]
+    start = np.flatnonzero(np.diff(place, prepend=-1))
+    end = np.append(start[1:], len(place))
+    near = taken(placement, loads, by_device, (device[by_device] // per_node)[:, None])[:, 0]
+    near = np.add.reduceat(near, start)
+    own = np.arange(per_node) == (place[start] % per_node)[:, None]
+    # bounds: of a share, or of one of so many holders in turn
+    most = whole(loads.max(axis=1))
+    bound = np.where((lists.node_count == 0).any(axis=2), np.ceil(most / lists.count), 0)[at]
+    home_rule = np.array([name == "home" for name in placement.rule])[at[0]]
+    bound = np.where(home_rule, most[at] * (device == placement.home[at]), bound)
+    if len(placement.shares):
+        bound[(lists.share_count > 0).all(axis=2)[at]] = 0
+        units = placement.shares[:, 3]
+        held = placement.find(placement.shares)
+        np.maximum.at(bound, held, np.ceil(most[at][held] * units / SHARE_ONE))
+    bound = np.add.reduceat(bound[by_device], start)
+    order, far, done, many = np.argsort(-bound), 0, 0, 1
+    while done < min(len(order), LOOKED_AT * placement.layers) and bound[order[done]] > far:
+        group = order[done : done + many]
+        length = end[group] - start[group]
+        row = by_device[np.repeat(start[group], length) + within_group(np.repeat(np.arange(len(group)), length))]
+        tokens = taken(placement, loads, row, np.broadcast_to(np.arange(placement.nodes), (len(row), placement.nodes)))
+        tokens[np.arange(len(row)), device[row] // per_node] = 0
+        far = max(far, int(np.add.reduceat(tokens, np.cumsum(length) - length).max()))
+        done, many = done + many, min(2 * many, 8)
+    return BucketRows(own=int(near[own].max()), node=int(near[~own].max(initial=0)), far=far)

@@ -11,12 +11,12 @@ import numpy as np
 from moe_jax.cluster import group_of, uniform_seconds
 from moe_jax.parallel.bucket_rows import carried
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY
+from moe_jax.planning.balancer import NUMPY, home_loads
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import SHARE_ONE, Placement
-from moe_jax.planning.sizes import fullest_pairs
 
 SPLITS = ("plan", "even")
+FEW_NODES = 64  # up to so many nodes each has share rows of its own for every replicated expert
 STAY = 1.25  # how much dearer the split in use may get before the other one takes over
 
 
@@ -81,44 +81,112 @@ def node_flow(xp, supply, demand, node):
     return xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), plain)
 
 
+def level_holders(totals: np.ndarray, placement: Placement, sweeps: int, error=0.0) -> np.ndarray:
+    """Do what `level_quotas` does over the holders of a placement, in time linear in them: -> quota [h].
+
+    Args:
+      totals: [L, E]; sweeps, error: as there.
+    """
+    layers, experts = totals.shape
+    pair, device = placement.holders
+    (layer, expert), rows = np.divmod(pair, experts), np.arange(layers)
+    stiff = np.broadcast_to(1.0 + np.square(error), (layers, 1))
+    start, count = placement.candidates.start, placement.candidates.count
+    quota = np.where(device == placement.home[layer, expert], totals[layer, expert], 0.0)
+    load = np.zeros((layers, placement.devices + 1))  # the last place is for rows beyond an expert's holders
+    load[:, :-1] = home_loads(totals, placement.home, placement.devices)
+    device, quota = np.append(device, placement.devices), np.append(quota, 0.0)
+    order, going = np.argsort(count == 1, axis=1, kind="stable"), np.full(layers, True)
+    for _ in range(sweeps):
+        before = load.copy()
+        for turn in range((count > 1).sum(axis=1).max(initial=0)):
+            at = rows, order[:, turn]
+            many = np.where(going & (count[at] > 1), count[at], 0)
+            upto = np.arange(1, many.max(initial=1) + 1)
+            there = upto <= many[:, None]
+            row = np.where(there, start[at][:, None] + upto - 1, -1)
+            place = rows[:, None], device[row]
+            base = np.where(there, load[place] - quota[row], np.inf)
+            # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
+            ground = np.sort(base, axis=1)
+            level = (totals[at][:, None] * stiff + np.where(there, ground, 0.0).cumsum(axis=1)) / upto
+            wet = there & ((level > ground) | (upto == 1))
+            level = level[rows, len(upto) - 1 - wet[:, ::-1].argmax(axis=1)]
+            new = np.where(there, np.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
+            load[place] = np.where(there, base + new, 0.0)
+            quota[row] = new
+        change = np.abs(load - before)[:, :-1].max(axis=1)
+        going &= change > 1e-3 * load[:, :-1].mean(axis=1)
+        if not going.any():
+            break
+    return quota[:-1]
+
+
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
+    """Write quotas of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
 
     A node's tokens of loads [L, S, E] first use the quota of the node's own holders; what is over goes to nodes with
-    quota left, in proportion (`node_flow`).
+    quota left, in proportion (`node_flow`). Beyond `FEW_NODES` nodes, where that is a row for each holder and node, a
+    node keeps its tokens if its own holders have quota for all of them, and all other nodes share what is left of the
+    quotas, by the same rows.
+
+    Args:
+      quota: [h], by the rows of `placement.holders`.
     """
     if not len(placement.replicas):
         return np.zeros((0, 5), np.int32)
     nodes, per_node, experts = placement.nodes, placement.devices_per_node, placement.experts
-    pair_layer, pair_expert = np.nonzero(placement.replicated)
+    pair, device = placement.holders
+    replicated = placement.replicated.ravel()
+    kept = replicated[pair]
+    pairs = np.flatnonzero(replicated)
+    p, device, mine = (np.cumsum(replicated) - 1)[pair[kept]], device[kept], quota[kept]
+    pair_layer, pair_expert = np.divmod(pairs, experts)
     supply = loads.reshape(len(loads), nodes, per_node, experts).sum(axis=2)[pair_layer, :, pair_expert]  # [p, Nn]
-    mine = quota[pair_layer, pair_expert]  # [p, D]
-    total = mine.sum(axis=1, keepdims=True)
     # An expert without predicted tokens goes where its home is.
-    at_home = placement.homes[pair_layer, pair_expert]
-    mine = np.where(total > 0, mine, at_home)
-    mine = mine * (supply.sum(axis=1, keepdims=True) / np.where(total > 0, total, 1.0))
-    mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)
-    demand = mine.reshape(-1, nodes, per_node).sum(axis=2)
-    part = np.stack([node_flow(NUMPY, supply, demand, node) for node in range(nodes)], axis=1)  # [p, from, to]
-    p, device = np.nonzero(mine > 0)
-    node = device // per_node
-    share = part[p, :, node] * (mine[p, device] / demand[p, node])[:, None]  # [h, Nn]
-    units = _units(share, np.r_[True, p[1:] != p[:-1]])
-    row, source = np.nonzero(units)
+    at_home = device == placement.home.ravel()[pairs[p]]
+    total, whole = np.bincount(p, mine)[p], supply.sum(axis=1)[p]
+    mine = np.where(total > 0, mine * (whole / np.where(total > 0, total, 1.0)), at_home * whole)
+    mine = np.where(whole > 0, mine, at_home)
+    wet = mine > 0
+    p, device, mine, node = p[wet], device[wet], mine[wet], device[wet] // per_node
+    key, group = np.unique(p * nodes + node, return_inverse=True)
+    blocks = np.zeros((len(key), per_node))
+    blocks[group, device % per_node] = mine
+    demand = np.zeros(supply.shape)
+    demand.ravel()[key] = blocks.sum(axis=1)
+    if nodes <= FEW_NODES:
+        part = np.stack([node_flow(NUMPY, supply, demand, node) for node in range(nodes)], axis=1)  # [p, from, to]
+        share = part[p, :, node] * (mine / demand[p, node])[:, None]  # [h, Nn]
+        units = _units(share, np.r_[True, p[1:] != p[:-1]])
+        row, source = np.nonzero(units)
+    else:
+        keeps = (demand > 0) & (supply <= demand)
+        left = np.where(keeps, demand - supply, demand)
+        left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
+        mine_left = mine * (left / np.where(demand > 0, demand, 1.0))[p, node]
+        own = np.flatnonzero(keeps[p, node])
+        everyone = _units(mine_left[:, None], np.r_[True, p[1:] != p[:-1]])[:, 0]
+        near = _units(mine[own, None], np.diff(p[own] * nodes + node[own], prepend=-1) != 0)[:, 0]
+        row, source = np.r_[np.arange(len(p)), own], np.r_[np.full(len(p), -1), node[own]]
+        units = np.r_[everyone, near]
+        row, source, units = row[units > 0], source[units > 0], units[units > 0]
     at = p[row]
-    return np.stack([pair_layer[at], pair_expert[at], device[row], units[row, source], source], axis=1).astype(np.int32)
+    units = units[row, source] if units.ndim == 2 else units
+    return np.stack([pair_layer[at], pair_expert[at], device[row], units, source], axis=1).astype(np.int32)
 
 
-def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray | None = None) -> Placement:
-    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
+def with_quotas(placement: Placement, moves: np.ndarray, tokens: np.ndarray, at_home, loads: np.ndarray) -> Placement:
+    """Return a placement with the shares of what its replicas take from the homes, for loads [L, S, E].
 
     Args:
-      held: bool [L, E, D], holders of which some may have no quota; those with a quota when not given.
+      moves: int [n, 3], rows (layer, expert, device), some of the replicas; tokens: [n], what they take.
+      at_home: [L, E], what homes keep.
     """
-    held = quota > 0 if held is None else held
-    placement = bare.replace(replicas=np.argwhere(held & ~bare.homes), rule="shares")
-    return placement.replace(shares=share_rows(placement, np.maximum(quota, 0.0), loads))
+    pair, device = placement.holders
+    quota = np.where(device == placement.home.ravel()[pair], at_home.ravel()[pair], 0.0)
+    quota[placement.find(moves)] = tokens
+    return placement.replace(shares=share_rows(placement, quota, loads), rule="shares")
 
 
 def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
@@ -130,15 +198,14 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     """
     if not len(placement.replicas):
         return placement
-    layer, expert = np.nonzero(placement.replicated)
-    whole = np.rint(loads).astype(np.int64)  # predicted ones are no whole tokens
-    mine = routing.destinations(placement, whole)[layer, :, expert].sum(axis=1).astype(np.float64)  # [p, D]
-    at_home = placement.homes[layer, expert]
-    mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)  # without tokens: where its home is
-    p, device = np.nonzero(mine)
-    units = _units(mine[p, device][:, None], np.r_[True, p[1:] != p[:-1]])[:, 0]
-    everywhere = np.full(len(p), -1)
-    rows = np.stack([layer[p], expert[p], device, units, everywhere], axis=1)[units > 0]
+    pair, device = placement.holders
+    mine = routing.held_loads(placement, loads).astype(np.float64)
+    alone = np.bincount(pair, mine)[pair] == 0  # without tokens: where its home is
+    mine = np.where(alone, device == placement.home.ravel()[pair], mine)
+    kept = (mine > 0) & placement.replicated.ravel()[pair]
+    pair, device = pair[kept], device[kept]
+    units = _units(mine[kept, None], np.diff(pair, prepend=-1) != 0)[:, 0]
+    rows = np.stack([*np.divmod(pair, placement.experts), device, units, np.full(len(pair), -1)], axis=1)[units > 0]
     return placement.replace(shares=rows.astype(np.int32), rule="shares")
 
 
@@ -170,8 +237,7 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
         return placement, now
     found, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
     for name, plan in found.items():
-        pairs = routing.pair_loads(plan, np.rint(loads).astype(np.int64))
-        rows = fullest_pairs(pairs, plan.devices_per_node).each(lambda size: max(size, 1))
+        rows = routing.fullest(plan, loads).each(lambda size: max(size, 1))
         sent = carried(rows, plan.devices, plan.devices_per_node)
         inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
         group = group_of(cost.cluster, plan.devices, stride=cost.shards)

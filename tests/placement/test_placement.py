@@ -20,6 +20,7 @@ from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, mi
 from moe_jax.planning.sizes import (
     RunningSizes,
     expected_rows,
+    fullest_pairs,
     overflow_chance,
     placement_sizes,
     sizes_everywhere,
@@ -96,6 +97,10 @@ def test_destinations_match_walked_tokens(seed):
     np.testing.assert_allclose(computed, pairs.sum(1), atol=64)
     np.testing.assert_allclose(received, pairs.sum(1) - np.einsum("ldd->ld", pairs), atol=64)
     np.testing.assert_allclose(computed.sum(1), loads.sum((1, 2)))
+    assert routing.fullest(placement, loads) == fullest_pairs(pairs, 4)
+    held = np.zeros((24, 8), int)
+    held[placement.holders] = routing.held_loads(placement, loads)
+    np.testing.assert_array_equal(held.reshape(3, 8, 8), counts.sum(1))
 
 
 @pytest.mark.parametrize(

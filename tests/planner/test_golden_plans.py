@@ -47,8 +47,6 @@ def plans(name, when, devices, experts, layers, slots, tau, fields):
     cluster = Cluster(nodes=devices // 8, devices_per_node=8, **links)
     sizes = {"model_dim": 1024, "hidden_dim": 2048, "attention_seconds": 1e-3}
     cost = Cost(cluster=cluster, replica_slots=slots, overlap_degree=tau, **sizes)
-    if name == "smartmoe":  # so that a move of homes pays
-        fields = {**fields, "interval": 10**5}
     config = PlannerConfig(name=name, when=when, **fields)
     session, found = PlanSession(config, Placement.even(layers, experts, devices, 8), cost), []
     late = with_late(session.planner, build_shape(session.placement), cost).late if slots == 3 else None
