@@ -194,13 +194,21 @@ def _repeat(step, carry, times, going=None):
     return carry
 
 
-NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat})
-"""NumPy and the two operations that jax.numpy writes differently, for steps that rules after the gate do on the device
-too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""
-
-
 def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
     """Add expert totals at their homes: totals [L, E], home [L, E] -> [L, D]."""
     layers = len(home)
     key = np.arange(layers)[:, None] * devices + home
     return np.bincount(key.ravel(), totals.ravel(), layers * devices).reshape(layers, devices)
+
+
+NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat, "home_loads": home_loads})
+"""NumPy and the operations that jax.numpy writes differently, for steps that rules after the gate do on the device
+too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""
+
+
+def everywhere(chosen: np.ndarray, placement: Placement) -> np.ndarray:
+    """Return int [n, 3], rows (layer, expert, device): replicas of chosen experts, bool [L, E], on all but their homes."""
+    at = np.repeat(np.argwhere(chosen), placement.devices, axis=0)
+    device = np.tile(np.arange(placement.devices), len(at) // placement.devices)
+    away = placement.home[tuple(at.T)] != device
+    return np.column_stack([at, device])[away]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
 from moe_jax.planning.cost import ASKED_BY, Cost
 from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
 
@@ -55,10 +55,10 @@ class FasterMoePlanner(Planner):
                 seconds = 2 * cost.trans(sizes, placement.devices)
             return seconds, count <= limit if late is None else late_room(sizes, late)
 
-        loads, skips = np.asarray(loads, np.float64), late is not None
+        skips = late is not None
         chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips, self.config.residual)
         self.counters["shadow_cut" if late is None else "late_cut"] += int(cut.sum())
-        return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
+        return placement.replace(replicas=everywhere(chosen, placement), shares=None, rule="home")
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
@@ -93,9 +93,9 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
       (bool [L, E], the shadowed experts; int [L], how many would have paid, had there been room).
     """
     layers, devices, experts = loads.shape
-    rows, totals = xp.arange(layers), loads.sum(axis=1)
+    rows, totals, device = xp.arange(layers), loads.sum(axis=1), xp.arange(devices)[None]
     away = totals - xp.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]  # tokens whose source is not their home
-    order, homes = falling(totals, xp), home[:, :, None] == xp.arange(devices)[None, None]
+    order = falling(totals, xp)
 
     def seconds(tokens, received):
         return rates.compute * tokens.max(axis=1) + (rates.exchange * received.max(axis=1) if residual else 0.0)
@@ -103,7 +103,7 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
     def shadow(turn, carry):
         (tokens, received, offers, best), chosen, active, cut = carry
         expert = order[:, turn]
-        here = homes[rows, expert]
+        here = home[rows, expert][:, None] == device
         more = offers + here
         trial = tokens + loads[rows, :, expert] - here * totals[rows, expert][:, None]
         left = received - here * away[rows, expert][:, None]
@@ -116,7 +116,7 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
         active = take | (active & ~room) if skips else take
         return (*kept, xp.where(take, time, best)), xp.put(chosen, (rows, expert), take), active, cut + (pays & ~room)
 
-    tokens, received = ((homes * of[:, :, None]).sum(axis=1) for of in (totals, away))
+    tokens, received = (xp.home_loads(of, home, devices) for of in (totals, away))
     before = seconds(tokens, received) if residual else (rates.compute + rates.exchange) * tokens.max(axis=1)
     state = tokens, received, xp.zeros((layers, devices), int), before
     start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)

@@ -5,17 +5,15 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
 from moe_jax.planning.cost import slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, replica_sizes
 
 # Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
 _PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
@@ -44,24 +42,22 @@ class HecatePlanner(Planner):
         bare = super().propose(loads, placement, cost)
         if not self.config.materialize:
             return bare
-        layers, devices = bare.layers, bare.devices
         tau = min(cost.overlap(), bare.experts)
         most = self.ahead_most(bare, cost)
-        totals = np.asarray(loads, np.float64).sum(axis=1)
+        totals = loads.sum(axis=1).astype(np.float64)
         order = falling(totals)[:, :tau]
         if most is None:
             chosen = np.zeros(bare.home.shape, bool)
             np.put_along_axis(chosen, order, True, axis=1)
-            return bare.replace(replicas=np.argwhere(chosen[:, :, None] & ~bare.homes))
+            return bare.replace(replicas=everywhere(chosen, bare))
         # what a device sends, and what a node sends one other, stays even, or one more a device
-        free, limits = np.full((layers, devices), most.slots), SendLimits(bare.home, most.offers, most.crossing)
-        added = spread_replicas(NUMPY, totals, bare.holds, order, free, bare.devices_per_node, limits)
-        free = free - added.sum(axis=1)
-        if free.any():
-            # What did not fit the transfer leaves slots to others: share them by what is left per holder.
-            self.counters["transfer_cut"] += int(free.sum())
-            added |= spread_replicas(NUMPY, totals, bare.holds | added, order, free, bare.devices_per_node, limits)
-        return bare.replace(replicas=np.argwhere(added))
+        free = np.full((bare.layers, bare.devices), most.slots)
+        plan = bare.replace(replicas=fill_slots(bare, totals, order, free, most))
+        if not free.any():
+            return plan
+        # What did not fit the transfer leaves slots to others: share them by what is left per holder.
+        self.counters["transfer_cut"] += int(free.sum())
+        return plan.replace(replicas=np.concatenate([plan.replicas, fill_slots(plan, totals, order, free, most)]))
 
     def refine(self, loads, placement, cost):
         """Add replicas in the late slots, layer by layer, where that saves more than the late gather costs.
@@ -72,30 +68,29 @@ class HecatePlanner(Planner):
         if not self.config.decides_late:
             return placement
         slots = self.config.late_slots if cost.late is None else cost.late.slots
-        loads = np.asarray(loads, np.float64)
-        totals = loads.sum(axis=1)
+        totals = loads.sum(axis=1).astype(np.float64)
         order = falling(totals)[:, : cost.overlap()]
         if not order.size or slots <= 0:
             return placement
-        free = np.full((placement.layers, placement.devices), slots)
-        added = spread_replicas(NUMPY, totals, placement.holds, order, free, placement.devices_per_node)
+        added = fill_slots(placement, totals, order, np.full((placement.layers, placement.devices), slots))
         if cost.late is not None:
-            wanted = added
-            added, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
-            self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
+            wanted = np.zeros((*placement.home.shape, placement.devices), bool)
+            wanted[tuple(added.T)] = True
+            fitting, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
+            self.counters["late_cut"] += int((wanted & ~fitting).any(axis=2).sum())
+            added = np.argwhere(fitting)
         rates = shadow_rates(cost)  # those of the rule on the device
         seconds = []
-        more = placement.replace(replicas=np.concatenate([placement.replicas, np.argwhere(added)]))
+        more = placement.replace(replicas=np.concatenate([placement.replicas, added]))
         for trial in (placement, more):
             computed, received = routing.expected(trial, loads)
             seconds.append(rates.compute * computed.max(axis=1) + rates.exchange * received.max(axis=1))
         per_node = placement.devices_per_node if cost.late is None else cost.late.inside
-        sizes = transfer_sizes(placement.home, added, per_node)
+        sizes = replica_sizes(placement.home, added, placement.devices, per_node)
         each = rates.shadow / placement.devices * sizes.holders
         late = late_price(sizes, cost.late, cost.late_seconds, each)  # a gather now, a reduce later
         pays = seconds[0] - seconds[1] > late
-        paying = np.argwhere(added & pays[:, None, None])
-        return placement.replace(replicas=np.concatenate([placement.replicas, paying]))
+        return placement.replace(replicas=np.concatenate([placement.replicas, added[pays[added[:, 0]]]]))
 
     def ahead_most(self, placement, cost):
         tau = min(cost.overlap(), placement.experts)
@@ -163,15 +158,7 @@ def slots_by_load(xp, loads, slots, most):
     return count - xp.diff(over, axis=1, prepend=0)
 
 
-class SendLimits(NamedTuple):
-    """The most that a transfer may send of one layer."""
-
-    home: np.ndarray  # int [L, E], who sends
-    offers: int  # X, experts of one device that travel
-    crossing: int  # Cp, experts that one node sends one other
-
-
-def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLimits | None = None):
+def spread_replicas(xp, totals, held, order, free, per_node: int):
     """Place replicas one by one: nodes that lack the expert first, then nodes and devices with most free slots.
 
     The slots are shared by load per holder: replicas that stand already serve a part of it.
@@ -181,7 +168,6 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLi
       totals: [L, E], loads; held: bool [L, E, D], holders so far.
       order: int [L, Et], experts by falling load; free: int [L, D], free replica slots, of NumPy for either.
       per_node: devices of a node.
-      limits: of the replicas that stand and the new ones together; None for no limit.
 
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
@@ -198,32 +184,92 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLi
         return of.reshape(*of.shape[:-1], nodes, per_node)
 
     def place(turn, carry):
-        held, free, sent = carry
+        held, free = carry
         expert = order[rows, xp.minimum((ends <= turn).sum(axis=1), order.shape[1] - 1)]
         mine = held[rows, expert]
-        on_node, room = by_node(mine).any(axis=2), (free > 0) & ~mine
-        if limits is not None:
-            at = limits.home[rows, expert]
-            node, travels, (offers, crossing) = at // per_node, mine.sum(axis=1) > 1, sent
-            room = room & (travels | (offers[rows, at] < limits.offers))[:, None]
-            room = room & (on_node | (crossing[rows, node] < limits.crossing))[:, node_of]
-        score = by_node(free).sum(axis=2) * most + ~on_node * in_node
-        score = xp.where(room, score[:, node_of] + free, -1)
+        score = by_node(free).sum(axis=2) * most + ~by_node(mine).any(axis=2) * in_node
+        score = xp.where((free > 0) & ~mine, score[:, node_of] + free, -1)
         ok = (score.max(axis=1) >= 0) & (turn < ends[:, -1])
         new = ok[:, None] & (device == score.argmax(axis=1)[:, None])
-        if limits is not None:
-            reached = by_node(new).any(axis=2) & ~on_node
-            offers = xp.put(offers, (rows, at), offers[rows, at] + (ok & ~travels))
-            sent = offers, xp.put(crossing, (rows, node), crossing[rows, node] + reached)
-        return xp.put(held, (rows, expert), mine | new), free - new, sent
+        return xp.put(held, (rows, expert), mine | new), free - new
 
-    sent = None
-    if limits is not None:  # an expert counts once for its home's device, and once for each other node with a replica
-        at_home, on_node = limits.home[:, :, None] == device[None], by_node(held).any(axis=3)
-        of_node = by_node(at_home).any(axis=3)
-        crossing = of_node.swapaxes(1, 2).astype(int) @ (on_node & ~of_node).astype(int)
-        sent = (at_home & (holders > 1)[:, :, None]).sum(axis=1), crossing
-    return xp.repeat(place, (held.copy(), free, sent), int(free.sum(axis=1).max()))[0] & ~before
+    return xp.repeat(place, (held.copy(), free), int(free.sum(axis=1).max()))[0] & ~before
+
+
+def fill_slots(
+    placement: Placement, totals: np.ndarray, order: np.ndarray, free: np.ndarray, most: TransferSizes | None = None
+) -> np.ndarray:
+    """Do what `spread_replicas` does, all replicas of an expert at once: -> the new ones, int [n, 3].
+
+    An expert's turn takes nodes that lack it, by falling free slots, a device of each; then what devices are left on
+    nodes that have it, each of which counts the slots that those before it on its node take.
+
+    Args:
+      free: int [L, D], free replica slots; those that are filled are taken off.
+      most: of the replicas that stand and the new ones together, offers and crossings at most; None for no limit.
+    """
+    layers, devices, per_node, nodes = placement.layers, placement.devices, placement.devices_per_node, placement.nodes
+    rows, lists = np.arange(layers), placement.candidates
+    weight, lacking = (np.take_along_axis(of, order, axis=1) for of in (totals / lists.count, devices - lists.count))
+    wanted = slots_by_load(np, weight, free.sum(axis=1), lacking)
+    high, slots, added = free.max(initial=0) + 1, free.reshape(layers, nodes, per_node), []
+    spare, top, mine = slots.sum(axis=2), slots.max(axis=2), np.zeros((layers, devices), bool)
+    offers, crossing = np.zeros((layers, devices), int), np.zeros((layers, nodes, nodes), np.int32)
+    if most is not None:
+        layer, expert = np.nonzero(placement.replicated)
+        home = placement.home[layer, expert]
+        np.add.at(offers, (layer, home), 1)
+        at, to = np.nonzero(lists.node_count[layer, expert] > 0)
+        np.add.at(crossing, (layer[at], home[at] // per_node, to), 1)
+
+    def fill(layer, device):
+        node = device // per_node
+        free[layer, device] -= 1
+        spare[layer, node], top[layer, node] = slots[layer, node].sum(axis=1), slots[layer, node].max(axis=1)
+        added.append(np.stack([layer, expert[layer], device], axis=1))
+        return np.bincount(layer, minlength=layers)
+
+    for turn in np.flatnonzero(wanted.any(axis=0)):
+        expert, left = order[:, turn], wanted[:, turn]
+        home, on_node = placement.home[rows, expert], lists.node_count[rows, expert] > 0
+        node, travels, reach = home // per_node, lists.count[rows, expert] > 1, ~on_node
+        if most is not None:
+            left = np.where(travels | (offers[rows, home] < most.offers), left, 0)
+            reach &= crossing[rows, node] < most.crossing
+        layer, to = _highest(np.where(reach & (top > 0), spare * high + top, 0), left)
+        device = to * per_node + slots[layer, to].argmax(axis=1)
+        crossing[layer, node[layer], to] += 1
+        placed = fill(layer, device)
+        on_node[layer, to] = True
+        at, near = np.nonzero(on_node & (spare > 0) & (left > placed)[:, None])
+        if len(at):
+            count = lists.count[rows, expert]
+            held = np.repeat(lists.start[rows, expert] - count.cumsum() + count, count) + np.arange(count.sum())
+            held = np.append(np.repeat(rows, count), layer), np.append(lists.holder[held], device)
+            mine[held] = True
+            room = np.where(mine.reshape(slots.shape)[at, near], 0, slots[at, near])
+            mine[held] = False
+            nth = np.argsort(np.argsort(-room, axis=1, kind="stable"), axis=1)
+            score = np.zeros(slots.shape, int)
+            score[at, near] = np.where(room > 0, (spare[at, near][:, None] - nth) * high + room, 0)
+            placed += fill(*_highest(score.reshape(free.shape), left - placed))
+        offers[rows, home] += ~travels & (placed > 0)
+    return np.concatenate([np.zeros((0, 3), int), *added])
+
+
+def _highest(score: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (row, column) of the `count` [r] highest scores above 0 of each row [r, n], of equal ones the lowest ids."""
+    size = score.shape[1]
+    key = score * size + np.arange(size)[::-1]
+    most = min(int(count.max()), size)
+    best = (
+        np.argpartition(key, size - most, axis=1)[:, size - most :]
+        if 0 < most < size
+        else np.argsort(key)[:, size - most :]
+    )
+    best = np.take_along_axis(best, np.argsort(-np.take_along_axis(key, best, axis=1), axis=1), axis=1)
+    row, nth = np.nonzero((np.take_along_axis(score, best, axis=1) > 0) & (np.arange(most) < count[:, None]))
+    return row, best[row, nth]
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:

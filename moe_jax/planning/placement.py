@@ -160,25 +160,26 @@ class Placement:
         """The holders a token may choose between, as slices of sorted rows."""
         layers, experts, nodes = self.layers, self.experts, self.nodes
         pair, holder = self.holders
-        node_count = np.bincount(pair * nodes + holder // self.devices_per_node, minlength=layers * experts * nodes)
-        node_count = node_count.reshape(layers, experts, nodes).astype(np.int32)
+        node_count = np.zeros((layers, experts, nodes), np.int32)
+        np.add.at(node_count.reshape(-1, nodes), (pair, holder // self.devices_per_node), 1)
         count = node_count.sum(axis=2, dtype=np.int32)
-        start, node_start = (
-            (np.cumsum(part.ravel()) - part.ravel()).reshape(part.shape).astype(np.int32)
-            for part in (count, node_count)
-        )
-        layer, expert, device, share, node = self.shares.T.astype(np.int64)
-        key = (layer * experts + expert) * (nodes + 1) + node + 1  # column 0: rows for every node without its own
-        key_count = np.bincount(key, minlength=layers * experts * (nodes + 1))
-        key_start = np.cumsum(key_count) - key_count
-        before = np.concatenate([[0], np.cumsum(share)])
-        share_num = before[1:] - before[key_start[key]] if len(key) else np.zeros(0, np.int64)
-        key_count, key_start = (part.reshape(layers, experts, nodes + 1) for part in (key_count, key_start))
-        own = key_count[:, :, 1:] > 0
-        share_start, share_count = (
-            np.where(own, part[:, :, 1:], part[:, :, :1]).astype(np.int32) for part in (key_start, key_count)
-        )
-        of_shares = device.astype(np.int32), share_num, share_start, share_count
+        start, node_start = (_starts(part) for part in (count, node_count))
+        device, share = self.shares[:, 2], self.shares[:, 3].astype(np.int64)
+        share_start, share_count = np.zeros((2, layers, experts, nodes), np.int32)
+        share_num = share.cumsum()
+        if len(share):
+            key = (
+                self.share_keys // self.devices
+            )  # (layer, expert, 0 for rows of every node without its own, else 1 + node)
+            key_count = np.zeros((layers, experts, nodes + 1), np.int32)
+            np.add.at(key_count.reshape(-1), key, 1)
+            key_start = _starts(key_count)
+            share_num -= (share_num - share)[key_start.ravel()[key]]
+            own = key_count[:, :, 1:] > 0
+            share_start, share_count = (
+                np.where(own, part[:, :, 1:], part[:, :, :1]) for part in (key_start, key_count)
+            )
+        of_shares = device, share_num, share_start, share_count
         return Candidates(holder.astype(np.int32), start, count, node_start, node_count, *of_shares)
 
     def fingerprint(self) -> str:
@@ -227,6 +228,13 @@ class Placement:
         start = np.flatnonzero(np.diff(self.share_keys // devices, prepend=-1))
         wrong = np.add.reduceat(share.astype(np.int64), start) != SHARE_ONE
         refuse(start[wrong], shares, f"shares of a source node must sum to {SHARE_ONE}, units of 2^-16")
+
+
+def _starts(count: np.ndarray) -> np.ndarray:
+    """Return where each run begins: the sum of all counts before, int32."""
+    start = count.cumsum(dtype=np.int32).reshape(count.shape)
+    start -= count
+    return start
 
 
 def bank_rows(placement: Placement) -> np.ndarray:

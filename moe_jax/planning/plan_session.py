@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -48,12 +49,16 @@ class Predictor:
         return np.mean(self.errors, axis=0)
 
     def predict(self) -> np.ndarray:
-        """Return the expected loads [L, S, E] of the next step; needs one observation."""
+        """Return the expected loads [L, S, E] of the next step, whole or real numbers; needs one observation."""
         count = len(self.seen)
         if self.kind == "last":
-            return self.seen[-1].astype(np.float64)
+            return self.seen[-1]
         if self.kind == "window":  # Hecate 4.2: w = 5
-            return np.mean(self.seen, axis=0)
+            mean = self.seen[0].astype(np.float64)  # one sum: a stack of the steps could be larger than memory
+            for loads in itertools.islice(self.seen, 1, None):
+                mean += loads
+            mean /= count
+            return mean
         if self.kind == "exponential":  # a step's weight shrinks by (1 - decay) with every later step
             weight = (1.0 - self.decay) ** np.arange(count)[::-1]
             return np.tensordot(weight / weight.sum(), np.stack(self.seen), axes=1)
@@ -97,7 +102,9 @@ class PlanSession:
         due = self.last_planned is None or iteration // every != self.last_planned // every
         shard_due = bool(shard) and iteration // shard != self.last_sharded // shard
         if (due or shard_due) and self.predictor.seen:
-            loads = self.predictor.predict() / self.exchanges_per_step
+            loads = self.predictor.predict()
+            if self.exchanges_per_step > 1:
+                loads = loads / self.exchanges_per_step
             if shard_due:
                 self.placement = self.planner.reshard(loads, self.placement, self.cost)
                 self.last_sharded = iteration

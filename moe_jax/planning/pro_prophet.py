@@ -46,7 +46,6 @@ class ProProphetPlanner(Planner):
         return TransferSizes(placement.experts, cost.replica_slots, CROSSING)
 
     def propose(self, loads, placement, cost):
-        loads = np.asarray(loads, np.float64)
         if not self.config.scheduler:
             cost = dataclasses.replace(cost, prefetch=Prefetch())
         most, given = placement.devices - 1, self.config.skipped_devices
@@ -55,26 +54,33 @@ class ProProphetPlanner(Planner):
         else:
             tries = [min(given, most)]
         together = max(1, AT_A_TIME // (placement.layers * placement.devices))
-        best_time, best_kept = np.full(placement.layers, np.inf), None
+        totals, own = loads.sum(axis=1), np.take_along_axis(loads, placement.home[:, None, :], axis=1)[:, 0]
+        totals = totals.astype(np.float64)
+        best_time, kept = np.full(placement.layers, np.inf), np.zeros((0, 3), int)
         for start in range(0, len(tries), together):
-            time, kept = self._search(loads, placement, cost, np.array(tries[start : start + together]))
+            time, rows = self._search(
+                (loads, totals, totals - own), placement, cost, np.array(tries[start : start + together])
+            )
             better = time < best_time
             best_time = np.where(better, time, best_time)
-            best_kept = kept if best_kept is None else np.where(better[:, None, None], kept, best_kept)
-        return placement.replace(replicas=np.argwhere(best_kept), shares=None, rule="home")
+            kept = np.concatenate([kept[~better[kept[:, 0]]], rows[better[rows[:, 0]]]])
+        return placement.replace(replicas=kept, shares=None, rule="home")
 
     def _search(
-        self, loads: np.ndarray, placement: Placement, cost: Cost, tries: np.ndarray
+        self, counted: tuple[np.ndarray, ...], placement: Placement, cost: Cost, tries: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least time [L], and the replicas of the number of skipped devices behind it, bool [L, E, D].
+        """Return the least time [L], and the replicas of the number of skipped devices behind it, int [n, 3].
 
         Every number in `tries` is searched at the same time: r rows, one for each number and layer.
+
+        Args:
+          counted: loads [L, S, E]; their totals, and of those what comes from other devices than the home, [L, E].
         """
+        loads, totals, away = counted
         layers, devices = placement.layers, placement.devices
         layer, skipped = np.tile(np.arange(layers), len(tries)), np.repeat(tries, layers)
         home, rows = placement.home[layer], np.arange(len(layer))
-        totals, own = loads.sum(axis=1), np.take_along_axis(loads, placement.home[:, None, :], axis=1)[:, 0]
-        computed, received = (home_loads(tokens, placement.home, devices)[layer] for tokens in (totals, totals - own))
+        computed, received = (home_loads(tokens, placement.home, devices)[layer] for tokens in (totals, away))
         threshold = self.config.balance_threshold * totals.sum(axis=1)[layer] / devices
         unused = totals[layer]
         node_of = np.arange(devices) // placement.devices_per_node
@@ -90,7 +96,7 @@ class ProProphetPlanner(Planner):
             active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[rows, expert] >= 0)
             if not active.any():
                 break
-            tokens = loads[layer, :, expert]
+            tokens = loads[layer, :, expert].astype(np.float64)
             # All but the home and the `skipped` devices with fewest of the expert's tokens, of equal ones lowest ids.
             ranked, targets = tokens.copy(), np.empty(tokens.shape, bool)
             ranked[rows, heaviest] = np.inf  # the home holds it anyway and is never dropped
@@ -114,8 +120,8 @@ class ProProphetPlanner(Planner):
             best, best_step = np.where(better, time, best), np.where(better, step, best_step)
         best = best.reshape(len(tries), layers)
         row = best.argmin(axis=0) * layers + np.arange(layers)
-        kept = np.zeros((*placement.home.shape, devices), bool)
+        kept = [np.zeros((0, 3), int)]
         for step, (expert, targets) in enumerate(chosen, 1):
-            taken = targets[row] & (step <= best_step[row])[:, None]
-            kept[np.arange(layers), expert[row]] |= taken
-        return best.min(axis=0), kept
+            at, device = np.nonzero(targets[row] & (step <= best_step[row])[:, None])
+            kept.append(np.stack([at, expert[row][at], device], axis=1))
+        return best.min(axis=0), np.concatenate(kept)

@@ -134,8 +134,8 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def whole(loads: np.ndarray) -> np.ndarray:
-    """Round to int64: predicted loads are no whole tokens."""
-    return (loads if loads.dtype.kind in "iu" else np.rint(loads)).astype(np.int64)
+    """Return integers as they are, and other numbers rounded to int64: predicted loads are no whole tokens."""
+    return loads if loads.dtype.kind == "i" else np.rint(loads).astype(np.int64)
 
 
 def taken(placement: Placement, loads: np.ndarray, row: np.ndarray, node: np.ndarray) -> np.ndarray:
@@ -167,7 +167,9 @@ def taken(placement: Placement, loads: np.ndarray, row: np.ndarray, node: np.nda
     start = np.where(inside > 0, lists.node_start[at], lists.start[layer, expert])
     count = np.where(inside > 0, inside, lists.count[layer, expert])[:, :, None]
     nth = ((row[:, None] - start)[:, :, None] - source) % count
-    turn = ((nth + 1) * total // count - nth * total // count) * ((inside == 0) | (node == device // per_node))[:, :, None]
+    turn = ((nth + 1) * total // count - nth * total // count) * ((inside == 0) | (node == device // per_node))[
+        :, :, None
+    ]
     home_rule = np.array([name == "home" for name in placement.rule])[layer]
     turn = np.where(home_rule[:, :, None], at_home[:, :, None] * total, turn)
     local = placement.holds.reshape(placement.layers, -1, nodes, per_node)[at]

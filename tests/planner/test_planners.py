@@ -329,9 +329,7 @@ def test_share_rows_keep_tokens_on_their_node():
     # Expert 0 held by devices 0 (node 0) and 2 (node 1), quota 6 each; node 0 sends 8 tokens, node 1 sends 4.
     # Node 1's 4 stay; node 0 keeps 6 and sends 2 over: shares 3/4 and 1/4 for node 0, all on device 2 for node 1.
     placement = Placement([[0]], [(0, 0, 2)], rule="shares", devices=4, devices_per_node=2)
-    quota = np.zeros((1, 1, 4))
-    quota[0, 0, [0, 2]] = 6
-    rows = share_rows(placement, quota, np.array([[[5], [3], [2], [2]]], float))
+    rows = share_rows(placement, np.array([6.0, 6.0]), np.array([[[5], [3], [2], [2]]], float))
     assert rows.tolist() == [[0, 0, 0, 49152, 0], [0, 0, 2, 16384, 0], [0, 0, 2, 65536, 1]]
 
 
