@@ -169,9 +169,10 @@ def follow_transfers(
         own = np.stack(np.broadcast_arrays(inside, across), axis=-1)  # by each layer
         sent, late_seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
         if len(plan.replicas) != len(ahead.replicas):
-            added, late_now = plan.holds & ~ahead.holds, late
+            added, late_now = plan.replicas[ahead.find(plan.replicas) < 0], late
             if not bounded:  # the largest holds all that came so far, and goes in the cheaper form
-                largest = transfer_sizes(plan.home, added, plan.devices_per_node).shape(*group.values(), len(forms) > 1)
+                largest = transfer_sizes(plan.home, added, *group.values())
+                largest = largest.shape(*group.values(), len(forms) > 1)
                 if late is not None:
                     grown = {name: max(getattr(largest, name), getattr(late, name)) for name in SIZES}
                     largest = dataclasses.replace(largest, **grown)
@@ -179,7 +180,7 @@ def follow_transfers(
                 if cost.form(late, *group.values()) != "by_node":
                     late_now = dataclasses.replace(late, by_node=False, crossing=0)
             # a layer sends the smallest half of the largest that holds what came
-            size_of_layer = late_size(transfer_sizes(plan.home, added, late_now.inside), late_now)
+            size_of_layer = late_size(transfer_sizes(plan.home, added, plan.devices, late_now.inside), late_now)
             for number, size in enumerate(late_now.halves(), 1):
                 sent[size_of_layer == number] = size.sent()
                 late_seconds[size_of_layer == number] = cost.shape_seconds(size)

@@ -67,96 +67,107 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> tuple[np.nda
     over = home_loads(totals, placement.home, placement.devices)
     over -= over.mean(axis=1, keepdims=True)
     small = 1e-9 * np.abs(totals).sum(axis=1) + 1e-12
-    moves, at_home = [], totals.tolist()
-    for layer, start in enumerate(over.tolist() if mu else ()):
-        search = _Gaps(start, float(small[layer]), placement.devices_per_node, mu)
-        of_device: dict[int, list[int]] = {}
-        for expert, device in enumerate(placement.home[layer].tolist()):
+    at_home, moves = totals.tolist(), []
+    for layer, homes in enumerate(placement.home.tolist() if mu else ()):
+        search = _Gaps(over[layer].tolist(), float(small[layer]), placement.devices_per_node, mu)
+        kept, of_device = at_home[layer], {}
+        for expert, device in enumerate(homes):
             of_device.setdefault(device, []).append(expert)
-        # Sources with a large gap on their own node go first, before a far source takes that gap; then the heaviest.
-        heap = [(not search.has_near(d), -start[d], d) for d in of_device if start[d] > small[layer]]
-        heapq.heapify(heap)
-        while heap:
-            far, _, source = heapq.heappop(heap)
-            if not far and not search.has_near(source):
-                heapq.heappush(heap, (True, -search.over[source], source))
-                continue
-            kept = at_home[layer]
+        while (source := search.source()) is not None:
             expert = max(of_device[source], key=kept.__getitem__)
-            surplus = min(search.over[source], kept[expert])
-            target = search.best(source, surplus)
+            target, amount = search.move(source, kept[expert])
             if target is None:
                 break
-            amount = min(surplus, -search.over[target])
-            moves.append((layer, expert, target, amount))
             kept[expert] -= amount
-            search.over[source] -= amount
-            search.fill(target, amount)
-            if search.over[source] > small[layer]:
-                heapq.heappush(heap, (far, -search.over[source], source))
+            moves.append((layer, expert, target, amount))
     rows = np.array([move[:3] for move in moves], np.int64).reshape(-1, 3)
     return rows, np.array([move[3] for move in moves]), np.array(at_home)
 
 
 class _Gaps:
-    """Keep what the light devices of a layer lack, for a search that fills one gap after the other."""
+    """Keep a layer's heavy devices and the gaps of its light ones in order, for a search that fills gap after gap.
+
+    Lists are of (tokens, -device), rising, so that of equal ones the lowest id is the last.
+    """
 
     def __init__(self, over: list[float], small: float, per_node: int, mu: int):
-        """Take what devices have above the mean, [D]; gaps of at most `small` are none."""
-        self.over, self.small, self.per_node, self.mu = over, small, per_node, mu
-        self.replicas = [0] * len(over)
-        # devices with a gap and more than one free slot, large gaps first; entries that no longer hold are passed over
-        self.roomy: list[tuple[float, int]] = []
-        self.last: list[tuple[float, int]] = []  # (gap, -device), rising, of those whose last slot is free
-        self.near = [0] * (len(over) // per_node)  # roomy devices of each node
-        for device in range(len(over)):
-            self._enter(device)
+        """Take what devices have above the mean, [D]; what is not above `small` is neither heavy nor a gap."""
+        self.over, self.small, self.per_node, self.free = over, small, per_node, [mu] * len(over)
+        gaps = sorted((-tokens, -device) for device, tokens in enumerate(over) if tokens < -small)
+        self.gaps = [gaps if slots == min(mu, 2) else [] for slots in range(3)]  # by free slots; two stand for more
+        self.roomy = [0] * (len(over) // per_node)  # gaps of each node with more than one free slot
+        for _, device in self.gaps[2]:
+            self.roomy[-device // per_node] += 1
+        self.heavy: tuple[list, list] = ([], [])  # of nodes without and with such gaps
+        for tokens, device in sorted((tokens, -device) for device, tokens in enumerate(over) if tokens > small):
+            self.heavy[self.roomy[-device // per_node] > 0].append((tokens, device))
 
-    def _enter(self, device: int) -> None:
-        gap, free = -self.over[device], self.mu - self.replicas[device]
-        if gap > self.small and free > 1:
-            heapq.heappush(self.roomy, (-gap, device))
-            self.near[device // self.per_node] += 1
-        elif gap > self.small and free == 1:
-            bisect.insort(self.last, (gap, -device))
+    def source(self) -> int | None:
+        """Return the device to take from, None where all are even.
 
-    def has_near(self, device: int) -> bool:
-        """Say whether the device's node has a gap with more than one free slot."""
-        return self.near[device // self.per_node] > 0
+        Those with a large gap on their own node go first, before a far one takes that gap; then the heaviest.
+        """
+        far, near = self.heavy
+        return -_last(near, self._heaviest())[1] if near else -far[-1][1] if far else None
 
-    def fill(self, device: int, amount: float) -> None:
-        """Put so many tokens into a device's gap."""
-        if self.mu - self.replicas[device] > 1:
-            self.near[device // self.per_node] -= 1
-        else:
-            self.last.pop(bisect.bisect_left(self.last, (-self.over[device], -device)))
-        self.over[device] += amount
-        self.replicas[device] += 1
-        self._enter(device)
+    def _heaviest(self) -> float:
+        return max(heavy[-1][0] for heavy in self.heavy if heavy)
 
-    def best(self, source: int, surplus: float) -> int | None:
-        """Return the device to move to, None where no gap is left.
+    def move(self, source: int, most: float) -> tuple[int | None, float]:
+        """Move tokens from a heavy device, at most so many: -> (target, tokens), None where no gap is left.
 
         A last free slot should close its gap: what stays open there cannot be filled. Then the own node, then the
         largest gap, then the lowest id.
         """
+        surplus, (_, last, roomy) = min(self.over[source], most), self.gaps
+        span = self._heaviest() + max((gaps[-1][0] for gaps in self.gaps if gaps), default=0.0) + 1.0
+        found = [
+            _last(roomy, 2 * span),
+            _last(last, 2 * span, bisect.bisect_right(last, (surplus, 1))),
+            _last(last, 0.0),
+        ]
         first = source - source % self.per_node
-        found = []
         for device in range(first, first + self.per_node):
-            gap, free = -self.over[device], self.mu - self.replicas[device]
+            gap, free = -self.over[device], self.free[device]
             if gap > self.small and free:
-                found.append((free > 1 or gap <= surplus, True, gap, -device))
-        if not found or not max(found)[0]:
-            while self.roomy and not self._is_roomy(*self.roomy[0]):
-                heapq.heappop(self.roomy)
-            found += [(True, False, -self.roomy[0][0], -self.roomy[0][1])] if self.roomy else []
-            place = bisect.bisect_right(self.last, (surplus, 1))
-            found += [(True, False, *self.last[place - 1])] if place else []
-            found += [(False, False, *self.last[-1])] if self.last else []
-        return -max(found)[3] if found else None
+                found.append((gap + span * (2 * (free > 1 or gap <= surplus) + 1), -device))
+        target = -max(found)[1]
+        if target < 0:
+            return None, 0.0
+        amount = min(surplus, -self.over[target])
+        heavy = self.heavy[self.roomy[first // self.per_node] > 0]
+        del heavy[bisect.bisect_left(heavy, (self.over[source], -source))]
+        gaps, node = self.gaps[min(self.free[target], 2)], target // self.per_node
+        del gaps[bisect.bisect_left(gaps, (-self.over[target], -target))]
+        before = self.roomy[node]
+        self.roomy[node] -= gaps is roomy
+        self.over[source] -= amount
+        self.over[target] += amount
+        self.free[target] -= 1
+        if self.over[target] < -self.small:
+            gaps = self.gaps[min(self.free[target], 2)]
+            bisect.insort(gaps, (-self.over[target], -target))
+            self.roomy[node] += gaps is roomy
+        if before and not self.roomy[node]:  # its heavy devices have no such gap near any longer
+            far, near = self.heavy
+            for item in [item for item in near if -item[1] // self.per_node == node]:
+                near.remove(item)
+                bisect.insort(far, item)
+        if self.over[source] > self.small:
+            bisect.insort(self.heavy[self.roomy[first // self.per_node] > 0], (self.over[source], -source))
+        return target, amount
 
-    def _is_roomy(self, negative: float, device: int) -> bool:
-        return self.over[device] == negative and self.mu - self.replicas[device] > 1 and -negative > self.small
+
+def _last(ordered: list[tuple[float, int]], more: float, end: int | None = None) -> tuple[float, int]:
+    """Return (tokens + more, -device) of the most tokens, and the lowest id of all whose sum is rounded to the same."""
+    end = len(ordered) if end is None else end
+    if not end:
+        return -1.0, 1
+    most, device = ordered[end - 1][0] + more, ordered[end - 1][1]
+    while end and ordered[end - 1][0] + more == most:
+        device = max(device, ordered[end - 1][1])
+        end = bisect.bisect_left(ordered, (ordered[end - 1][0],), 0, end)  # past all that have as many
+    return most, device
 
 
 def add_spares(

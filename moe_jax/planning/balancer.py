@@ -207,7 +207,7 @@ too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""
 
 
 def everywhere(chosen: np.ndarray, placement: Placement) -> np.ndarray:
-    """Return int [n, 3], rows (layer, expert, device): replicas of chosen experts, bool [L, E], on all but their homes."""
+    """Return int [n, 3], rows (layer, expert, device): chosen experts, bool [L, E], on all but their homes."""
     at = np.repeat(np.argwhere(chosen), placement.devices, axis=0)
     device = np.tile(np.arange(placement.devices), len(at) // placement.devices)
     away = placement.home[tuple(at.T)] != device

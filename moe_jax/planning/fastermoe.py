@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
 from moe_jax.planning.cost import ASKED_BY, Cost
 from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere

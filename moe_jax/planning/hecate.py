@@ -13,7 +13,7 @@ from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob,
 from moe_jax.planning.cost import slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, replica_sizes
+from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, transfer_sizes
 
 # Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
 _PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
@@ -86,7 +86,7 @@ class HecatePlanner(Planner):
             computed, received = routing.expected(trial, loads)
             seconds.append(rates.compute * computed.max(axis=1) + rates.exchange * received.max(axis=1))
         per_node = placement.devices_per_node if cost.late is None else cost.late.inside
-        sizes = replica_sizes(placement.home, added, placement.devices, per_node)
+        sizes = transfer_sizes(placement.home, added, placement.devices, per_node)
         each = rates.shadow / placement.devices * sizes.holders
         late = late_price(sizes, cost.late, cost.late_seconds, each)  # a gather now, a reduce later
         pays = seconds[0] - seconds[1] > late
@@ -258,7 +258,7 @@ def fill_slots(
 
 
 def _highest(score: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (row, column) of the `count` [r] highest scores above 0 of each row [r, n], of equal ones the lowest ids."""
+    """Return (row, column) of the `count` [r] highest scores above 0 in rows [r, n], of equal ones the lowest ids."""
     size = score.shape[1]
     key = score * size + np.arange(size)[::-1]
     most = min(int(count.max()), size)
@@ -280,6 +280,8 @@ def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement
     (`relabelled`, ours). Source: Hecate, algorithm 2.
     """
     layers, experts, devices = placement.layers, placement.experts, placement.devices
+    if layers * experts < devices:  # one a device at most: there is nothing to even out
+        return placement
     if layers * experts % devices:
         raise UserError(
             f"layers ({layers}) x experts ({experts}) must be a multiple of devices ({devices}) for even memory; "
@@ -356,20 +358,30 @@ def _exchanged(new: np.ndarray, old: np.ndarray, devices: int, per_node: int, ki
       new, old: int [...]; kind: int [D]; a device takes the place of one of its own kind only.
     """
     nodes = devices // per_node
-    agreement = np.bincount(new.ravel() * devices + old.ravel(), minlength=devices * devices)
     forbidden = -new.size * devices  # one of these outweighs all that could agree
-    value = np.where(kind[:, None] == kind, agreement.reshape(devices, devices), forbidden)
-    blocks = value.reshape(nodes, per_node, nodes, per_node).swapaxes(1, 2)
-    kinds = np.sort(kind.reshape(nodes, per_node), axis=1)
-    inside = np.zeros((nodes, nodes, per_node), np.int64)  # member to member, for each pair of nodes
-    staying = np.full((nodes, nodes), forbidden)
-    for pair in np.argwhere((kinds[:, None] == kinds).all(axis=2)):
-        at = tuple(pair)
-        inside[at] = best_assignment(blocks[at])
-        staying[at] = blocks[at][np.arange(per_node), inside[at]].sum()
+    of_node = kind.reshape(nodes, per_node)
+    label, agreement = np.unique(new.ravel().astype(np.int64) * devices + old.ravel(), return_counts=True)
+    (a, b), pairs = np.divmod(label, devices), {}
+    for i, j, value in zip(a.tolist(), b.tolist(), agreement.tolist(), strict=True):
+        pairs.setdefault((i // per_node, j // per_node), []).append((i % per_node, j % per_node, value))
+
+    def inside(i, j):
+        """Return which member of node j each of node i becomes, and how many experts then stay."""
+        value = np.zeros((per_node, per_node), np.int64)
+        for row, column, count in pairs.get((i, j), ()):
+            value[row, column] = count
+        value[of_node[i][:, None] != of_node[j]] = forbidden
+        member = best_assignment(value)
+        return member, value[np.arange(per_node), member].sum()
+
+    kinds = np.sort(of_node, axis=1)
+    staying = np.where((kinds[:, None] == kinds).all(axis=2), 0, forbidden)  # where none agrees
+    for pair in pairs:
+        if not staying[pair]:
+            staying[pair] = inside(*pair)[1]
     to_node = best_assignment(staying)
-    label = to_node[:, None] * per_node + inside[np.arange(nodes), to_node]
-    return label.ravel()[new].astype(new.dtype)
+    place = np.concatenate([j * per_node + inside(i, j)[0] for i, j in enumerate(to_node.tolist())])
+    return place[new].astype(new.dtype)
 
 
 def best_assignment(value: np.ndarray) -> np.ndarray:

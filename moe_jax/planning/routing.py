@@ -16,7 +16,6 @@ from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
 
-
 LOOKED_AT = 256  # devices of a layer
 
 
@@ -50,31 +49,11 @@ def candidate_rows(placement: Placement, layer: np.ndarray, source: np.ndarray, 
     return row, nth, device, num, np.where(shared, SHARE_ONE, count[row])
 
 
-def route(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Count tokens by destination: loads int [L, S, E] -> (layer, source, expert, device, tokens), int64 [n] each.
-
-    Raises:
-      UserError: loads of another shape than the placement's.
-    """
-    loads, (layers, experts) = np.asarray(loads, np.int64), placement.home.shape
-    if loads.shape != (layers, placement.devices, experts):
-        raise UserError(
-            f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has {layers} layers, "
-            f"{placement.devices} devices (a source is a device) and {experts} experts; use loads of the same run"
-        )
-    at = np.nonzero(loads)
-    row, nth, device, num, den = candidate_rows(placement, *at)
-    layer, source, expert = (part[row] for part in at)
-    total = loads[layer, source, expert]
-    before = np.where(nth > 0, np.roll(num, 1), 0)
-    return layer, source, expert, device, num * total // den - before * total // den
-
-
 def destinations(placement: Placement, loads: np.ndarray) -> np.ndarray:
     """Count tokens by destination: loads int [L, S, E] -> int64 [L, S, E, D]."""
-    *at, tokens = route(placement, loads)
     counts = np.zeros((*loads.shape, placement.devices), np.int64)
-    counts[tuple(at)] = tokens
+    for layer, expert, device, tokens in _from_all(placement, loads):
+        counts[layer, :, expert, device] = tokens
     return counts
 
 
@@ -83,10 +62,29 @@ def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
 
     Summed over sources they are what each device computes, H.
     """
-    layer, source, _, device, tokens = route(placement, loads)
-    key = (layer * placement.devices + source) * placement.devices + device
-    sums = np.bincount(key, tokens, placement.layers * placement.devices**2)
-    return np.rint(sums).astype(np.int64).reshape(placement.layers, placement.devices, placement.devices)
+    pairs = np.zeros((placement.layers, placement.devices, placement.devices), np.int64)
+    for layer, _, device, tokens in _from_all(placement, loads):
+        np.add.at(pairs[layer].T, device, tokens)
+    return pairs
+
+
+def _from_all(placement: Placement, loads: np.ndarray):
+    """Yield (layer, expert [h], device [h], tokens [h, S]) of the holders of each layer.
+
+    Raises:
+      UserError: loads of another shape than the placement's.
+    """
+    loads, (layers, experts) = np.asarray(loads), placement.home.shape
+    if loads.shape != (layers, placement.devices, experts):
+        raise UserError(
+            f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has {layers} layers, "
+            f"{placement.devices} devices (a source is a device) and {experts} experts; use loads of the same run"
+        )
+    pair, device = placement.holders
+    every = np.arange(placement.nodes)
+    for layer, row in enumerate(np.split(np.arange(len(pair)), np.searchsorted(pair, np.arange(1, layers) * experts))):
+        tokens = taken(placement, loads, row, np.broadcast_to(every, (len(row), len(every))))
+        yield layer, pair[row] % experts, device[row], tokens.reshape(len(row), -1)
 
 
 def owned(placement: Placement) -> np.ndarray:
@@ -220,7 +218,7 @@ def held_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
 
 
 def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
-    """Return the most tokens of a pair of each kind, 0 where there is none: `sizes.fullest_pairs` without the pairs.
+    """Return the most tokens of a pair (source, destination) of each kind, 0 where there is none: loads [L, S, E].
 
     Devices are taken by falling bounds of what one source on another node can send them, until no bound is higher than
     what was found, and no more than `LOOKED_AT` of them: a pair beyond those could be fuller by what bounds are loose.

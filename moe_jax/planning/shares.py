@@ -20,7 +20,7 @@ FEW_NODES = 64  # up to so many nodes each has share rows of its own for every r
 STAY = 1.25  # how much dearer the split in use may get before the other one takes over
 
 
-def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
+def level_quotas(xp, totals, held, homes, sweeps: int):
     """Even out device loads over fixed holders: totals [L, E], held, homes bool [L, E, D] -> quota [L, E, D].
 
     Every token starts at its expert's home; one expert after the other fills its holders to a common level, the others
@@ -29,10 +29,8 @@ def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
 
     Args:
       xp: `NUMPY` (balancer.py), or the same of jax.numpy.
-      error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
-        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
-    (layers, _, devices), stiff = held.shape, 1.0 + error**2
+    layers, _, devices = held.shape
     rows, upto = xp.arange(layers), xp.arange(1, devices + 1)[None]
     replicated = held.sum(axis=2) > 1
     count, order = replicated.sum(axis=1), xp.argsort(~replicated, axis=1, stable=True)
@@ -45,10 +43,10 @@ def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
         # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
         ground = xp.sort(xp.where(holders, base, xp.inf), axis=1)
         dry = xp.isinf(ground)
-        level = (totals[rows, expert][:, None] * stiff + xp.where(dry, 0.0, ground).cumsum(axis=1)) / upto
+        level = (totals[rows, expert][:, None] + xp.where(dry, 0.0, ground).cumsum(axis=1)) / upto
         wet = ~dry & ((level > ground) | (upto == 1))
         level = level[rows, devices - 1 - wet[:, ::-1].argmax(axis=1)]
-        new = xp.where(holders, xp.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
+        new = xp.where(holders, xp.maximum(level[:, None] - base, 0.0), 0.0)
         new = xp.where((going & (turn < count))[:, None], new, mine)
         return xp.put(quota, (rows, expert), new), base + new, going
 
@@ -85,7 +83,9 @@ def level_holders(totals: np.ndarray, placement: Placement, sweeps: int, error=0
     """Do what `level_quotas` does over the holders of a placement, in time linear in them: -> quota [h].
 
     Args:
-      totals: [L, E]; sweeps, error: as there.
+      totals: [L, E]; sweeps: as there.
+      error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
+        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
     layers, experts = totals.shape
     pair, device = placement.holders

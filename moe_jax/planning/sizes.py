@@ -12,7 +12,6 @@ import typing
 
 import numpy as np
 
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.placement import Placement
 
@@ -41,22 +40,7 @@ class TransferSizes(typing.NamedTuple):
         )
 
 
-def transfer_sizes(home: np.ndarray, held: np.ndarray, devices_per_node: int) -> TransferSizes:
-    """Return the sizes that each layer needs.
-
-    Args:
-      home: int [..., E], the home of every expert.
-      held: bool [..., E, D], who has the expert during a step; the home counts as holder whatever stands there.
-      devices_per_node: devices that share a node, by rising id.
-    """
-    lead, (experts, devices) = held.shape[:-2], held.shape[-2:]
-    home = np.broadcast_to(home, (*lead, experts)).reshape(-1, experts)
-    rows = np.argwhere(held.reshape(-1, experts, devices))
-    away = rows[home[tuple(rows[:, :2].T)] != rows[:, 2]]
-    return TransferSizes(*(size.reshape(lead) for size in replica_sizes(home, away, devices, devices_per_node)))
-
-
-def replica_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices_per_node: int) -> TransferSizes:
+def transfer_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices_per_node: int) -> TransferSizes:
     """Return the sizes [L] of replicas int [n, 3], rows (layer, expert, device), each once; home: int [L, E]."""
     layers, experts = home.shape
     nodes = devices // devices_per_node
@@ -83,7 +67,7 @@ def replica_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices_
 
 def placement_sizes(placement: Placement) -> TransferSizes:
     """Return the sizes that each layer of a placement needs, [L] each."""
-    return replica_sizes(placement.home, placement.replicas, placement.devices, placement.devices_per_node)
+    return transfer_sizes(placement.home, placement.replicas, placement.devices, placement.devices_per_node)
 
 
 class RunningSizes:
@@ -188,14 +172,8 @@ def late_price(needed: TransferSizes, shape: TransferShape | None, seconds: tupl
     return xp.asarray(seconds)[late_size(needed, shape, xp)] if seconds else each
 
 
-def fullest_pairs(pair_loads: np.ndarray, devices_per_node: int) -> BucketRows:
-    """Return the most tokens of a pair of each kind, 0 where there is none: int [..., D, D] (`routing.pair_loads`)."""
-    kinds = pairs_by_kind(pair_loads, devices_per_node)
-    return BucketRows(**{kind: int(loads.max(initial=0)) for kind, loads in kinds.items()})
-
-
 def pairs_by_kind(pair_loads: np.ndarray, devices_per_node: int) -> dict[str, np.ndarray]:
-    """Return {'own', 'node', 'far'}: the loads [..., n] of the pairs of each kind of bucket, as in `fullest_pairs`."""
+    """Return {'own', 'node', 'far'}: the loads [..., n] of the pairs of each kind of bucket, of int [..., D, D]."""
     index = np.arange(pair_loads.shape[-1])
     own = index[:, None] == index[None]
     near = (index[:, None] // devices_per_node == index[None] // devices_per_node) & ~own

@@ -27,7 +27,7 @@ from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement, most_homes
 from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
-from moe_jax.planning.sizes import expected_rows, fullest_pairs, pairs_by_kind
+from moe_jax.planning.sizes import expected_rows, pairs_by_kind
 from moe_jax.training.plan_cost import settle_memory
 from moe_jax.training.segments import initial_placement, segment_runs
 
@@ -100,7 +100,7 @@ class Replanner:
         if not plans.predictor.seen or not self.config.moe.dropless:
             return None
         loads = np.rint(plans.predictor.predict()).astype(np.int64)
-        pairs = routing.pair_loads(self.refined(shape, placement, loads, counted=False), loads)
+        refined = self.refined(shape, placement, loads, counted=False)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
         step = self.roles.size(self.roles.model)
         groups = plans.exchanges_per_step * self.roles.size(self.roles.expert_shard) / step
@@ -108,7 +108,8 @@ class Replanner:
         if self.config.moe.overflow_chance:
             # Each kind of bucket has a third of the chance; data-parallel groups draw for themselves. Where a
             # microbatch travels in two halves, buckets are twice as long as those of a half.
-            chance = more_often * self.config.moe.overflow_chance * len(pairs) / 3 / self.roles.size(self.roles.data)
+            chance = more_often * self.config.moe.overflow_chance * len(loads) / 3 / self.roles.size(self.roles.data)
+            pairs = routing.pair_loads(refined, loads)
             parts, choices = 2 if self.config.model.overlap == "halves" else 1, sizes.config.top_k * sizes.tokens
             rows = {}
             for kind, own in pairs_by_kind(pairs * ((1 + error) / groups), self.start.devices_per_node).items():
@@ -116,8 +117,9 @@ class Replanner:
                 rows[kind] = parts * needed
             rows = BucketRows(**rows)
         else:
-            fullest = fullest_pairs(pairs, placement.devices_per_node)
-            rows = fullest.each(lambda pair: round_up(pair / groups * (1 + error), math.lcm(8, step)))
+            rows = routing.fullest(refined, loads).each(
+                lambda pair: round_up(pair / groups * (1 + error), math.lcm(8, step))
+            )
         fewest = round_up(FEWEST * sizes.config.top_k * sizes.tokens / self.devices, math.lcm(8, step))
         return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
 

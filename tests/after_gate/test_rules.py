@@ -167,7 +167,7 @@ def assert_brings(decided, shape, holders, home, added):
     used = np.array(decided.used[:3]).T
     assert (used == used[0]).all()  # all devices take the same branch
     used = used[0]
-    replicas = transfer_sizes(home, added, late.inside)
+    replicas = transfer_sizes(home[None], np.argwhere(added[None]), DEVICES, late.inside)
     if not added.any():
         assert not used[1]
         return holders
@@ -229,7 +229,7 @@ def test_what_fits_the_late_transfer_is_taken_whole(late):
 def test_late_sizes_go_down_to_one():
     sizes = late_of(3, 5, 2).halves()
     assert [(size.offers, size.slots, size.crossing) for size in sizes] == [(1, 1, 1), (1, 2, 1), (2, 3, 1), (3, 5, 2)]
-    needs = transfer_sizes(np.zeros(4, int), np.eye(4, DEVICES, 1, dtype=bool)[None], NODE)
+    needs = transfer_sizes(np.zeros((1, 4), int), np.argwhere(np.eye(4, DEVICES, 1)[None]), DEVICES, NODE)
     assert late_size(needs, sizes[-1]).tolist() == [4]  # four experts of device 0: more than any size offers
 
 

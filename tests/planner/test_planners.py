@@ -18,7 +18,7 @@ from moe_jax.planning.eplb import choose_homes, rebalance
 from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes, slots_by_load
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import share_rows
-from moe_jax.planning.sizes import transfer_sizes
+from moe_jax.planning.sizes import placement_sizes
 
 L, S, E, D = 4, 8, 16, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
@@ -246,7 +246,7 @@ def test_hecates_and_pro_prophets_transfers_stay_within_what_they_declare():
         most = planner.ahead_most(start, cost)
         for newer in loads:
             plan = planner.propose(newer, start, cost)
-            sizes = transfer_sizes(plan.home, plan.holds, 4)
+            sizes = placement_sizes(plan)
             assert sizes.offers.max() <= most.offers and sizes.crossing.max() <= most.crossing
     assert (int(hecate.ahead_most(start, cost).offers), int(most.crossing)) == (2, 3)
     assert hecate.counters["transfer_cut"] and len(hecate.propose(loads[1], start, cost).replicas) > 0.95 * 12 * 16 * 4
