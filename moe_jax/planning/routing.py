@@ -240,9 +240,9 @@ def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
     bound = np.where(home_rule, most[at] * (device == placement.home[at]), bound)
     if len(placement.shares):
         bound[(lists.share_count > 0).all(axis=2)[at]] = 0
-        units = placement.shares[:, 3]
-        held = placement.find(placement.shares)
-        np.maximum.at(bound, held, np.ceil(most[at][held] * units / SHARE_ONE))
+        far = placement.shares[placement.shares[:, 4] != placement.shares[:, 2] // per_node]
+        held = placement.find(far)
+        np.maximum.at(bound, held, np.ceil(most[at][held] * far[:, 3] / SHARE_ONE))
     bound = np.add.reduceat(bound[by_device], start)
     order, far, done, many = np.argsort(-bound), 0, 0, 1
     while done < min(len(order), LOOKED_AT * placement.layers) and bound[order[done]] > far:
