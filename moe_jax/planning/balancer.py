@@ -54,6 +54,7 @@ class Planner:
     standing: typing.ClassVar[bool] = False
     # whether all its replicas come after the gate where it decides after it
     late_replicas: typing.ClassVar[bool] = False
+    most_devices: typing.ClassVar[int | None] = None  # beyond which its search is too long; None for no limit
     reshard_every: int = 0  # steps between calls of `reshard`; 0 for never
 
     def __init__(self, config: typing.Any):

@@ -24,6 +24,7 @@ class FlexMoePlanner(Planner):
 
     original = "standing replicas with optimizer state: state moves to new replicas, all-reduce every step"
     standing = True
+    most_devices = 1024
 
     def propose(self, loads, placement, cost):
         totals = np.asarray(loads, np.float64).sum(axis=1)

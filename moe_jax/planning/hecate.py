@@ -262,11 +262,7 @@ def _highest(score: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarr
     size = score.shape[1]
     key = score * size + np.arange(size)[::-1]
     most = min(int(count.max()), size)
-    best = (
-        np.argpartition(key, size - most, axis=1)[:, size - most :]
-        if 0 < most < size
-        else np.argsort(key)[:, size - most :]
-    )
+    best = np.argpartition(key, max(size - most, 1) - 1, axis=1)[:, size - most :]
     best = np.take_along_axis(best, np.argsort(-np.take_along_axis(key, best, axis=1), axis=1), axis=1)
     row, nth = np.nonzero((np.take_along_axis(score, best, axis=1) > 0) & (np.arange(most) < count[:, None]))
     return row, best[row, nth]

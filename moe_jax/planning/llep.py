@@ -79,9 +79,8 @@ def spill(totals: np.ndarray, home: np.ndarray, slots: int, devices: int, config
     all, the least-loaded device is one that has none of the expert yet, or no device has room.
     """
     moves, tokens, at_home = [], [], totals.copy()
-    for layer, (total, homes, loads) in enumerate(
-        zip(totals, home.tolist(), home_loads(totals, home, devices), strict=True)
-    ):
+    for layer, loads in enumerate(home_loads(totals, home, devices)):
+        total, homes = totals[layer], home[layer].tolist()
         mean = loads.sum() / devices
         full, least = config.capacity * mean, max(config.least_chunk, 1e-9) * mean
         if not loads.max() > config.uneven_from * mean:

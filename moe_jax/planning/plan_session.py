@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.balancer import BALANCERS, build_planner
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import choose_split, split_evenly
@@ -84,6 +84,12 @@ class PlanSession:
             get the loads of one of them, as one gate counts them.
         """
         self.planner = build_planner(config)
+        most = self.planner.most_devices
+        if most is not None and placement.devices > most:
+            fitting = ", ".join(name for name, planner in BALANCERS.items() if planner.most_devices is None)
+            raise UserError(
+                f"planner {config.name!r} plans for at most {most} devices, not {placement.devices}; use {fitting}"
+            )
         self.config, self.placement, self.cost = self.planner.config, placement, cost
         self.predictor = Predictor(self.config)
         self.exchanges_per_step = exchanges_per_step

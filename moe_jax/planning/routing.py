@@ -49,42 +49,25 @@ def candidate_rows(placement: Placement, layer: np.ndarray, source: np.ndarray, 
     return row, nth, device, num, np.where(shared, SHARE_ONE, count[row])
 
 
-def destinations(placement: Placement, loads: np.ndarray) -> np.ndarray:
-    """Count tokens by destination: loads int [L, S, E] -> int64 [L, S, E, D]."""
-    counts = np.zeros((*loads.shape, placement.devices), np.int64)
-    for layer, expert, device, tokens in _from_all(placement, loads):
-        counts[layer, :, expert, device] = tokens
-    return counts
-
-
 def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
     """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, S, D].
 
     Summed over sources they are what each device computes, H.
-    """
-    pairs = np.zeros((placement.layers, placement.devices, placement.devices), np.int64)
-    for layer, _, device, tokens in _from_all(placement, loads):
-        np.add.at(pairs[layer].T, device, tokens)
-    return pairs
-
-
-def _from_all(placement: Placement, loads: np.ndarray):
-    """Yield (layer, expert [h], device [h], tokens [h, S]) of the holders of each layer.
 
     Raises:
       UserError: loads of another shape than the placement's.
     """
-    loads, (layers, experts) = np.asarray(loads), placement.home.shape
-    if loads.shape != (layers, placement.devices, experts):
+    layers, experts, devices = placement.layers, placement.experts, placement.devices
+    loads, (pair, device) = np.asarray(loads), placement.holders
+    if loads.shape != (layers, devices, experts):
         raise UserError(
             f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has {layers} layers, "
-            f"{placement.devices} devices (a source is a device) and {experts} experts; use loads of the same run"
+            f"{devices} devices (a source is a device) and {experts} experts; use loads of the same run"
         )
-    pair, device = placement.holders
-    every = np.arange(placement.nodes)
-    for layer, row in enumerate(np.split(np.arange(len(pair)), np.searchsorted(pair, np.arange(1, layers) * experts))):
-        tokens = taken(placement, loads, row, np.broadcast_to(every, (len(row), len(every))))
-        yield layer, pair[row] % experts, device[row], tokens.reshape(len(row), -1)
+    pairs = np.zeros((layers, devices, devices), np.int64)
+    for layer, rows in enumerate(np.split(np.arange(len(pair)), np.searchsorted(pair, np.arange(1, layers) * experts))):
+        np.add.at(pairs[layer].T, device[rows], from_everywhere(placement, loads, rows).reshape(len(rows), -1))
+    return pairs
 
 
 def owned(placement: Placement) -> np.ndarray:
@@ -100,13 +83,8 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
 
     Planners judge placements with this; it differs from the counted rule by less than one token per (source, expert).
     """
-    layers, devices, per_node, lists = (
-        placement.layers,
-        placement.devices,
-        placement.devices_per_node,
-        placement.candidates,
-    )
-    at, device = placement.holders
+    layers, devices, per_node = placement.layers, placement.devices, placement.devices_per_node
+    lists, (at, device) = placement.candidates, placement.holders
     at = (*np.divmod(at, placement.experts), device // per_node)  # [L, E, Nn]
     at_home = device == placement.home[at[:2]]
     by_node = loads.reshape(layers, placement.nodes, per_node, -1).sum(axis=2).swapaxes(1, 2)  # [L, E, Nn]
@@ -137,7 +115,7 @@ def whole(loads: np.ndarray) -> np.ndarray:
 
 
 def taken(placement: Placement, loads: np.ndarray, row: np.ndarray, node: np.ndarray) -> np.ndarray:
-    """Count the tokens that single holders get from all sources of a node: what `route` does, seen from the other side.
+    """Count the tokens that single holders get from all sources of a node, by the rule above.
 
     Args:
       row: int [n], of `placement.holders`; node: int [n, k]; loads: [L, S, E], rounded here.
@@ -160,19 +138,23 @@ def taken(placement: Placement, loads: np.ndarray, row: np.ndarray, node: np.nda
         tokens = (high[:, :, None] * total >> 16) - ((high - units)[:, :, None] * total >> 16)
     if shared.all():
         return tokens
-    source = node[:, :, None] * per_node + np.arange(per_node)
+    source, total = node[:, :, None] * per_node + np.arange(per_node), total.astype(np.int64)
     inside, at_home = lists.node_count[at], device == placement.home[layer, expert]
     start = np.where(inside > 0, lists.node_start[at], lists.start[layer, expert])
     count = np.where(inside > 0, inside, lists.count[layer, expert])[:, :, None]
     nth = ((row[:, None] - start)[:, :, None] - source) % count
-    turn = ((nth + 1) * total // count - nth * total // count) * ((inside == 0) | (node == device // per_node))[
-        :, :, None
-    ]
+    reached = (inside == 0) | (node == device // per_node)
+    turn = np.where(reached[:, :, None], (nth + 1) * total // count - nth * total // count, 0)
     home_rule = np.array([name == "home" for name in placement.rule])[layer]
     turn = np.where(home_rule[:, :, None], at_home[:, :, None] * total, turn)
     local = placement.holds.reshape(placement.layers, -1, nodes, per_node)[at]
     turn = np.where(local, (source == device[:, :, None]) * total, turn)
     return np.where(shared[:, :, None], tokens, turn)
+
+
+def from_everywhere(placement: Placement, loads: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Count the tokens that holders get from every source: rows int [n] as in `taken` -> int64 [n, Nn, Dn]."""
+    return taken(placement, loads, rows, np.broadcast_to(np.arange(placement.nodes), (len(rows), placement.nodes)))
 
 
 def held_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
@@ -198,23 +180,17 @@ def held_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
     if not len(placement.shares):
         return tokens
     # by share rows: of one node, or of all without rows of their own, whose sources have few different numbers
-    layer, expert, device, units, node = placement.shares.T.astype(np.int64)
-    high = lists.share_num
-    low, given = high - units, np.zeros(len(units), np.int64)
-    own = np.flatnonzero(node >= 0)
-    total = split[layer[own], node[own], :, expert[own]]
-    given[own] = ((high[own, None] * total >> 16) - (low[own, None] * total >> 16)).sum(axis=1)
-    every = np.flatnonzero(node < 0)
-    others = ~owned(placement)
-    key = layer[every] * experts + expert[every]
-    start = np.flatnonzero(np.diff(key, prepend=-1))
-    for rows in np.split(every, start)[1:]:
+    layer, expert, _, _, node = placement.shares.T
+    held, others, key = placement.find(placement.shares), ~owned(placement), layer * experts + expert
+    own, every = node >= 0, np.flatnonzero(node < 0)
+    np.add.at(tokens, held[own], taken(placement, loads, held[own], node[own, None]).sum(axis=(1, 2)))
+    for rows in np.split(every, np.flatnonzero(np.diff(key[every], prepend=-1)))[1:]:
         at = layer[rows[0]], expert[rows[0]]
         many = np.bincount(split[at[0], :, :, at[1]][others[at]].ravel())
         value = np.flatnonzero(many)
-        given[rows] = np.diff((high[rows, None] * value >> 16) @ many[value], prepend=0)
-    held = placement.find(placement.shares)
-    return tokens + np.rint(np.bincount(held, given, len(tokens))).astype(np.int64)
+        upto = (lists.share_num[rows, None] * value >> 16) @ many[value]
+        tokens[held[rows]] += np.diff(upto, prepend=0)
+    return tokens
 
 
 def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
@@ -249,7 +225,7 @@ def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
         group = order[done : done + many]
         length = end[group] - start[group]
         row = by_device[np.repeat(start[group], length) + within_group(np.repeat(np.arange(len(group)), length))]
-        tokens = taken(placement, loads, row, np.broadcast_to(np.arange(placement.nodes), (len(row), placement.nodes)))
+        tokens = from_everywhere(placement, loads, row)
         tokens[np.arange(len(row)), device[row] // per_node] = 0
         far = max(far, int(np.add.reduceat(tokens, np.cumsum(length) - length).max()))
         done, many = done + many, min(2 * many, 8)

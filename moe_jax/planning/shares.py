@@ -137,11 +137,9 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
         return np.zeros((0, 5), np.int32)
     nodes, per_node, experts = placement.nodes, placement.devices_per_node, placement.experts
     pair, device = placement.holders
-    replicated = placement.replicated.ravel()
-    kept = replicated[pair]
-    pairs = np.flatnonzero(replicated)
-    p, device, mine = (np.cumsum(replicated) - 1)[pair[kept]], device[kept], quota[kept]
-    pair_layer, pair_expert = np.divmod(pairs, experts)
+    kept = placement.replicated.ravel()[pair]
+    pairs, p = np.unique(pair[kept], return_inverse=True)
+    device, mine, (pair_layer, pair_expert) = device[kept], quota[kept], np.divmod(pairs, experts)
     supply = loads.reshape(len(loads), nodes, per_node, experts).sum(axis=2)[pair_layer, :, pair_expert]  # [p, Nn]
     # An expert without predicted tokens goes where its home is.
     at_home = device == placement.home.ravel()[pairs[p]]
@@ -160,19 +158,18 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
         share = part[p, :, node] * (mine / demand[p, node])[:, None]  # [h, Nn]
         units = _units(share, np.r_[True, p[1:] != p[:-1]])
         row, source = np.nonzero(units)
+        units = units[row, source]
     else:
         keeps = (demand > 0) & (supply <= demand)
         left = np.where(keeps, demand - supply, demand)
         left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
-        mine_left = mine * (left / np.where(demand > 0, demand, 1.0))[p, node]
+        left = mine * (left / np.where(demand > 0, demand, 1.0))[p, node]
         own = np.flatnonzero(keeps[p, node])
-        everyone = _units(mine_left[:, None], np.r_[True, p[1:] != p[:-1]])[:, 0]
-        near = _units(mine[own, None], np.diff(p[own] * nodes + node[own], prepend=-1) != 0)[:, 0]
         row, source = np.r_[np.arange(len(p)), own], np.r_[np.full(len(p), -1), node[own]]
-        units = np.r_[everyone, near]
+        share, run = np.r_[left, mine[own]][:, None], np.r_[p, len(pairs) + p[own] * nodes + node[own]]
+        units = _units(share, np.diff(run, prepend=-1) != 0)[:, 0]
         row, source, units = row[units > 0], source[units > 0], units[units > 0]
     at = p[row]
-    units = units[row, source] if units.ndim == 2 else units
     return np.stack([pair_layer[at], pair_expert[at], device[row], units, source], axis=1).astype(np.int32)
 
 

@@ -7,7 +7,7 @@ import runpy
 
 import numpy as np
 import pytest
-from support.placements import random_placement
+from support.placements import counted_destinations, random_placement
 
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
@@ -86,11 +86,11 @@ def read_tables(placement, loads):
 def test_destinations_match_walked_tokens(seed):
     rng, placement = np.random.default_rng(seed), placement_of(seed)
     loads = rng.integers(0, 30, (3, 8, 8)) * (rng.random((3, 8, 8)) < 0.7)
-    counts = routing.destinations(placement, loads)
+    counts = counted_destinations(placement, loads)
     np.testing.assert_array_equal(counts, walk_tokens(placement, loads))
     np.testing.assert_array_equal(counts, read_tables(placement, loads))
     many = loads.astype(np.int64) * 35_000  # products with shares of 65,536 pass 32 bits
-    np.testing.assert_array_equal(routing.destinations(placement, many), read_tables(placement, many))
+    np.testing.assert_array_equal(counted_destinations(placement, many), read_tables(placement, many))
     pairs = routing.pair_loads(placement, loads)
     np.testing.assert_array_equal(pairs, counts.sum(2))
     computed, received = routing.expected(placement, loads)  # within one token of a source and expert

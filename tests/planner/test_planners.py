@@ -6,18 +6,28 @@ import itertools
 
 import numpy as np
 import pytest
+from support.placements import counted_destinations, random_placement
 
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import AFTER_GATE, NAMES, routing
-from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.balancer import NUMPY, build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.eplb import choose_homes, rebalance
-from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes, slots_by_load
-from moe_jax.planning.placement import Placement
-from moe_jax.planning.shares import share_rows
+from moe_jax.planning.hecate import (
+    best_assignment,
+    fill_slots,
+    relabelled,
+    shard_homes,
+    slots_by_load,
+    spread_replicas,
+)
+from moe_jax.planning.llep import spill, spill_quotas
+from moe_jax.planning.placement import SHARE_ONE, Placement
+from moe_jax.planning.plan_session import PlanSession
+from moe_jax.planning.shares import FEW_NODES, level_holders, level_quotas, share_rows, with_quotas
 from moe_jax.planning.sizes import placement_sizes
 
 L, S, E, D = 4, 8, 16, 8
@@ -62,7 +72,7 @@ class TestEveryPlanner:
     def test_tokens_go_to_holders_and_slots_hold(self, name, when, kind):
         loads = make_loads(kind)
         placement = self.plan(name, when, loads)
-        counts = routing.destinations(placement, loads)
+        counts = counted_destinations(placement, loads)
         np.testing.assert_array_equal(counts.sum(3), loads)
         assert not counts.sum(1)[~placement.holds].any()
         if name == "eplb":  # homes and replicas share slots
@@ -79,7 +89,7 @@ class TestEveryPlanner:
         ahead = planner.propose(make_loads("skewed"), Placement.even(L, E, D, 4), COST)
         true = make_loads(kind, seed=1)
         late = planner.refine(true, ahead, COST)
-        counts = routing.destinations(late, true)
+        counts = counted_destinations(late, true)
         np.testing.assert_array_equal(counts.sum(3), true)
         if name != "eplb":
             assert most_replicas(late) <= COST.replica_slots + planner.slots_after_gate(COST)
@@ -331,6 +341,68 @@ def test_share_rows_keep_tokens_on_their_node():
     placement = Placement([[0]], [(0, 0, 2)], rule="shares", devices=4, devices_per_node=2)
     rows = share_rows(placement, np.array([6.0, 6.0]), np.array([[[5], [3], [2], [2]]], float))
     assert rows.tolist() == [[0, 0, 0, 49152, 0], [0, 0, 2, 16384, 0], [0, 0, 2, 65536, 1]]
+
+
+@pytest.mark.parametrize("experts", [4, 8, 24])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_holders_give_what_arrays_over_all_devices_give(experts, seed):
+    """The planners' own forms against those of the device, which take an [E, D] array for each move."""
+    rng, devices, per_node = np.random.default_rng(seed), 8, 4
+    totals = np.round(1000 * rng.dirichlet(np.full(experts, 0.3), 3)) / (1 + 2 * (seed % 2))
+    even = Placement.even(3, experts, devices, per_node)
+    config = PlannerConfig(name="llep", capacity=1.0 + 0.1 * seed)
+    moves, tokens, at_home = spill(totals, even.home, 2, devices, config)
+    quota = at_home[:, :, None] * even.homes
+    quota[tuple(moves.T)] = tokens
+    assert len(moves)
+    np.testing.assert_array_equal(quota, spill_quotas(NUMPY, totals, even.home, 2, devices, config))
+    few = {"layers": 3, "experts": 8, "devices": devices, "replica_slots": seed % 3, "per_node": per_node}
+    held = random_placement(seed, **few) if experts == 8 else even.replace(replicas=moves)
+    free = rng.integers(0, 4, (3, devices))
+    order = np.argsort(-totals, axis=1, kind="stable")[:, :6]
+    want = spread_replicas(NUMPY, totals, held.holds, order, free.copy(), per_node)
+    added = fill_slots(held, totals, order, free, None)
+    np.testing.assert_array_equal(added[np.lexsort(added.T[::-1])], np.argwhere(want))
+    more = held.replace(replicas=np.concatenate([held.replicas, added]))
+    levelled = np.zeros(more.holds.shape)
+    levelled.reshape(-1, devices)[more.holders] = level_holders(totals, more, 8)
+    np.testing.assert_array_equal(levelled, level_quotas(NUMPY, totals, more.holds, more.homes, 8))
+
+
+def test_shares_over_many_nodes_keep_the_quotas_in_few_rows():
+    """Past `FEW_NODES` nodes a node keeps all of an expert's tokens or shares the rows of all others."""
+    devices, experts, rng = 2 * (FEW_NODES + 4), 17, np.random.default_rng(0)
+    loads = rng.poisson(4000 / np.arange(1, experts + 1), (1, devices, experts)) + np.arange(devices)[None, :, None] % 7
+    even, config = Placement.even(1, experts, devices, 2), PlannerConfig(name="llep")
+    moves, tokens, at_home = spill(loads.sum(axis=1) / 1.0, even.home, 2, devices, config)
+    plan = with_quotas(even.replace(replicas=moves), moves, tokens, at_home, loads)
+    quota = np.bincount(moves[:, 2], tokens, devices) + np.bincount(even.home[0], at_home[0], devices)
+    assert np.abs(routing.pair_loads(plan, loads).sum(axis=1)[0] - quota).max() < 0.01 * quota.mean()
+    every = plan.shares[:, 4] < 0
+    own = plan.shares[~every]
+    assert len(plan.shares) < 2 * len(plan.holders[0]) and len(own)
+    assert (own[:, 2] // 2 == own[:, 4]).all()  # who has rows of its own keeps all
+    assert (np.bincount(plan.shares[every, 1], plan.shares[every, 3])[plan.replicated[0]] == SHARE_ONE).all()
+
+
+def test_fewer_experts_than_devices_are_planned_for():
+    start = Placement.even(1, 4, 16, 4)
+    assert start.home.tolist() == [[0, 4, 8, 12]]
+    loads = np.full((1, 16, 4), 2)
+    loads[:, :, 1] = 30
+    cost = dataclasses.replace(COST, cluster=dataclasses.replace(CLUSTER, nodes=4))
+    for name in ("hecate", "pro_prophet", "fastermoe", "llep", "balanced"):
+        session = PlanSession(PlannerConfig(name=name, shard_every=1), start, cost)
+        for step in (1, 2):  # a reshard has nothing to move
+            session.predictor.observe(loads)
+            plan = session.propose(step)
+        computed = routing.pair_loads(plan, loads).sum(axis=1)
+        assert computed.sum() == loads.sum() and computed.max() < loads.sum(axis=1).max(), name
+        assert (session.refine(loads).home == start.home).all()
+    many = Placement.even(1, 4096, 4096, 8)
+    for name in ("flexmoe", "eplb"):
+        with pytest.raises(UserError, match=rf"planner '{name}' plans for at most 1024 devices, not 4096; use"):
+            PlanSession(PlannerConfig(name=name), many, cost)
 
 
 def test_llep_spills_what_is_above_capacity_to_the_least_loaded():

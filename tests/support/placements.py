@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from moe_jax.planning import routing
 from moe_jax.planning.placement import SHARE_ONE, Placement, bank_rows
 
 
@@ -35,6 +36,16 @@ def random_placement(seed, *, layers, experts, devices, replica_slots, fewest=0,
             parts = np.diff([0, *cuts, SHARE_ONE])
             shares += [(layer, expert, d, s) for d, s in zip(holders, parts.tolist(), strict=True)]
     return Placement(home, replicas, shares or None, rule, devices=devices, devices_per_node=per_node)
+
+
+def counted_destinations(placement, loads):
+    """Count tokens by destination: loads int [L, S, E] -> int64 [L, S, E, D]."""
+    counts = np.zeros((*loads.shape, placement.devices), np.int64)
+    pair, device = placement.holders
+    layer, expert = np.divmod(pair, placement.experts)
+    tokens = routing.from_everywhere(placement, loads, np.arange(len(pair))).reshape(len(pair), -1)
+    counts[layer[:, None], np.arange(placement.devices), expert[:, None], device[:, None]] = tokens
+    return counts
 
 
 def to_bank(experts, placement, rows=None):
