@@ -22,7 +22,7 @@ class EplbPlanner(Planner):
     groups: int = knob(1, "expert groups; more than one packs them node by node when nodes divide them", least=1)
     original = "homes and replicas packed freely: state moves to new places, all-reduce of replicas every step"
     standing = True
-    most_devices = 1024
+    most_devices = 4096
 
     def propose(self, loads, placement, cost):
         experts, devices = placement.experts, placement.devices

@@ -181,7 +181,7 @@ def assert_brings(decided, shape, holders, home, added):
     found[came[device, slot], device] = True
     np.testing.assert_array_equal(found, added)
     assert len(device) == added.sum()  # each once
-    number = int(late_size(replicas, late))
+    number = int(late_size(replicas, late)[0])
     assert int(late_size(TransferSizes(*jnp.asarray(used)), late, jnp)) == number
     small = late.halves()[number - 1]  # the size that is fetched brings the same
     cut = jax.tree.map(np.asarray, jax.vmap(lambda tables: shrunk(tables, late, small))(decided.transfer))

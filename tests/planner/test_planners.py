@@ -399,9 +399,9 @@ def test_fewer_experts_than_devices_are_planned_for():
         computed = routing.pair_loads(plan, loads).sum(axis=1)
         assert computed.sum() == loads.sum() and computed.max() < loads.sum(axis=1).max(), name
         assert (session.refine(loads).home == start.home).all()
-    many = Placement.even(1, 4096, 4096, 8)
-    for name in ("flexmoe", "eplb"):
-        with pytest.raises(UserError, match=rf"planner '{name}' plans for at most 1024 devices, not 4096; use"):
+    for name, most in (("flexmoe", 1024), ("eplb", 4096)):
+        many = Placement.even(1, 2 * most, 2 * most, 8)
+        with pytest.raises(UserError, match=rf"planner '{name}' plans for at most {most} devices, not {2 * most}; use"):
             PlanSession(PlannerConfig(name=name), many, cost)
 
 
