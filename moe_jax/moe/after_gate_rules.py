@@ -1,6 +1,6 @@
 """Plans that need the counts of the step itself, made on the device: see `after_gate.py` for what a rule is.
 
-What is decided stands in the planners' files, written once for NumPy and jax.numpy, layers [L, ...] first: one here.
+What is decided stands in the planners' files, written for NumPy and jax.numpy, layers [L, ...] first: one here.
 This makes tables of it: new destinations, and the transfer of replicas that come late. Letters: docs/notation.md.
 """
 

@@ -1,6 +1,7 @@
 """Least-loaded expert parallelism: what is too much for a device goes to the least-loaded ones, with its experts.
 
-No device computes more than a capacity, as far as the slots allow: `spill_quotas`, for NumPy and for jax.numpy.
+No device computes more than a capacity, as far as the slots allow: `spill` on the host, move by move, and
+`spill_quotas` on the device.
 Source: Nguyen et al., Least-Loaded Expert Parallelism, arXiv 2601.17111 (2026). Theirs are alpha = `capacity`, m =
 `least_chunk`, lambda = `uneven_from`. What finds no device with room stays at home here, where theirs goes to the least
 loaded all the same; and which tokens of an expert travel is ours: those nearest to a holder stay there.

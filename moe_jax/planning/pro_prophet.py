@@ -96,10 +96,12 @@ class ProProphetPlanner(Planner):
             active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[rows, expert] >= 0)
             if not active.any():
                 break
-            tokens = loads[layer, :, expert].astype(np.float64)
+            tokens = loads[layer, :, expert]
             # All but the home and the `skipped` devices with fewest of the expert's tokens, of equal ones lowest ids.
             ranked, targets = tokens.copy(), np.empty(tokens.shape, bool)
-            ranked[rows, heaviest] = np.inf  # the home holds it anyway and is never dropped
+            ranked[rows, heaviest] = tokens.max() + 1  # the home holds it anyway and is never dropped
+            if ranked.dtype.kind == "i":  # numbers of 16 bits are sorted in linear time
+                ranked = ranked.astype(np.min_scalar_type(ranked.max()))
             by_tokens = np.argsort(ranked, axis=1, kind="stable")
             np.put_along_axis(targets, by_tokens, np.arange(devices) >= skipped[:, None], axis=1)
             targets[rows, heaviest] = False

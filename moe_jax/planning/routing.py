@@ -16,7 +16,7 @@ from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
 
-LOOKED_AT = 256  # devices of a layer
+LOOKED_AT = 1 << 20  # pairs of a layer, all of up to 1,024 devices
 
 
 def candidate_rows(placement: Placement, layer: np.ndarray, source: np.ndarray, expert: np.ndarray):
@@ -197,7 +197,7 @@ def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
     """Return the most tokens of a pair (source, destination) of each kind, 0 where there is none: loads [L, S, E].
 
     Devices are taken by falling bounds of what one source on another node can send them, until no bound is higher than
-    what was found, and no more than `LOOKED_AT` of them: a pair beyond those could be fuller by what bounds are loose.
+    what was found, and no more than have `LOOKED_AT` pairs: one beyond those could be fuller by what bounds are loose.
     """
     lists, (pair, device), per_node = placement.candidates, placement.holders, placement.devices_per_node
     at = np.divmod(pair, placement.experts)
@@ -221,7 +221,7 @@ def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
         np.maximum.at(bound, held, np.ceil(most[at][held] * far[:, 3] / SHARE_ONE))
     bound = np.add.reduceat(bound[by_device], start)
     order, far, done, many = np.argsort(-bound), 0, 0, 1
-    while done < min(len(order), LOOKED_AT * placement.layers) and bound[order[done]] > far:
+    while done < min(len(order), LOOKED_AT // placement.devices * placement.layers) and bound[order[done]] > far:
         group = order[done : done + many]
         length = end[group] - start[group]
         row = by_device[np.repeat(start[group], length) + within_group(np.repeat(np.arange(len(group)), length))]

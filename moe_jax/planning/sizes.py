@@ -50,11 +50,9 @@ def transfer_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices
         """Return the size of the largest of `among` groups in each layer."""
         return np.bincount(layer * among + of, minlength=layers * among).reshape(layers, among).max(axis=1, initial=0)
 
-    travels = np.unique(layer * experts + expert)
-    reached = np.unique(
-        (layer * experts + expert) * nodes + device // devices_per_node
-    )  # an expert comes to a node once
-    pair, to = np.divmod(reached, nodes)
+    pair = layer * experts + expert
+    travels = np.unique(pair)
+    pair, to = np.divmod(np.unique(pair * nodes + device // devices_per_node), nodes)  # an expert comes to a node once
     at = home.ravel()[pair] // devices_per_node
     far = at != to
     return TransferSizes(

@@ -27,7 +27,6 @@ class SmartMoePlanner(Planner):
             raise UserError(
                 f"planner {name!r} needs experts ({placement.experts}) to be a multiple of devices ({devices})"
             )
-        loads = np.asarray(loads, np.float64)
         bare = super().propose(loads, placement, cost)
         home = pack(loads.sum(axis=1), devices)[0].astype(np.int32)
         moved = bare.replace(home=home)

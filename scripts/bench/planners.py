@@ -1,76 +1,78 @@
-"""Time every planner on synthetic loads and print microseconds per layer, then one JSON line.
+"""Time every planner from 64 to 16,384 devices, and measure the memory that it needs.
 
-    python scripts/bench/planners.py [--layers=24] [--repeats=3] [--planners=all]
+    python scripts/bench/planners.py [--devices=64,256] [--experts=256] [--planners=balanced]
 
-Measures `propose` alone, without prediction and filling tables, for all layers at once, divided by the layers, on one
-CPU process; the median of the repeats. The target is 1 ms a layer at 64 experts on 32 devices, 10 ms at 256 on 256.
-There is no physical ceiling: host time is hidden as long as it is shorter than the step.
+One layer, one flat group, 8 devices a node, 4 replica slots, Zipf-1 loads of 4,096 choices a source that differ by
+source (int32), the default split; the experts are at home on every (D / E)-th device. A figure is of a fresh process
+on one thread: its CPU seconds in `observe` and `propose`, and in `refine`, and the most memory that it held, loads
+included. --experts=0 takes as many as devices. Prints rows of a table for docs/results.md.
 """
 
-import json
-import platform
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
 import time
 
 import numpy as np
 from absl import app, flags
 
 from moe_jax.cluster import UNNAMED
+from moe_jax.errors import UserError
 from moe_jax.planning import NAMES
-from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_session import PlanSession
 
-SIZES = ((64, 32, 8, 1.0), (256, 256, 8, 10.0))  # experts, devices, devices per node, bar in ms
-
-FLAGS = flags.FLAGS
-flags.DEFINE_integer("layers", 24, "layers planned at once")
-flags.DEFINE_integer("repeats", 3, "timed calls per planner; the median counts")
-flags.DEFINE_list("planners", ["all"], "planner names, or all")
-
-
-def skewed_loads(layers: int, devices: int, experts: int, seed: int) -> np.ndarray:
-    """Draw loads [L, S, E] of 4,096 tokens a source with Zipf 1.2 popularity, shuffled in each layer."""
-    rng = np.random.default_rng(seed)
-    popularity = np.arange(1, experts + 1) ** -1.2
-    loads = np.empty((layers, devices, experts), np.int64)
-    for layer in range(layers):
-        loads[layer] = rng.multinomial(4096, rng.permutation(popularity / popularity.sum()), size=devices)
-    return loads
+_DEVICES = flags.DEFINE_list("devices", ["64", "256", "1024", "4096", "16384"], "Devices of the group.")
+_EXPERTS = flags.DEFINE_integer("experts", 256, "Experts of the layer; 0: one for each device.")
+_PLANNERS = flags.DEFINE_list("planners", [name for name in NAMES if name != "none"], "Planners.")
+_TAU = flags.DEFINE_integer("overlap_degree", 16, "Experts that hecate may replicate.")
+_ONE = flags.DEFINE_bool("one", False, "Set by this script: this process measures one figure.")
 
 
-def time_planner(name: str, experts: int, devices: int, per_node: int) -> float:
-    """Return milliseconds per layer of one propose, after one proposal that sets the placement in force."""
-    cost = Cost(
-        cluster=UNNAMED.sized(devices // per_node, per_node),
-        model_dim=1024,
-        hidden_dim=2048,
-        replica_slots=4,
-        overlap_degree=16,
-    )
-    planner = build_planner(PlannerConfig(name=name, bounded=False))
-    placement = Placement.even(FLAGS.layers, experts, devices, per_node)
-    placement = planner.propose(skewed_loads(FLAGS.layers, devices, experts, 0), placement, cost)
-    times = []
-    for repeat in range(FLAGS.repeats):
-        loads = skewed_loads(FLAGS.layers, devices, experts, repeat + 1)
-        began = time.perf_counter()
-        planner.propose(loads, placement, cost)
-        times.append(time.perf_counter() - began)
-    return 1e3 * float(np.median(times)) / FLAGS.layers
+def zipf_loads(devices: int, experts: int) -> np.ndarray:
+    """Draw loads int32 [1, S, E]: Zipf-1 popularity, times a Gamma of mean 1 for each source and expert."""
+    rng, share = np.random.default_rng(0), 1 / np.arange(1, experts + 1)
+    mean = 4096 * rng.permutation(share / share.sum())
+    rows = (rng.poisson(mean * rng.gamma(4.0, 0.25, experts)).astype(np.int32) for _ in range(devices))
+    return np.concatenate(list(rows)).reshape(1, devices, experts)
+
+
+def measure(name: str, devices: int, experts: int) -> str:
+    """Return 'propose s, refine s, GB' of one planner."""
+    loads, flat = zipf_loads(devices, experts), dataclasses.replace(UNNAMED.sized(devices // 8, 8), flat=True)
+    cost = Cost(cluster=flat, model_dim=4096, hidden_dim=2048, replica_slots=4, overlap_degree=_TAU.value)
+    session = PlanSession(PlannerConfig(name=name), Placement.even(1, experts, devices, 8), cost)
+    times = [time.process_time()]
+    session.predictor.observe(loads)
+    for plan in (lambda: session.propose(1), lambda: session.refine(loads)):
+        plan()
+        times.append(time.process_time())
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return f"{times[1] - times[0]:.3g} + {times[2] - times[1]:.2g} s, {memory:.2f} GB"
 
 
 def main(argv):
     del argv
-    names = NAMES if FLAGS.planners == ["all"] else FLAGS.planners
-    result: dict[str, dict[str, float]] = {}
-    print(f"{'planner':20s}" + "".join(f"{f'E={e} D={d}, ms/layer (bar {bar:g})':>36s}" for e, d, _, bar in SIZES))
-    for name in names:
-        result[name] = {f"E{e}_D{d}": round(time_planner(name, e, d, per_node), 4) for e, d, per_node, _ in SIZES}
-        print(f"{name:20s}" + "".join(f"{value:36.3f}" for value in result[name].values()), flush=True)
-    within = all(result[name][f"E{e}_D{d}"] <= bar for name in result for e, d, _, bar in SIZES)
-    machine = {"machine": platform.machine(), "python": platform.python_version(), "numpy": np.__version__}
-    print(json.dumps({"layers": FLAGS.layers, "ms_per_layer": result, "within_bars": within, **machine}))
+    sizes = [(int(devices), _EXPERTS.value or int(devices)) for devices in _DEVICES.value]
+    if _ONE.value:
+        try:
+            print(measure(_PLANNERS.value[0], *sizes[0]))
+        except UserError as error:
+            print(f"({error})")
+        return
+    print("| planner | " + " | ".join(f"D = {devices:,}" for devices, _ in sizes) + " |", flush=True)
+    for name in _PLANNERS.value:
+        cells = []
+        for devices, experts in sizes:
+            command = [sys.executable, __file__, "--one", f"--planners={name}", f"--devices={devices}"]
+            command += [f"--experts={experts}", f"--overlap_degree={_TAU.value}"]
+            done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=-1, stderr=-1, text=True)
+            cells.append(done.stdout.strip() or done.stderr.strip().splitlines()[-1])
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
