@@ -37,8 +37,10 @@ def zipf_loads(devices: int, experts: int) -> np.ndarray:
     """Draw loads int32 [1, S, E]: Zipf-1 popularity, times a Gamma of mean 1 for each source and expert."""
     rng, share = np.random.default_rng(0), 1 / np.arange(1, experts + 1)
     mean = 4096 * rng.permutation(share / share.sum())
-    rows = (rng.poisson(mean * rng.gamma(4.0, 0.25, experts)).astype(np.int32) for _ in range(devices))
-    return np.concatenate(list(rows)).reshape(1, devices, experts)
+    loads = np.empty((1, devices, experts), np.int32)
+    for source in range(devices):
+        loads[0, source] = rng.poisson(mean * rng.gamma(4.0, 0.25, experts))
+    return loads
 
 
 def measure(name: str, devices: int, experts: int) -> str:
