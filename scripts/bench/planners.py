@@ -54,11 +54,10 @@ def measure(name: str, devices: int, experts: int) -> str:
         plan()
         times.append(time.process_time())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    return f"{times[1] - times[0]:.3g} + {times[2] - times[1]:.2g} s, {memory:.2f} GB"
+    return f"{times[1] - times[0]:.3f} + {times[2] - times[1]:.3f} s, {memory:.2f} GB"
 
 
-def main(argv):
-    del argv
+def main(_):
     sizes = [(int(devices), _EXPERTS.value or int(devices)) for devices in _DEVICES.value]
     if _ONE.value:
         try:
