@@ -347,15 +347,15 @@ def test_share_rows_keep_tokens_on_their_node():
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_holders_give_what_arrays_over_all_devices_give(experts, seed):
     """The planners' own forms against those of the device, which take an [E, D] array for each move."""
-    rng, devices, per_node = np.random.default_rng(seed), 8, 4
+    rng, devices, per_node, slots = np.random.default_rng(seed), 8, 4, 1 + seed % 2
     totals = np.round(1000 * rng.dirichlet(np.full(experts, 0.3), 3)) / (1 + 2 * (seed % 2))
     even = Placement.even(3, experts, devices, per_node)
     config = PlannerConfig(name="llep", capacity=1.0 + 0.1 * seed)
-    moves, tokens, at_home = spill(totals, even.home, 2, devices, config)
+    moves, tokens, at_home = spill(totals, even.home, slots, devices, config)
     quota = at_home[:, :, None] * even.homes
     quota[tuple(moves.T)] = tokens
     assert len(moves)
-    np.testing.assert_array_equal(quota, spill_quotas(NUMPY, totals, even.home, 2, devices, config))
+    np.testing.assert_array_equal(quota, spill_quotas(NUMPY, totals, even.home, slots, devices, config))
     few = {"layers": 3, "experts": 8, "devices": devices, "replica_slots": seed % 3, "per_node": per_node}
     held = random_placement(seed, **few) if experts == 8 else even.replace(replicas=moves)
     free = rng.integers(0, 4, (3, devices))
