@@ -377,7 +377,8 @@ def test_shares_over_many_nodes_keep_the_quotas_in_few_rows():
     moves, tokens, at_home = spill(loads.sum(axis=1) / 1.0, even.home, 2, devices, config)
     plan = with_quotas(even.replace(replicas=moves), moves, tokens, at_home, loads)
     quota = np.bincount(moves[:, 2], tokens, devices) + np.bincount(even.home[0], at_home[0], devices)
-    assert np.abs(routing.pair_loads(plan, loads).sum(axis=1)[0] - quota).max() < 0.01 * quota.mean()
+    rounding = 2 * devices  # a token of each source and expert
+    assert np.abs(routing.pair_loads(plan, loads).sum(axis=1)[0] - quota).max() < rounding
     every = plan.shares[:, 4] < 0
     own = plan.shares[~every]
     assert len(plan.shares) < 2 * len(plan.holders[0]) and len(own)
