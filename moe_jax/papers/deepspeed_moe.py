@@ -18,6 +18,410 @@ configs/model. What is only drawn has no number here.
 
 from __future__ import annotations
 
-from moe_jax.papers.table import Tables
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Iterable
 
-TABLES: Tables = {}
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.cluster.cluster import Cluster, cluster_of
+from moe_jax.cluster.collectives import Group, uniform_seconds
+from moe_jax.cluster.layer_seconds import preceding_seconds, transport_seconds
+from moe_jax.cluster.prices import Constants, Prices
+from moe_jax.cluster.targets import read_device
+from moe_jax.config.gin_files import parse_run_config
+from moe_jax.errors import UserError
+from moe_jax.models.counts import parameter_counts
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.permute import permute_tokens, unpermute_tokens
+from moe_jax.moe.routers import choose_experts
+from moe_jax.moe.routing import pack, route
+from moe_jax.papers.loads import find_loads, fit_loads
+from moe_jax.papers.systems import DEEPSPEED, Model, Setting, run
+from moe_jax.papers.table import Claim, Experiment, Inputs, Table, Tables
+from moe_jax.parallel.bucket_rows import bucket_layout
+from moe_jax.parallel.mesh import ep_degree
+
+TRAINED = pathlib.Path(__file__).parents[2] / "docs" / "bench" / "train_sizes.json"
+ITEM, VOCABULARY = 2, 50304  # the authors train and serve in float16; GPT-2's vocabulary, padded
+LEVELS = ("low", "middle", "high")  # of assumed prices
+
+_MOS = (
+    "ModelConfig.layers = 21",
+    "ModelConfig.segments = ('layers=1 moe_every=0', 'layers=16 num_experts={}', 'layers=4 num_experts={}')",
+)  # 21 of 24 layers (section 4), without the first pyramid's last ones
+_BASE = "deepspeed_1b3_moe_128"
+SIZES = {  # name: config, bindings, billions of the paper
+    "350M+MoE-128": ("deepspeed_350m_moe_128", (), 13.0),
+    "1.3B+MoE-128": (_BASE, (), 52.0),
+    "350M+PR-MoE-32/64": ("pr_moe_350m_32_64", (), 4.0),
+    "1.3B+PR-MoE-64/128": ("pr_moe_1b3_64_128", (), 31.0),
+    "350M+PR-MoE+MoS": ("pr_moe_350m_32_64", (_MOS[0], _MOS[1].format(32, 64)), None),
+    "1.3B+PR-MoE+MoS": ("pr_moe_1b3_64_128", (_MOS[0], _MOS[1].format(64, 128)), None),
+    "2.4B+MoE-128": (_BASE, ("ModelConfig.layers = 16", "ModelConfig.model_dim = 3584",
+                             "ModelConfig.hidden_dim = 14336"), 107.7),
+    "24B+MoE-128": (_BASE, ("ModelConfig.layers = 30", "ModelConfig.model_dim = 8192",
+                            "ModelConfig.hidden_dim = 32768"), 1046.9),
+}  # fmt: skip
+
+
+def claim(name: str, paper: float | None, ours: float, *experiments: tuple[str, float]) -> Claim:
+    """Return a claim about one number; experiments: (cause, our number then)."""
+    changed = tuple(Experiment(cause, (then, then)) for cause, then in experiments)
+    return Claim(name, None if paper is None else (paper, paper), (ours, ours), changed)
+
+
+def drawing(series: dict[str, Iterable], **settings):
+    """Return what draws lines {label: points (x, y)}, a baseline dotted in the colour of the line before it."""
+
+    def draw(axes):
+        for label, points in series.items():
+            how = {"linestyle": ":", "color": axes.lines[-1].get_color()} if "baseline" in label else {}
+            axes.plot(*zip(*points, strict=True), marker="o", label=label, **how)
+        axes.set(**settings)
+        axes.legend(frameon=False, fontsize=8)
+
+    return draw
+
+
+def sizes(inputs: Inputs) -> Table:
+    """Count the parameters of the paper's models, and how much smaller PR-MoE and MoS are."""
+    ours = {}
+    for name, (config, bindings, _) in inputs.track(SIZES.items(), "models"):
+        read, *_ = parse_run_config([f"configs/model/{config}.gin"], bindings)
+        ours[name] = parameter_counts(read.model, read.moe, VOCABULARY)[2] / 1e9
+    smaller = max(ours[f"{base}+MoE-128"] / ours[f"{base}+PR-MoE+MoS"] for base in ("350M", "1.3B"))
+    stated = {name: paper for name, (*_, paper) in SIZES.items() if paper is not None}
+    return Table(
+        title="Sizes in billions of parameters (sections 3 to 5)",
+        kind="modelled",
+        columns=("model", "ours", "paper"),
+        rows=[(name, ours[name], stated.get(name, "-")) for name in SIZES],
+        claims=(
+            *(claim(name, paper, ours[name]) for name, paper in stated.items()),
+            claim("times smaller by PR-MoE and MoS, at most", 3.7, smaller),
+        ),
+        notes=("Without embeddings, biases, gates and norms.",),
+    )
+
+
+def parallelism(inputs: Inputs) -> Table:
+    """Return the degrees of each part of a PR-MoE on 128 GPUs."""
+    del inputs
+    degrees = {experts: ep_degree(experts, 128) for experts in (32, 64, 128)}
+    return Table(
+        title="Degrees of parallelism on 128 GPUs (section 4)",
+        kind="modelled",
+        columns=("experts", "EP", "DP"),
+        rows=[(experts, ep, 128 // ep) for experts, ep in degrees.items()],
+        claims=(
+            Claim("EP of 32 to 128 experts", (32, 128), (degrees[32], degrees[128])),
+            Claim("DP of 128 to 32 experts", (1, 4), (128 // degrees[128], 128 // degrees[32])),
+        ),
+    )
+
+
+def machine(devices: int, level: str = "middle") -> Cluster:
+    """Return A100s in nodes of eight, as the one price list has them."""
+    whole = cluster_of(Prices(read_device("a100"), Constants(level=level)))
+    return whole.sized(-(-devices // 8), min(8, devices))
+
+
+BATCH, LENGTH = 512, 2048  # sequences of a step and their tokens: the authors' script ds_pretrain_gpt_1.3B_MoE128
+
+
+def training_rates(cluster: Cluster, trace) -> list[float]:
+    """Return samples/s of the 6.7B model, whole and over 8 GPUs, and of 1.3B+MoE-128 under a trace and evenly."""
+    tokens = BATCH * LENGTH / cluster.devices
+    block = {"model_dim": 4096, "length": LENGTH, "matrices": 2, "dense_hidden_dim": 4 * 4096}
+    both, attention = (preceding_seconds(cluster, tokens, ITEM, moe_every=every, **block) for every in (2, 1))
+    dense = 3 * 32 * (both - attention)
+    model = Model(name="1.3B+MoE-128", layers=12, model_dim=2048, hidden_dim=8192, length=LENGTH, moe_every=2)
+    given = {"cluster": cluster, "model": model, "tokens": BATCH * LENGTH, "top_k": 1, "experts": 128, "item": ITEM}
+    steps = [(4096, dense), (4096, dense + 4 * 32 * reduce_seconds(cluster, 8, 8 * tokens * 4096))]
+    for loads in (trace, find_loads("W0_balanced")):
+        steps.append((2048, float(run(DEEPSPEED, Setting(trace=loads, **given)).iterations.mean())))
+    return [BATCH / (s + 3 * cluster.prices.matmul("bf16", 1, tokens, VOCABULARY, width)) for width, s in steps]
+
+
+def reduce_seconds(cluster: Cluster, mp: int, numbers: float) -> float:
+    """Return the seconds of an all-reduce of so many numbers over an MP group, a ring, which passes each twice."""
+    near = min(mp, cluster.devices_per_node)
+    across = 2 * ITEM * numbers * (mp - near) / (mp * near)
+    inside = 2 * ITEM * numbers * (mp - 1) / mp - across
+    return float(uniform_seconds(cluster, Group(mp, near, "all-reduce"), inside, across, "a sum over MP"))
+
+
+def training_cost(inputs: Inputs) -> Table:
+    """Model the training throughput of 1.3B+MoE-128 and of the dense model of equal quality."""
+    names = ("6.7B dense", "6.7B dense, MP 8", "1.3B+MoE-128", "1.3B+MoE-128, even loads")
+    trace, rows = inputs.loads(1), []
+    rates = {level: training_rates(machine(128, level), trace) for level in inputs.track(LEVELS, "prices")}
+    for level, own in rates.items():
+        rows += [(level, *row) for row in zip(names, own, (70, 70, 372, 372), [x / own[0] for x in own], strict=True)]
+    dense, sliced, moe, even = rates["middle"]
+    _, said = fit_loads(trace, devices=128, experts=128, choices=BATCH * LENGTH // 128)
+    cap = "even loads, which a capacity factor of 1 makes (the authors' ds_pretrain_gpt_1.3B_MoE128)"
+    again = "activations computed again, a fourth forward (the authors' scripts checkpoint them)"
+    cut = "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_dense)"
+    return Table(
+        title="Training throughput on 128 A100 (section 3)",
+        kind="modelled",
+        columns=("prices", "model", "samples/s", "paper", "over dense"),
+        rows=rows,
+        claims=(
+            claim("1.3B+MoE-128 over 6.7B dense", 5, moe / dense, (cap, even / dense), (cut, moe / sliced)),
+            claim("samples/s, 6.7B dense", 70, dense, (again, dense * 3 / 4), (cut, sliced)),
+            claim("samples/s, 1.3B+MoE-128", 372, moe, (again, moe * 3 / 4), (cap, even)),
+        ),
+        notes=(said, "Sums of gradients and the optimizer are left out on both sides."),
+    )
+
+
+def trained(*names: str) -> tuple[dict[str, dict], int]:
+    """Return what scripts/bench/train_sizes.py found of these kinds, and the number of seeds that all of them have."""
+    kinds = json.loads(TRAINED.read_text(encoding="utf-8"))["kinds"] if TRAINED.exists() else {}
+    if absent := [name for name in names if name not in kinds]:
+        raise UserError(f"{TRAINED} lacks {', '.join(absent)}: run scripts/bench/train_sizes.py --result={TRAINED}")
+    seeds = min(len(kinds[name]["curves"]) for name in names)
+    cut = {name: {**kinds[name], "losses": [curve[-1][1] for curve in kinds[name]["curves"][:seeds]]} for name in names}
+    return cut, seeds
+
+
+def trained_rows(kinds: dict[str, dict]) -> list[tuple]:
+    """Return (kind, parameters, FLOPs, mean of the last losses, their range) of each."""
+    sizes = ("parameters", "flops_per_token")
+    lines = ((name, *(kind[size] for size in sizes), kind["losses"]) for name, kind in kinds.items())
+    return [(*line, f"{statistics.mean(own):.4f}", f"{min(own):.4f} to {max(own):.4f}") for *line, own in lines]
+
+
+LOSS = "held-out loss, nats per token"
+COLUMNS = ("model", "parameters", "FLOPs of a token", LOSS, "of all seeds")
+DENSE_SIZES, MOE_SIZES = ("dense_64", "dense_96", "dense_128", "dense_192"), ("moe_64", "moe_96")
+
+
+def equal_loss(inputs: Inputs) -> Table:
+    """Compare trained MoE models with the dense ones of equal loss, seed by seed, at two sizes."""
+    del inputs
+    kinds, seeds = trained(*DENSE_SIZES, *MOE_SIZES)
+    flops = [kinds[name]["flops_per_token"] for name in DENSE_SIZES]
+    by_seed = np.minimum.accumulate(np.array([kinds[name]["losses"] for name in DENSE_SIZES]))  # [sizes, seeds], falls
+    ratios = {}
+    for name in MOE_SIZES:
+        at = [
+            np.interp(-loss, -dense, np.log(flops))
+            for loss, dense in zip(kinds[name]["losses"], by_seed.T, strict=True)
+        ]
+        ratios[name] = tuple(math.exp(end(at)) / kinds[name]["flops_per_token"] for end in (min, max))
+    series = {label: [(kinds[name]["flops_per_token"], statistics.mean(kinds[name]["losses"])) for name in names]
+              for label, names in (("dense", DENSE_SIZES), ("32 experts, top-1", MOE_SIZES))}  # fmt: skip
+    return Table(
+        title=f"MoE and dense models of equal loss, {seeds} seeds (section 3, at the demo's size)",
+        kind="measured",
+        columns=COLUMNS,
+        rows=trained_rows(kinds),
+        claims=(
+            Claim("dense cost over MoE cost at equal loss, smaller base", (4, 4), ratios["moe_64"]),
+            Claim("dense cost over MoE cost at equal loss, larger base", (5, 5), ratios["moe_96"]),
+        ),
+        notes=(
+            "scripts/bench/train_sizes.py: 32 experts and 0.6 M tokens, not 128 and 300 B. The largest dense model is "
+            "the most that an MoE is compared with.",
+        ),  # fmt: skip
+        draw=drawing(series, xscale="log", xlabel="FLOPs of a token's training", ylabel=LOSS),
+    )
+
+
+def pr_moe_mos(inputs: Inputs) -> Table:
+    """Compare trained MoE, PR-MoE and its students."""
+    del inputs
+    kinds, seeds = trained("moe", "pr_moe", "alone", "taught", "staged")
+
+    def above(worse: str, better: str) -> Claim:
+        gains = [a - b for a, b in zip(kinds[worse]["losses"], kinds[better]["losses"], strict=True)]
+        return Claim(f"loss of {worse} above that of {better}, nats", None, (min(gains), max(gains)))
+
+    series = {name: np.mean([curve[1:] for curve in kind["curves"][:seeds]], axis=0) for name, kind in kinds.items()}
+    return Table(
+        title=f"PR-MoE beside MoE, and students taught by PR-MoE, {seeds} seeds (section 4, at the demo's size)",
+        kind="measured",
+        columns=COLUMNS,
+        rows=trained_rows(kinds),
+        claims=(above("moe", "pr_moe"), above("alone", "taught"), above("taught", "staged"), above("pr_moe", "staged")),
+        notes=("scripts/bench/train_sizes.py; a student has three of four layers, staged: a teacher until step 200.",),
+        draw=drawing(series, xlabel="step", ylabel=LOSS),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model that writes text; every second layer has experts, top-1, where there are any."""
+
+    name: str
+    layers: int
+    model_dim: int
+    slicing: int = 1  # devices that share the parameters outside of experts (MP)
+    experts: int = 0
+
+
+TOKENS = 8  # sequences of one MP group, each of which gets a token in a step: assumed, the texts name none
+MIN_CAPACITY = 4  # rows of an expert at least: the default of the authors' scripts
+TABLE_KERNELS, ONE_HOT_KERNELS = 5, 32  # of a gate; the second: operations of top1gating (DeepSpeed, sharded_moe.py)
+BLOCK_KERNELS = 11  # of a Megatron block, unfused, besides four matmuls: norms, attention, copies, biases
+SERVED = (  # the tutorial's table; 35B: 128 experts on a base of 175 B / 5, the paper's rule of equal quality
+    Served(name="1.3B+MoE-128", layers=24, model_dim=2048, experts=128),
+    Served(name="2.4B+MoE-128", layers=16, model_dim=3584, experts=128),
+    Served(name="24B+MoE-128", layers=30, model_dim=8192, slicing=8, experts=128),
+    Served(name="35B+MoE-128", layers=44, model_dim=8192, slicing=8, experts=128),
+)
+DENSE = (Served(name="6.7B", layers=32, model_dim=4096), Served(name="175B", layers=96, model_dim=12288, slicing=8))
+
+
+def token_seconds(model: Served, cluster: Cluster, one_hot: bool = False, launch: float = 0.0) -> float:
+    """Return the seconds of one token for all sequences; weights are read from memory once, keys and values are not.
+
+    Args:
+      one_hot: the baseline, whose gate is made of one-hot einsums: its exchanges carry experts' full capacities, from
+        all devices of an MP group alike, and its experts multiply them.
+      launch: seconds of each kernel of a block that is no matmul, and then of the gates' kernels too.
+    """
+    prices, mp, square = cluster.prices, model.slicing, model.model_dim**2
+    moe = model.layers // 2 if model.experts else 0
+    attention, ffn = (sum(prices.memory(ITEM * n * square / mp) for n in parts) for parts in ((3, 1), (4, 4)))
+    seconds = model.layers * (attention + BLOCK_KERNELS * launch) + (model.layers - moe) * ffn
+    seconds += (2 * model.layers - moe) * reduce_seconds(cluster, mp, TOKENS * model.model_dim)
+    return seconds + (moe * expert_layer_seconds(model, cluster, one_hot, launch) if moe else 0.0)
+
+
+def expert_layer_seconds(model: Served, cluster: Cluster, one_hot: bool, launch: float) -> float:
+    """Return the seconds of gate, exchanges and experts of one layer; arguments as of `token_seconds`."""
+    prices, devices, mp, width = cluster.prices, cluster.devices, model.slicing, model.model_dim
+    ep = min(model.experts, devices)
+    held, shards = model.experts // ep, devices // ep  # experts of a device, devices of an expert
+    met = held * (1 - (1 - 1 / model.experts) ** (TOKENS * devices // mp))  # that a token chose, in the mean
+    rows, multiply = TOKENS / mp, 0.0
+    if one_hot:
+        capacity = max(MIN_CAPACITY, math.ceil(TOKENS / model.experts))
+        met, rows = held, model.experts * capacity
+        multiply = prices.matmul("bf16", held, ep * capacity, width, 4 * width / shards)
+    exchange = transport_seconds(cluster, devices, mp, shards, ITEM * rows * width * shards)
+    gate = (ONE_HOT_KERNELS if one_hot else TABLE_KERNELS) * (launch or prices.launch)
+    experts = 2 * max(prices.memory(ITEM * 4 * met * width**2 / shards), multiply)
+    return gate + experts + 2 * exchange["all_to_all" if one_hot else "coordinated"]
+
+
+def latency(inputs: Inputs) -> Table:
+    """Model the latency of a token by devices, and that of the baseline."""
+    cells = [(model, devices) for model in SERVED for devices in (8, 16, 32, 64, 128, 256)
+             if (devices >= 64 if model.slicing > 1 else devices <= 128)]  # fmt: skip
+    eager = Constants(level="high"), "PyTorch's launches: every kernel of the baseline at the list's high price, 5 us"
+    launch = Prices(read_device("a100"), eager[0]).launch
+    rows, found = [], {}
+    for model, devices in inputs.track(cells, "models"):
+        own = [1e3 * token_seconds(model, machine(devices, level)) for level in LEVELS]
+        base, slow = (1e3 * token_seconds(model, machine(devices), True, each) for each in (0.0, launch))
+        found[model.name, devices] = (own[1], base, base / own[1], slow / own[1])
+        rows.append((model.name, devices, *own, base, base / own[1]))
+    most, slowest = (max(cell[at] for cell in found.values()) for at in (2, 3))
+    ends, slow_ends = ([end(found[SERVED[0].name, n][at] for n in (8, 16, 32)) for end in (min, max)] for at in (2, 3))
+    series = {model.name + label: [(n, cell[at]) for (name, n), cell in found.items() if name == model.name]
+              for model in SERVED for at, label in ((0, ""), (1, ", baseline"))}  # fmt: skip
+    return Table(
+        title="Latency of a token by devices (section 5)",
+        kind="modelled",
+        columns=("model", "A100", *(f"ms, {level} prices" for level in LEVELS), "ms, baseline", "times"),
+        rows=rows,
+        claims=(
+            claim("lower latency than the baseline, at most", 7.3, most, (eager[1], slowest)),
+            Claim(
+                "52B on 8 to 32 GPUs over PyTorch", (2.0, 3.2), tuple(ends), (Experiment(eager[1], tuple(slow_ends)),)
+            ),
+            claim("ms of 24B+MoE-128 on 256 GPUs", None, found[SERVED[2].name, 256][0]),
+        ),
+        notes=(f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced.",),
+        draw=drawing(series, yscale="log", xlabel="A100", ylabel="ms a token"),
+    )
+
+
+def inference(inputs: Inputs) -> Table:
+    """Model how much faster and cheaper MoE models write than dense ones of equal quality."""
+    pairs = ((DENSE[0], SERVED[0], 128), (DENSE[1], SERVED[3], 256))
+    cells = [(level, *pair, times) for level in LEVELS for pair in pairs for times in (1, 2)]
+    rows = []
+    for level, dense, moe, devices, times in inputs.track(cells, "models"):
+        cut = dataclasses.replace(dense, slicing=times * dense.slicing)
+        slow, fast = (1e3 * token_seconds(m, machine(n, level)) for m, n in ((cut, cut.slicing), (moe, devices)))
+        cheaper = slow / fast * cut.slicing / moe.slicing  # devices that serve TOKENS sequences, over ours
+        rows.append((level, dense.name, cut.slicing, moe.name, devices, slow, fast, slow / fast, cheaper))
+    (fast, cheap), (fast_cut, cheap_cut) = (row[-2:] for row in rows if row[:2] == ("middle", "175B"))
+    cause = "the dense model on 16 GPUs: 350 GB do not fit eight A100 of 40 GB (Azure's ND A100 v4)"
+    return Table(
+        title="MoE and dense models of equal quality (section 5)",
+        kind="modelled",
+        columns=("prices", "dense", "MP", "MoE", "A100", "ms, dense", "ms, MoE", "faster", "cheaper"),
+        rows=rows,
+        claims=(
+            claim("faster, at most", 4.5, fast, (cause, fast_cut)),
+            claim("cheaper, at most", 9, cheap, (cause, cheap_cut)),
+        ),
+        notes=("The texts name neither the models nor the devices of the two numbers.",),
+    )
+
+
+def tables_gate(x, w_gate, config: MoEConfig):
+    """Bring tokens [t, M] to the places of experts and back, by index tables; w_gate [M, E] -> [t, M]."""
+    choice, _ = choose_experts(x, w_gate, config)
+    experts = choice.expert_ids
+    routing = route(choice, experts, jnp.zeros_like(experts), config.num_experts, 1)
+    parcel = pack(routing, 0, bucket_layout(config.capacity(len(x)), config.num_experts), 1, 1)
+    return unpermute_tokens(permute_tokens(x, parcel), choice.weights, parcel)
+
+
+def one_hot_gate(x, w_gate, config: MoEConfig):
+    """Do the same by one-hot masks [t, E, C] and einsums, as GShard, which DeepSpeed-MoE's tables replaced."""
+    probs = jax.nn.softmax(x @ w_gate)
+    mask = jax.nn.one_hot(probs.argmax(axis=1), config.num_experts)
+    place = ((jnp.cumsum(mask, axis=0) - 1) * mask).sum(axis=1).astype(jnp.int32)
+    combine = jnp.einsum("te,tc->tec", probs * mask, jax.nn.one_hot(place, config.capacity(len(x))))
+    rows = jnp.einsum("tec,tm->ecm", (combine > 0).astype(x.dtype), x)  # past the capacity one_hot is zero
+    return jnp.einsum("tec,ecm->tm", combine, rows)
+
+
+RUNS, WIDTH = 7, 512
+
+
+def gating(inputs: Inputs) -> Table:
+    """Time both forms on the CPU, in turns."""
+    config = MoEConfig(num_experts=128, top_k=1, renormalize=False, capacity_factor=1.0, drop="position")
+    forms = [jax.jit(form, static_argnums=2) for form in (tables_gate, one_hot_gate)]
+    rows = []
+    for tokens in inputs.track((256, 512, 1024, 2048), "tokens"):
+        x, w_gate = (jax.random.normal(jax.random.key(n), (n, m)) for n, m in ((tokens, WIDTH), (WIDTH, 128)))
+        spent = np.zeros((RUNS + 1, 2))
+        for turn, at in np.ndindex(*spent.shape):  # the first turn compiles
+            began = time.perf_counter()
+            forms[at](x, w_gate, config).block_until_ready()
+            spent[turn, at] = time.perf_counter() - began
+        own, other = 1e3 * np.median(spent[1:], axis=0)
+        rows.append((tokens, float(own), float(other), float(other / own)))
+    ratios = [row[-1] for row in rows]
+    return Table(
+        title="Gate, dispatch and combine by tables and by one-hot einsums (section 5)",
+        kind="measured",
+        columns=("tokens", "ms, tables", "ms, one-hot", "times"),
+        rows=rows,
+        claims=(Claim("one-hot einsums over tables", None, (min(ratios), max(ratios))),),
+        notes=(f"128 experts, M = {WIDTH}, capacity factor 1, float32, this CPU, median of {RUNS} runs in turns.",),
+    )
+
+
+TABLES: Tables = {
+    "sizes": sizes, "parallelism": parallelism, "training_cost": training_cost, "equal_loss": equal_loss,
+    "pr_moe_mos": pr_moe_mos, "inference": inference, "latency": latency, "gating": gating,
+}  # fmt: skip
