@@ -6,13 +6,11 @@ What it says: held-out cross-entropy after equal steps on equal batches of the d
 
     dense_M, moe_M    every second FFN one expert of 4 M, or 32 of them and top-1: the same program otherwise
     moe, pr_moe       four MoE layers of 16 experts; of 4, 4, 8, 8 and a residual FFN (configs/run/pr_moe.gin)
-    alone, taught, staged   PR-MoE of three layers: without a teacher, taught by the seed's pr_moe in all steps, until
-                      step 200
+    alone, taught, staged   PR-MoE of three layers: no teacher; the seed's pr_moe in all steps; that until step 200
 
-with the parameters of each and the FLOPs of one token's training. One rate of learning for all sizes, not tuned.
-Runs are commands of the trainer in folders below --out, so a command that was stopped goes on where it was; --result
-is written anew after each. `python -m moe_jax.reproduce --paper=deepspeed_moe` reads it. 33 runs, about an hour of two
-cores.
+with the parameters of each and the FLOPs of one token's training. One learning rate for all sizes, not tuned. Runs are
+commands of the trainer in folders below --out, so a command that was stopped goes on where it was; --result is written
+anew after each. `python -m moe_jax.reproduce --paper=deepspeed_moe` reads it. 33 runs, 70 minutes of one core.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ _RESULT = flags.DEFINE_string("result", None, "JSON file of losses and sizes; be
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
 _KINDS = flags.DEFINE_list("kinds", [], "Which kinds to train; all by default.")
 _BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding of all runs; may repeat.")
-UNTIL = 200  # steps with a teacher where it leaves
 
 
 def sized(model_dim: int, experts: int) -> tuple[str, ...]:
@@ -50,39 +47,34 @@ def sized(model_dim: int, experts: int) -> tuple[str, ...]:
     )
 
 
-STUDENT = ("ModelConfig.layers = 3", "ModelConfig.segments = ('layers=1 num_experts=4', 'layers=2 num_experts=8')")
+SMALL = ("train.batch_size = 8",)
 NO_RESIDUAL = ("ModelConfig.segments = ()", "MoEConfig.num_experts = 16", "MoEConfig.shared_experts = 0")
-SMALL_BATCH = ("train.batch_size = 8",)
-# kind: (run file, bindings, learns from a teacher, until which step)
-KINDS = {
-    "pr_moe": ("pr_moe", SMALL_BATCH, False, None),
-    "staged": ("pr_moe", SMALL_BATCH + STUDENT, True, UNTIL),
-    "taught": ("pr_moe", SMALL_BATCH + STUDENT, True, None),
-    "alone": ("pr_moe", SMALL_BATCH + STUDENT, False, None),
-    "moe_64": ("demo", sized(64, 32), False, None),
-    "dense_64": ("demo", sized(64, 1), False, None),
-    "dense_96": ("demo", sized(96, 1), False, None),
-    "moe_96": ("demo", sized(96, 32), False, None),
-    "dense_128": ("demo", sized(128, 1), False, None),
-    "dense_192": ("demo", sized(192, 1), False, None),
-    "moe": ("pr_moe", SMALL_BATCH + NO_RESIDUAL, False, None),
-}
+THREE = ("ModelConfig.layers = 3", "ModelConfig.segments = ('layers=1 num_experts=4', 'layers=2 num_experts=8')")
+STUDENTS = {
+    "staged": 200,
+    "taught": None,
+    "alone": 0,
+}  # step at which the teacher leaves; None: stays, 0: there is none
+KINDS = {  # run file, bindings
+    "pr_moe": ("pr_moe", SMALL),
+    **dict.fromkeys(STUDENTS, ("pr_moe", SMALL + THREE)),
+    **{name: ("demo", sized(*sizes)) for name, sizes in {
+        "moe_64": (64, 32), "dense_64": (64, 1), "dense_96": (96, 1), "moe_96": (96, 32), "dense_128": (128, 1),
+        "dense_192": (192, 1)}.items()},
+    "moe": ("pr_moe", SMALL + NO_RESIDUAL),
+}  # fmt: skip
 
 
 def main(_) -> None:
     out = Path(_OUT.value)
     result = Path(_RESULT.value or out / "train_sizes.json")
-    record: dict = {"bindings": _BINDINGS.value, "until": UNTIL, "kinds": {}}
+    record: dict = {"bindings": _BINDINGS.value, "kinds": {}}
     for seed in range(_SEEDS.value):
         for kind in _KINDS.value or KINDS:
-            file, bindings, taught, until = KINDS[kind]
+            file, bindings = KINDS[kind]
             # a student's batches come in another order than its teacher's
-            own = [
-                "train.evaluate_every = 100",
-                *bindings,
-                f"train.seed = {seed + (100 if taught or kind == 'alone' else 0)}",
-            ]
-            if taught:
+            own = ["train.evaluate_every = 100", *bindings, f"train.seed = {seed + 100 * (kind in STUDENTS)}"]
+            if (until := STUDENTS.get(kind, 0)) != 0:
                 own += [f"DistillationConfig.teacher = '{out}/pr_moe_{seed}'", f"DistillationConfig.until = {until}"]
             curve = train(out / f"{kind}_{seed}", f"configs/run/{file}.gin", [*_BINDINGS.value, *own], 1)
             entry = record["kinds"].setdefault(kind, {"bindings": bindings, **sizes(out / f"{kind}_{seed}")})
