@@ -257,7 +257,7 @@ def test_damaged_diagnostics_are_set_aside_and_end_no_run(whole, capsys, caplog)
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 2.0)
 
 
 def seconds_to_take(folder, epoch):
@@ -274,7 +274,7 @@ def test_a_folder_is_held_by_one_job_and_given_back(quick, tmp_path):
         with pytest.raises(UserError, match=rf"is held by another job \(process {os.getpid()} on .*, epoch 1\); wait"):
             Lease(folder, pytest.fail).__enter__()
         assert first.epoch == 1 and not lost
-    assert seconds_to_take(folder, 2) < 0.5
+    assert seconds_to_take(folder, 2) < lease.STALE_SECONDS
 
 
 def test_a_dead_job_of_this_host_is_replaced_at_once(tmp_path):
@@ -313,7 +313,7 @@ def test_a_job_of_another_host_is_judged_by_its_count_alone(quick, tmp_path, liv
         other.join()
         assert path.exists()
     else:
-        assert 1.0 <= seconds_to_take(folder, 42) < 3
+        assert 2.0 <= seconds_to_take(folder, 42) < 10
 
 
 def test_a_job_that_slept_finds_that_it_lost_the_folder(quick, tmp_path):
@@ -344,7 +344,7 @@ def test_a_second_command_on_a_folder_is_refused_before_it_trains(tmp_path):
     assert code == 2 and f"held by another job (process {first.pid} on " in line and "step" not in out, err
     wait_until(lambda: len(read_metrics(work)) >= 3, first)
     (work / "lease" / "00000002.json").write_text('{"host": "far", "process": 5, "beats": 0}')
-    code, out, err = finish(first, 30)
+    code, out, err = finish(first, 120)
     assert code == 2 and err.count("held by another job (process 5 on far, epoch 2)") == 1, err
     steps = [record["step"] for record in read_metrics(work)]
     assert steps == list(range(1, len(steps) + 1))
