@@ -3,6 +3,11 @@ under which fewer experts move."""
 
 import dataclasses
 import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -384,6 +389,18 @@ def test_shares_over_many_nodes_keep_the_quotas_in_few_rows():
     assert len(plan.shares) < 2 * len(plan.holders[0]) and len(own)
     assert (own[:, 2] // 2 == own[:, 4]).all()  # who has rows of its own keeps all
     assert (np.bincount(plan.shares[every, 1], plan.shares[every, 3])[plan.replicated[0]] == SHARE_ONE).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hecate", "pro_prophet", "fastermoe", "llep", "balanced"])
+def test_sixteen_thousand_devices_take_a_second_and_little_memory(name):
+    script = pathlib.Path(__file__).parents[2] / "scripts" / "bench" / "planners.py"
+    command = [sys.executable, str(script), "--one", f"--planners={name}", "--devices=16384"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    *seconds, gigabytes = map(float, re.findall(r"[\d.]+", done.stdout))
+    assert len(seconds) == 2 and max(seconds) < 2 and gigabytes < 1  # twice a second: other work may share the core
 
 
 def test_fewer_experts_than_devices_are_planned_for():
