@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,10 +49,12 @@ TABLE_3 = {
 }
 EXPERIMENTS = {
     "rates": "the authors' measured links and matmul rate (their artifact's predictor) instead of data sheets",
-    "skew": "the text's skew (2.4: 4 of 16 experts have 20% each; trevor, 4.1: one chosen by half of the tokens)",
+    "four": "section 2.4's skew (4 of 16 experts with 20% of the choices each) instead of the trace's",
+    "half": "section 4.1's skew (an expert that half of the tokens choose) instead of the trace's",
     "rule": "the artifact's rule (its fig11.py: 4 x the compute, 1 / N of a shadow's price) instead of equation 8",
 }
-RATES = {  # "rates": GPU's link, between sockets or pairs, node's, FLOP/s
+TRAINED = "iterations to the loss: the paper's of MoE-GPT (table 3, and ratios of the text) instead of the demo's"
+RATES = {  # links of a GPU, between sockets or pairs of GPUs, and of a node; FLOP/s
     "johnny": {"intra_bandwidth": 11e9, "switch_bandwidth": 22.5e9, "inter_bandwidth": 6.25e9, "flops": 11.5e12},
     "trevor": {"intra_bandwidth": 39.6e9, "switch_bandwidth": 42.75e9, "inter_bandwidth": 7.75e9, "flops": 11.5e12},
 }
@@ -70,12 +72,23 @@ class Layers(NamedTuple):
         """Return its speed-up over FastMoE, over all samples and layers."""
         return float(self.seconds["FastMoE"].mean() / self.seconds[system].mean())
 
+    def over(self, stage: int, system: str = "both") -> float:
+        """Return its speed-up over a ZeRO stage."""
+        return float(zero_seconds(self.setting, stage) / self.seconds[system].mean())
+
     def scheduled(self) -> np.ndarray:
         """Return (theoretical, achieved) speed-ups of the smart schedule, [2, L]."""
-        experts, exchange = self.work["FastMoE"]
-        least = np.maximum(experts / 3, exchange / 2) + np.maximum(2 * experts / 3, exchange / 2)
-        found = (experts + exchange) / least, self.seconds["FastMoE"] / self.seconds["smart schedule"]
-        return np.stack(found).mean(axis=1)
+        experts, moved = self.work["FastMoE"]
+        least = np.maximum(experts / 3, moved / 2) + np.maximum(2 * experts / 3, moved / 2)
+        return np.stack([(experts + moved) / least, self.gains("smart schedule")]).mean(axis=1)
+
+    def gains(self, system: str = "shadowing") -> np.ndarray:
+        """Return its speed-ups over FastMoE, [n, L]."""
+        return self.seconds["FastMoE"] / self.seconds[system]
+
+    def gains_of_one(self) -> np.ndarray:
+        """Return speed-ups of shadowing where one expert is shadowed, else 1."""
+        return np.where(self.shadowed.sum(axis=2) == 1, self.gains(), 1.0)
 
 
 @functools.cache
@@ -84,18 +97,17 @@ def setting_of(inputs: Inputs, name: str, changed: str = "") -> Setting:
     machine, layers, model_dim, tokens = TASKS[name]
     cluster = read_cluster(f"configs/cluster/{machine}.gin")
     cluster = dataclasses.replace(cluster, **RATES[machine]) if changed == "rates" else cluster
-    trace = stated_skew(cluster.devices) if changed == "skew" else inputs.loads(TOP_K)
+    trace = stated_skew(changed, cluster.devices) if changed in ("four", "half") else inputs.loads(TOP_K)
     sizes = {"tokens": tokens * cluster.devices, "top_k": TOP_K, "experts": cluster.devices, "item": ITEM}
     model = Model(name=name, layers=layers, model_dim=model_dim, hidden_dim=2 * model_dim)
     return Setting(cluster=cluster, model=model, trace=trace, **sizes)
 
 
-def stated_skew(experts: int) -> LoadsTrace:
-    """Return loads [2, 12, E, E] of the skew that the text states, its hot experts drawn for every layer."""
-    hot, share = (4, 0.2) if experts == 16 else (1, 0.5 / TOP_K)
-    shares = [share] * hot + [(1 - hot * share) / (experts - hot)] * (experts - hot)
-    of_layer = [np.random.default_rng(layer).permutation(shares) for layer in range(12)]
-    loads = np.broadcast_to(np.array(of_layer)[None, :, None], (2, 12, experts, experts))
+def stated_skew(name: str, experts: int) -> LoadsTrace:
+    """Return loads [2, 12, S, S] of a skew of `EXPERIMENTS`, hot experts drawn for every layer."""
+    shares = [0.2] * 4 + [0.2 / 12] * 12 if name == "four" else [0.25] + [0.75 / (experts - 1)] * (experts - 1)
+    of_layer = np.array([np.random.default_rng(layer).permutation(shares) for layer in range(12)])
+    loads = np.broadcast_to(of_layer[None, :, None], (2, 12, len(shares), len(shares)))
     return LoadsTrace(np.rint(1e6 * loads).astype(np.int64), np.arange(2))
 
 
@@ -107,64 +119,65 @@ def layers_of(inputs: Inputs, name: str, changed: str = "", near: bool = False) 
     shadowed = shadows(setting, loads, artifact=changed == "rule")
     left = np.where(shadowed[:, :, None], 0, loads)
     here = left + (loads - left).sum(axis=3, keepdims=True) * np.eye(setting.devices, dtype=int)
-    moved = shadowed.sum(axis=2) * expert_seconds(setting)
+    moved = shadowed.sum(axis=2) * prices(setting)[2]
     work = {"FastMoE": in_turn(setting, loads), "shadowing": in_turn(setting, here, moved)}
     seconds = {system: sum(parts) for system, parts in work.items()}
     seconds |= {"smart schedule": smart(setting, loads), "both": smart(setting, here, moved)}
     return Layers(setting, shadowed, seconds, work)
 
 
+def prices(setting: Setting) -> tuple[float, float, float]:
+    """Return seconds of a token's forward (4 h h_ff / P), its row on the slow link, an expert's matrices there."""
+    wide, deep = setting.model.model_dim, setting.model.hidden_dim
+    bandwidth = setting.cluster.bandwidth("a ring")
+    flops = setting.cluster.need("flops", "an expert")
+    return 4 * wide * deep / flops, wide * ITEM / bandwidth, 2 * wide * deep * ITEM / bandwidth
+
+
 def shadows(setting: Setting, loads: np.ndarray, artifact: bool) -> np.ndarray:
     """Return the experts that algorithm 1 shadows, bool [n, L, E], by equation 8 as printed or the artifact's form."""
-    token, shadow = 3 * token_seconds(setting), 2 * expert_seconds(setting)
-    row = 4 * setting.model.model_dim * ITEM / setting.cluster.bandwidth("a row")
-    rates = ShadowRates(4 * token, row, shadow / setting.devices) if artifact else ShadowRates(token, row, shadow)
+    token, row, expert = prices(setting)
+    rates = ShadowRates(3 * token, 4 * row, 2 * expert)
+    if artifact:
+        rates = rates._replace(compute=12 * token, shadow=2 * expert / setting.devices)
     flat = loads.reshape(-1, *loads.shape[2:]).astype(np.float64)
     home = np.tile(np.arange(setting.experts), (len(flat), 1))
-    price = lambda offers: (offers.sum(axis=1) * rates.shadow, np.full(len(flat), True))  # noqa: E731
+
+    def price(offers):
+        return offers.sum(axis=1) * rates.shadow, np.full(len(flat), True)
+
     return shadow_search(NUMPY, flat, home, rates, price, False, False)[0].reshape(*loads.shape[:2], -1)
 
 
-def expert_seconds(setting: Setting) -> float:
-    """Return the seconds in which an expert's two matrices pass a link of a ring: its broadcast, or its reduce."""
-    model = setting.model
-    return 2 * model.model_dim * model.hidden_dim * ITEM / setting.cluster.bandwidth("a ring")
-
-
-def token_seconds(setting: Setting) -> float:
-    """Return T_comp of one token, 4 h h_ff / P."""
-    return 4 * setting.model.model_dim * setting.model.hidden_dim / setting.cluster.need("flops", "an expert")
-
-
 def exchange(setting: Setting, pairs: np.ndarray) -> np.ndarray:
-    """Return T_comm of one all-to-all: tokens [..., D, D] -> seconds [...]."""
+    """Return T_comm of one all-to-all, link by link: tokens [..., D, D] -> seconds [...]."""
     return exchange_seconds(setting.cluster, pairs * (setting.model.model_dim * ITEM), "an exchange")
 
 
 def in_turn(setting: Setting, pairs: np.ndarray, moved=0.0) -> tuple[np.ndarray, np.ndarray]:
     """Return (3 T_comp, 4 T_comm + both ways of what is moved): the terms of equations 7 and 8."""
-    return 3 * token_seconds(setting) * pairs.sum(axis=-2).max(axis=-1), 4 * exchange(setting, pairs) + 2 * moved
+    return 3 * prices(setting)[0] * pairs.sum(axis=-2).max(axis=-1), 4 * exchange(setting, pairs) + 2 * moved
 
 
 def smart(setting: Setting, pairs: np.ndarray, moved=0.0) -> np.ndarray:
     """Return the seconds of forward and backward under the smart schedule of section 4.2.
 
     Step s has what travels between groups s apart on their ring. Transfers run one after the other, S_0 .. S_{G-1},
-    S'_1 .. S'_{G-1}, S'_0, shadows' parameters before and their gradients after; experts compute next to them.
+    S'_0 .. S'_{G-1}, shadows' parameters before and their gradients after; experts compute next to them.
     """
     group = np.arange(setting.devices) // GROUP_DEVICES[setting.cluster.name]
     parts, total = [], 2 * moved
     for step in range(group[-1] + 1):
         rows = np.where((group[:, None] - group) % (group[-1] + 1) == step, pairs, 0)
-        parts.append((exchange(setting, rows), token_seconds(setting) * rows.sum(axis=2)))
+        parts.append((exchange(setting, rows), prices(setting)[0] * rows.sum(axis=2)))
     for times in (1, 2):  # the backward computes twice as long
         link, experts, ready = 0.0, 0.0, []
         for sent, computed in parts:
             link = link + sent
             experts = np.maximum(experts, link[..., None]) + times * computed
             ready.append(experts.max(axis=2))
-        for step in (*range(1, len(parts)), 0):
-            link = np.maximum(link, ready[step]) + parts[step][0]
+        for (sent, _), there in zip(parts, ready, strict=True):
+            link = np.maximum(link, there) + sent
         total = total + link
     return total
 
@@ -175,8 +188,9 @@ def zero_seconds(setting: Setting, stage: int) -> float:
     Stages 1 and 2 reduce gradients after or next to the backward, and gather parameters when they are updated; stage 3
     gathers next to forward and backward, where it reduces too.
     """
-    forward = token_seconds(setting) * setting.tokens * TOP_K / setting.devices
-    ring = (setting.devices - 1) * expert_seconds(setting)  # (N - 1) / N of N experts, one way
+    token, _, expert = prices(setting)
+    forward = token * setting.tokens * TOP_K / setting.devices
+    ring = (setting.devices - 1) * expert  # (N - 1) / N of N experts, one way
     if stage == 3:
         return max(forward, ring) + max(2 * forward, 2 * ring)
     return forward + (2 * forward + ring if stage == 1 else max(2 * forward, ring)) + ring
@@ -210,43 +224,45 @@ def said(inputs: Inputs, *names: str) -> tuple[str, ...]:
     return tuple(f"{name}: {setting_of(inputs, name).fitted()[1]}" for name in names)
 
 
-def bars(series: dict[str, list[float]], groups: tuple[str, ...], label: str) -> Callable:
-    """Return what draws groups of bars, one of each series."""
+def bars(axes, groups: Sequence[str], series: dict[str, Sequence[float]], label: str) -> None:
+    """Draw groups of bars, one of each series."""
+    width = 0.8 / len(series)
+    for at, (name, values) in enumerate(series.items()):
+        axes.bar(np.arange(len(groups)) + (at + 0.5) * width - 0.4, values, width, label=name, edgecolor="k")
+    axes.axhline(1, color="grey", linestyle="--")
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(label)
+    axes.legend(fontsize=7)
 
-    def draw(axes) -> None:
-        width = 0.8 / len(series)
-        for at, (name, values) in enumerate(series.items()):
-            axes.bar(np.arange(len(groups)) + (at + 0.5) * width - 0.4, values, width, label=name, edgecolor="k")
-        axes.axhline(1, color="grey", linestyle="--")
-        axes.set_xticks(range(len(groups)), groups)
-        axes.set_ylabel(label)
-        axes.legend(fontsize=7)
 
-    return draw
+def table_of_bars(inputs: Inputs, title: str, names: list[tuple], series: dict, claims: list[tuple]) -> Table:
+    """Return a table of speed-ups: rows are named (model, layer or machine), and series have a value for each."""
+    rows = [(*names[at], *(float(values[at]) for values in series.values())) for at in range(len(names))]
+    groups = ["" if name[1] in range(1, 99) else name[0] for name in names]
+    found = tuple(claim(name, paper, most(inputs, *figure)) for name, paper, *figure in claims)
+    notes, columns = said(inputs, "GPT-S", "BERT-Deep", "BERT-Wide"), ("model", "at", *series)
+    return Table(title, "modelled", columns, rows, found, notes, lambda axes: bars(axes, groups, series, "speed-up"))
 
 
 def points_of(inputs: Inputs, changed: str = "") -> dict[str, tuple[float, float]]:
     """Return the points of the roofline: (computation over communication, FLOP/s of a device)."""
     layers = layers_of(inputs, "GPT", changed)
-    setting, devices = layers.setting, layers.setting.devices
-    each = 3 * token_seconds(setting) * setting.tokens * TOP_K / devices  # even, as in DP and MP
-    row = setting.model.model_dim * ITEM / setting.cluster.bandwidth("a ring")
-    reduced, embedded = 2 * (devices - 1) * expert_seconds(setting), 4 * (devices - 1) / devices * setting.tokens * row
+    devices, tokens, (token, row, expert) = layers.setting.devices, layers.setting.tokens, prices(layers.setting)
+    even = 3 * token * tokens * TOP_K / devices
+    reduced, embedded = 2 * (devices - 1) * expert, 2 * 2 * (devices - 1) / devices * tokens * row  # rings, section 3.2
     found = {
-        "DP": (each, reduced, each + reduced),
-        "DP, overlapped": (each, reduced, each / 3 + max(2 * each / 3, reduced)),
-        "MP": (each, embedded, each + embedded),
-        "MP, were it overlapped": (each, embedded, max(each, embedded)),
+        "DP": (even, reduced, even + reduced),
+        "DP, overlapped": (even, reduced, even / 3 + max(2 * even / 3, reduced)),
+        "MP": (even, embedded, even + embedded),
+        "MP, were it overlapped": (even, embedded, max(even, embedded)),
     }
-    pairs = (
-        ("EP", "FastMoE", "FastMoE"),
-        ("EP, smart schedule", "FastMoE", "smart schedule"),
-    )
-    pairs += ("EP, shadowing", "shadowing", "shadowing"), ("EP, shadowing, smart schedule", "shadowing", "both")
-    for name, work, ended in pairs:
-        found[name] = (*(float(part.mean()) for part in layers.work[work]), float(layers.seconds[ended].mean()))
-    peak = setting.cluster.need("flops", "a roof")
-    return {name: (work / moved, peak * each / ended) for name, (work, moved, ended) in found.items()}
+    names = {"EP": "FastMoE", "EP, shadowing": "shadowing"}
+    names |= {"EP, smart schedule": "smart schedule", "EP, shadowing and schedule": "both"}
+    for name, system in names.items():
+        work = layers.work["shadowing" if "shadowing" in name else "FastMoE"]
+        found[name] = (float(work[0].mean()), float(work[1].mean()), float(layers.seconds[system].mean()))
+    peak = layers.setting.cluster.need("flops", "a roof")
+    return {name: (work / moved, peak * even / ended) for name, (work, moved, ended) in found.items()}
 
 
 def statements(inputs: Inputs, changed: str = "") -> dict[str, bool]:
@@ -264,76 +280,51 @@ def statements(inputs: Inputs, changed: str = "") -> dict[str, bool]:
         "EP lies below the semi-ideal curve": over["EP"] < 0.999,
         "shadowing lowers the ratio": ratio["EP, shadowing"] < ratio["EP"],
         "shadowing raises the throughput": reached["EP, shadowing"] > reached["EP"],
-        "both lie above the semi-ideal curve": over["EP, shadowing, smart schedule"] > 1.001,
+        "with the schedule too it lies above the semi-ideal curve": over["EP, shadowing and schedule"] > 1.001,
     }
 
 
 def figure_5(inputs: Inputs) -> Table:
     """Compute the DDL-Roofline."""
+    points, held, peak = points_of(inputs), statements(inputs), setting_of(inputs, "GPT").cluster.flops
 
     def draw(axes) -> None:
-        x, peak = np.logspace(-2, 1.5, 200), setting_of(inputs, "GPT").cluster.flops / 1e12
+        x = np.logspace(-2, 1.5, 200)
         axes.plot(x, peak * np.minimum(1, x), "k", label="ideal")
         axes.plot(x, peak * x / (1 + x), "k--", label="semi-ideal")
-        for name, (ratio, flops) in points_of(inputs).items():
-            axes.plot(ratio, flops / 1e12, "o", label=name)
-        axes.set(xscale="log", yscale="log", xlabel="T_comp / T_comm", ylabel="TFLOP/s of a device")
+        for name, point in points.items():
+            axes.plot(*point, "o", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="T_comp / T_comm", ylabel="FLOP/s of a device")
         axes.legend(fontsize=7)
 
-    held = statements(inputs)
-    return Table(
-        title="DDL-Roofline of a layer of MoE-GPT on johnny (figure 5)",
-        kind="modelled",
-        columns=("point, or statement of the text", "T_comp / T_comm", "TFLOP/s of a device"),
-        rows=[(name, ratio, flops / 1e12) for name, (ratio, flops) in points_of(inputs).items()]
-        + [(name, "holds" if holds else "does not hold", "") for name, holds in held.items()],
-        claims=(claim("statements that hold", len(held), lambda at: sum(statements(inputs, at).values())),),
-        notes=("The text names neither the model nor a coordinate.", *said(inputs, "GPT")),
-        draw=draw,
-    )
+    rows = [(name, ratio, flops / 1e12) for name, (ratio, flops) in points.items()]
+    rows += [(name, "holds" if holds else "does not hold", "") for name, holds in held.items()]
+    claims = (claim("statements that hold", len(held), lambda at: sum(statements(inputs, at).values())),)
+    notes = ("The text names neither the model nor a coordinate.", *said(inputs, "GPT"))
+    title = "DDL-Roofline of a layer of MoE-GPT on johnny (figure 5)"
+    columns = ("point, or statement of the text", "T_comp / T_comm", "TFLOP/s of a device")
+    return Table(title, "modelled", columns, rows, claims, notes, draw)
 
 
 def figure_10(inputs: Inputs) -> Table:
-    """Compute speed-ups over ZeRO."""
-    found = {name: layers_of(inputs, name) for name in inputs.track(MODELS, "figure 10")}
-    times = {f"ZeRO-{stage}": [zero_seconds(each.setting, stage) for each in found.values()] for stage in (1, 2, 3)}
-    for name, system in (("FastMoE", "FastMoE"), ("FasterMoE", "both")):
-        times[name] = [float(each.seconds[system].mean()) for each in found.values()]
-    series = {f"{name} over ZeRO-3": list(np.divide(times["ZeRO-3"], each)) for name, each in times.items()}
-
-    def over(stage: int, machine: str = "", system: str = "both") -> Callable[[str], float]:
-        return most(inputs, lambda at: zero_seconds(at.setting, stage) / at.seconds[system].mean(), machine)
-
-    return Table(
-        title="Speed-up over ZeRO stage 3 (figure 10)",
-        kind="modelled",
-        columns=("model", *(f"{name}, ms" for name in times), *series),
-        rows=[
-            (name, *(1e3 * of[at] for of in times.values()), *(float(of[at]) for of in series.values()))
-            for at, name in enumerate(MODELS)
-        ],
-        claims=(
-            claim("FasterMoE over ZeRO-3 on johnny, most", 6.63, over(3, "johnny")),
-            claim("FasterMoE over ZeRO-3 on trevor, most", 17.87, over(3, "trevor")),
-            claim("FasterMoE over ZeRO-2, most", 3.94, over(2)),
-            claim("FasterMoE over ZeRO-1, most", None, over(1)),
-            claim("FastMoE over ZeRO-3, most (text: better)", None, over(3, system="FastMoE")),
-        ),
-        notes=said(inputs, "GPT-S", "BERT-Deep", "BERT-Wide"),
-        draw=bars(series, MODELS, "speed-up over ZeRO-3"),
-    )
+    """Compute speed-ups over ZeRO stage 3."""
+    found = [layers_of(inputs, name) for name in inputs.track(MODELS, "figure 10")]
+    series = {f"ZeRO-{stage}": [one.over(3) / one.over(stage) for one in found] for stage in (1, 2, 3)}
+    series |= {"FastMoE": [one.over(3, "FastMoE") for one in found], "FasterMoE": [one.over(3) for one in found]}
+    claims = [
+        ("FasterMoE over ZeRO-3 on johnny, most", 6.63, lambda at: at.over(3), "johnny"),
+        ("FasterMoE over ZeRO-3 on trevor, most", 17.87, lambda at: at.over(3), "trevor"),
+        ("FasterMoE over ZeRO-2, most", 3.94, lambda at: at.over(2)),
+        ("FasterMoE over ZeRO-1, most", None, lambda at: at.over(1)),
+        ("FastMoE over ZeRO-3, most (text: better)", None, lambda at: at.over(3, "FastMoE")),
+    ]
+    names = [(name, TASKS[name][0]) for name in MODELS]
+    return table_of_bars(inputs, "Speed-up over ZeRO stage 3 (figure 10)", names, series, claims)
 
 
 def figure_11(inputs: Inputs) -> Table:
     """Compute what is shadowed, and what it gives, by layer."""
-
-    def gains(changed: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """Return speed-ups of all samples, and those of samples with one shadowed expert, else 1."""
-        layers = layers_of(inputs, "BERT-Deep", changed)
-        gain = layers.seconds["FastMoE"] / layers.seconds["shadowing"]
-        return gain, np.where(layers.shadowed.sum(axis=2) == 1, gain, 1.0)
-
-    layers, (gain, alone) = layers_of(inputs, "BERT-Deep"), gains()
+    layers = layers_of(inputs, "BERT-Deep")
     before, after = (1e3 * layers.seconds[name] for name in ("FastMoE", "shadowing"))
 
     def draw(axes) -> None:
@@ -345,66 +336,43 @@ def figure_11(inputs: Inputs) -> Table:
         latency.set(ylabel="ms", ylim=(-before[:, -1].max(), 1.1 * before[:, -1].max()))
         latency.legend(fontsize=7)
 
-    by_layer = [layers.shadowed.mean(axis=(0, 2)), before.mean(axis=0), after.mean(axis=0), gain.mean(axis=0)]
-    return Table(
-        title="Shadowed experts in MoE-BERT-Deep, by layer (figure 11)",
-        kind="modelled",
-        columns=("layer", "shadowed", "FastMoE, ms", "shadowing, ms", "speed-up, mean", "most with one (1: none)"),
-        rows=[(at, *map(float, row)) for at, row in enumerate(zip(*by_layer, alone.max(axis=0), strict=True))],
-        claims=(
-            claim("experts shadowed, mean", 0.19, lambda at: layers_of(inputs, "BERT-Deep", at).shadowed.mean()),
-            claim("speed-up with one expert shadowed, most", 1.97, lambda at: gains(at)[1].max()),
-        ),
-        notes=said(inputs, "BERT-Deep"),
-        draw=draw,
+    means = [values.mean(axis=0) for values in (layers.shadowed.mean(axis=2), before, after, layers.gains())]
+    by_layer = zip(*means, layers.gains_of_one().max(axis=0), strict=True)
+    claims = (
+        claim("experts shadowed, mean", 0.19, lambda at: layers_of(inputs, "BERT-Deep", at).shadowed.mean()),
+        claim("gain of one expert, most", 1.97, lambda at: layers_of(inputs, "BERT-Deep", at).gains_of_one().max()),
     )
+    columns = ("layer", "shadowed", "FastMoE, ms", "shadowing, ms", "speed-up, mean", "most with one (1: none)")
+    rows, title = [(at, *map(float, row)) for at, row in enumerate(by_layer)], "Shadowing in MoE-BERT-Deep (figure 11)"
+    return Table(title, "modelled", columns, rows, claims, said(inputs, "BERT-Deep"), draw)
 
 
 def figure_12(inputs: Inputs) -> Table:
     """Compute what the smart schedule gives, by layer."""
     found = {name: layers_of(inputs, name).scheduled() for name in inputs.track(MODELS, "figure 12")}
-    groups = tuple(f"{name} {at}" if at == 0 else "" for name, both in found.items() for at in range(both.shape[1]))
-    series = dict(zip(("theoretical", "achieved"), np.concatenate(list(found.values()), axis=1).tolist(), strict=True))
-    return Table(
-        title="Speed-up of the smart schedule, by layer (figure 12)",
-        kind="modelled",
-        columns=("model", "layer", *series),
-        rows=[(name, at, *map(float, pair)) for name, both in found.items() for at, pair in enumerate(both.T)],
-        claims=(
-            claim("theoretical, most", 1.71, most(inputs, lambda at: at.scheduled()[0].max())),
-            claim("achieved, most", 1.42, most(inputs, lambda at: at.scheduled()[1].max())),
-            claim(
-                "achieved of theoretical, most", 0.99, most(inputs, lambda at: np.divide(*at.scheduled()[::-1]).max())
-            ),
-        ),
-        notes=said(inputs, "GPT-S", "BERT-Deep", "BERT-Wide"),
-        draw=bars(series, groups, "speed-up of a layer"),
-    )
+    names = [(name, at) for name, both in found.items() for at in range(both.shape[1])]
+    series = dict(zip(("theoretical", "achieved"), np.concatenate(list(found.values()), axis=1), strict=True))
+    claims = [
+        ("theoretical, most", 1.71, lambda at: at.scheduled()[0].max()),
+        ("achieved, most", 1.42, lambda at: at.scheduled()[1].max()),
+        ("achieved of theoretical, most", 0.99, lambda at: np.divide(*at.scheduled()[::-1]).max()),
+    ]
+    return table_of_bars(inputs, "Speed-up of the smart schedule, by layer (figure 12)", names, series, claims)
 
 
 def figure_13(inputs: Inputs) -> Table:
     """Compute what each part gives alone, and both."""
-    found = {name: layers_of(inputs, name) for name in inputs.track(MODELS, "figure 13")}
-    series = {system: [each.gain(system) for each in found.values()] for system in found["GPT-S"].seconds}
-
-    def gain(system: str, machine: str = "") -> Callable[[str], float]:
-        return most(inputs, lambda at: at.gain(system), machine)
-
-    return Table(
-        title="Speed-up of shadowing, the smart schedule, and both over FastMoE (figure 13)",
-        kind="modelled",
-        columns=("model", *series),
-        rows=[(name, *(of[at] for of in series.values())) for at, name in enumerate(MODELS)],
-        claims=(
-            claim("shadowing on johnny, most", 1.95, gain("shadowing", "johnny")),
-            claim("shadowing on trevor, most", 4.74, gain("shadowing", "trevor")),
-            claim("smart schedule, most", 1.40, gain("smart schedule")),
-            claim("both on johnny, most", 2.20, gain("both", "johnny")),
-            claim("both on trevor, most", 5.72, gain("both", "trevor")),
-        ),
-        notes=said(inputs, "GPT-S", "BERT-Deep", "BERT-Wide"),
-        draw=bars(series, MODELS, "speed-up over FastMoE"),
-    )
+    found = [layers_of(inputs, name) for name in inputs.track(MODELS, "figure 13")]
+    series = {system: [one.gain(system) for one in found] for system in found[0].seconds}
+    claims = [
+        ("shadowing on johnny, most", 1.95, lambda at: at.gain("shadowing"), "johnny"),
+        ("shadowing on trevor, most", 4.74, lambda at: at.gain("shadowing"), "trevor"),
+        ("smart schedule, most", 1.40, lambda at: at.gain("smart schedule")),
+        ("both on johnny, most", 2.20, lambda at: at.gain("both"), "johnny"),
+        ("both on trevor, most", 5.72, lambda at: at.gain("both"), "trevor"),
+    ]
+    names = [(name, TASKS[name][0]) for name in MODELS]
+    return table_of_bars(inputs, "Speed-up over FastMoE (figure 13)", names, series, claims)
 
 
 def step_ms(inputs: Inputs, changed: str = "") -> dict[str, float]:
@@ -427,55 +395,39 @@ def step_ms(inputs: Inputs, changed: str = "") -> dict[str, float]:
 
 def table_3(inputs: Inputs) -> Table:
     """Compute an iteration of MoE-GPT under each gate; steps to the loss are the demo's."""
+    ours = {changed: step_ms(inputs, changed) for changed in ("", *EXPERIMENTS)}
 
-    def iteration(gate: str, base: str) -> Callable[[str], float]:
-        return lambda changed: step_ms(inputs, changed)[gate] / step_ms(inputs, changed)[base]
-
-    def time(name: str, paper: float, gate: str, stated: float) -> Claim:
-        steps, ratio = STEPS[gate] / STEPS["topology gate"], iteration(gate, "topology gate")
-        found = claim(name, paper, lambda changed: steps * ratio(changed))
-        trained = Experiment(
-            "iterations to the loss: the paper's, of MoE-GPT, not the demo's", (stated * ratio(""),) * 2
-        )
+    def over(name: str, paper: float, gates: tuple[str, str], steps: float = 1.0, stated: float | None = None) -> Claim:
+        found = claim(name, paper, lambda changed: steps * ours[changed][gates[0]] / ours[changed][gates[1]])
+        if stated is None:
+            return found
+        trained = Experiment(TRAINED, (found.ours[0] * stated / steps,) * 2)
         return dataclasses.replace(found, experiments=(*found.experiments, trained))
 
-    ours = step_ms(inputs)
-    goal = {gate: each * STEPS[gate] / ours["FasterMoE"] for gate, each in ours.items()}
-    paper_goal = [hours / TABLE_3["FasterMoE"][0] for hours, _, _ in TABLE_3.values()]
-    return Table(
-        title="Gates: time and iterations of MoE-GPT to an LM loss of 4.0, and an iteration (table 3, figure 14)",
-        kind="modelled",
-        columns=(
-            "gate",
-            "paper: hours",
-            "1,000 steps",
-            "ms",
-            "ours: ms",
-            "over FasterMoE",
-            "steps over it",
-            "time over it",
-        ),
-        rows=[
-            (gate, *map(float, cells), ours[gate], ours[gate] / ours["FasterMoE"], STEPS[gate], goal[gate])
-            for gate, cells in TABLE_3.items()
-        ],
-        claims=(
-            claim("iteration, FastMoE over FasterMoE", 1.33, iteration("FastMoE", "FasterMoE")),
-            claim("iteration, FasterMoE over the topology gate", 1.094, iteration("FasterMoE", "topology gate")),
-            claim("steps, GShard over top-2", 2.38, lambda changed: STEPS["GShard"]),
-            claim("steps, topology gate over top-2", 1.18, lambda changed: STEPS["topology gate"]),
-            time("time, GShard over the topology gate", 1.37, "GShard", 2.38 / 1.18),
-            time("time, BASE over the topology gate", 2.19, "BASE", 21.0 / 15.3),
-        ),
-        notes=(
-            "ms: not comparable because the text names no batch; ours has 1,024 tokens a device, and BASE no assignment.",
-            "Steps: measured on the demo's text, held-out loss (docs/results.md); the paper trained MoE-GPT.",
-            *said(inputs, "GPT"),
-        ),
-        draw=bars(
-            {"paper": paper_goal, "ours": list(goal.values())}, tuple(goal), "time to the loss, over FasterMoE's"
-        ),
+    times, least = {gate: ms * STEPS[gate] for gate, ms in ours[""].items()}, TABLE_3["FasterMoE"][0]
+    series = {"paper": [hours / least for hours, _, _ in TABLE_3.values()]}
+    series["ours"] = [time / times["FasterMoE"] for time in times.values()]
+    claims = (
+        over("iteration, FastMoE over FasterMoE", 1.33, ("FastMoE", "FasterMoE")),
+        over("iteration, FasterMoE over the topology gate", 1.094, ("FasterMoE", "topology gate")),
+        claim("steps, GShard over top-2", 2.38, lambda changed: STEPS["GShard"]),
+        claim("steps, topology gate over top-2", 1.18, lambda changed: STEPS["topology gate"]),
+        over("time, GShard over the topology gate", 1.37, ("GShard", "topology gate"), 1.0, 2.38 / 1.18),
+        over("time, BASE over the topology gate", 2.19, ("BASE", "topology gate"), 1.0, 21.0 / 15.3),
     )
+    columns = ("gate", "paper: hours", "1,000 steps", "ms", "ours: ms", "steps over top-2", "time: paper", "ours")
+    rows = [
+        (gate, *map(float, cells), ours[""][gate], STEPS[gate], series["paper"][at], series["ours"][at])
+        for at, (gate, cells) in enumerate(TABLE_3.items())
+    ]
+    notes = (
+        "ms are not comparable because the text names no batch: ours has 1,024 tokens a device, BASE no assignment.",
+        "Steps are measured, the demo's to a held-out loss (docs/results.md); time is over FasterMoE's.",
+        *said(inputs, "GPT"),
+    )
+    title = "Gates: time, iterations to an LM loss of 4.0 and ms of an iteration of MoE-GPT (table 3, figure 14)"
+    label = "time to the loss, over FasterMoE's"
+    return Table(title, "modelled", columns, rows, claims, notes, lambda axes: bars(axes, list(TABLE_3), series, label))
 
 
 FIGURES = (figure_5, figure_10, figure_11, figure_12, figure_13, table_3)

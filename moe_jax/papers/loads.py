@@ -5,7 +5,8 @@ A name is one of
     top_1, top_2                    shipped: a run of this project without a balance loss (configs/trace)
     stationary, drifting, bursty    synthetic: Zipf popularity with exponent 1, by seed
     W0_balanced ... W7_burst        the imbalance workloads of Megatron-LM's issue 7488, restated for any size
-    a path                          a trace file or a run folder, as `moe_jax.replay` reads them
+    a path                          a trace file or a run folder, as `moe_jax.replay` reads them, or a folder of
+                                    FasterMoE's public dump (`read_dump`)
 
 Loads are int64 [n, L, S, E]: token-expert assignments from source s to expert e. Letters: docs/notation.md.
 """
@@ -13,6 +14,7 @@ Loads are int64 [n, L, S, E]: token-expert assignments from source s to expert e
 from __future__ import annotations
 
 import pathlib
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -115,11 +117,55 @@ def find_loads(name: str, seed: int = 0) -> LoadsTrace:
     path = TRACES / f"{name}.npz" if name in SHIPPED else pathlib.Path(name).expanduser()
     if not path.exists():
         raise UserError(f"--trace {name!r} is no file and no run folder; give one, or one of {', '.join(NAMES)}")
-    trace = read_loads(RunFolder(path, create=False).loads if path.is_dir() else path)
+    if (path / "0").is_dir():
+        trace = read_dump(path)
+    else:
+        trace = read_loads(RunFolder(path, create=False).loads if path.is_dir() else path)
     if len(trace.loads) < 2 or not trace.loads.size:
         raise UserError(f"--trace {name}: loads {list(trace.loads.shape)}; two samples at least are needed, to plan "
                         "one from the one before")  # fmt: skip
     return trace
+
+
+class _Arrays(pickle.Unpickler):
+    """Reads pickles of plain Python and numpy arrays; what names anything else is refused, and nothing of it runs."""
+
+    def find_class(self, module, name):
+        parts = ("multiarray", "_reconstruct"), ("numeric", "_frombuffer")
+        arrays = {(f"numpy.{core}.{file}", function) for core in ("core", "_core") for file, function in parts}
+        if (module, name) not in arrays | {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_dump(folder: pathlib.Path) -> LoadsTrace:
+    """Return the loads of FasterMoE's public dump: RANK/ITERATION.pkl, {(layer, iteration): experts [tokens, K]}.
+
+    Ranks have one expert each; -1 is a choice that was dropped. Source: gates.py and trace2lec.py of
+    github.com/laekov/fastermoe-ae, whose paper names the dump.
+
+    Raises:
+      UserError: a file that is no such pickle, or counts that are missing.
+    """
+    ranks = len([path for path in folder.iterdir() if path.name.isdigit()])
+    counts: dict[tuple[int, int, int], np.ndarray] = {}
+    for rank in range(ranks):
+        for path in sorted((folder / str(rank)).glob("*.pkl")):
+            try:
+                with path.open("rb") as file:
+                    choices = _Arrays(file).load().items()
+                for (layer, iteration), experts in choices:
+                    chosen = np.asarray(experts, np.int64)
+                    found = np.bincount(chosen[chosen >= 0] % ranks, minlength=ranks)
+                    counts[int(iteration), int(layer), rank] = found
+            except (pickle.UnpicklingError, OSError, EOFError, AttributeError, TypeError, ValueError) as error:
+                raise UserError(f"{path} is no pickle of FasterMoE's dump ({error}); give a folder of ranks") from error
+    samples, layers = (sorted({key[at] for key in counts}) for at in (0, 1))
+    if not counts or len(counts) != len(samples) * len(layers) * ranks:
+        whole = f"{len(samples)} iterations x {len(layers)} layers x {ranks} ranks"
+        raise UserError(f"{folder} is cut off: {len(counts)} counts of {whole}; unpack FasterMoE's dump again")
+    loads = [[[counts[sample, layer, rank] for rank in range(ranks)] for layer in layers] for sample in samples]
+    return LoadsTrace(np.array(loads), np.array(samples))
 
 
 def round_shares(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:

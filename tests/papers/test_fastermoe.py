@@ -1,0 +1,67 @@
+"""FasterMoE's tables: its formulas against numbers by hand, and its public dump."""
+
+import dataclasses
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.papers import fastermoe
+from moe_jax.papers.loads import find_loads
+from moe_jax.papers.table import Inputs
+
+SETTING = fastermoe.setting_of(Inputs(trace="W0_balanced", track=lambda items, label: items), "GPT-S")
+
+
+def test_seconds_are_those_of_the_paper_s_formulas():
+    """johnny and MoE-GPT-S: P 12.6 TFLOP/s, W 6.25 GB/s; 1,024 rows of 4 KB and two choices on each of 16 devices."""
+    token, row, expert = 4 * 1024 * 2048 / 12.6e12, 4096 / 6.25e9, 2 * 1024 * 2048 * 4 / 6.25e9
+    assert fastermoe.prices(SETTING) == pytest.approx((token, row, expert))
+    # a ring of 16: 15/16 of 16 experts, three times in stage 3, next to a shorter computation
+    assert fastermoe.zero_seconds(SETTING, 3) == pytest.approx(3 * 15 * expert)
+    assert fastermoe.zero_seconds(SETTING, 1) == pytest.approx(3 * 2048 * token + 2 * 15 * expert)
+    # 128 rows of every pair: 8 x 8 of them leave a node by its card; a shadow moves there and back
+    pairs = np.full((1, 1, 16, 16), 128)
+    experts, moved = fastermoe.in_turn(SETTING, pairs, expert)
+    assert experts.item() == pytest.approx(3 * 16 * 128 * token)
+    assert moved.item() == pytest.approx(4 * 64 * 128 * row + 2 * expert)
+
+
+def test_smart_schedule_exposes_its_first_and_last_transfer():
+    """Experts of a second for the rows of a pair of devices hide all but S_0 and S'_7; without any the links set it."""
+    slow, fast = (
+        dataclasses.replace(SETTING, cluster=dataclasses.replace(SETTING.cluster, flops=flops))
+        for flops in (4.0 * 1024 * 2048 * 128 * 2, 1e30)
+    )
+    pairs, shadows = np.full((1, 1, 16, 16), 128), np.full((1, 1), 0.5)
+    first, last = 128 * 4096 / 15.75e9, 4 * 128 * 4096 / 6.25e9  # one row's device away; one group of two out of a node
+    assert fastermoe.smart(slow, pairs).item() == pytest.approx(3 * 8 + 2 * (first + last), rel=1e-9)
+    assert fastermoe.smart(slow, pairs, shadows).item() == pytest.approx(3 * 8 + 2 * (first + last) + 1, rel=1e-9)
+    # out of a node step 1 and 7 send one group, 2 and 6 two, 3 and 5 three, 4 all four
+    out = (first + (1 + 2 + 3 + 4 + 3 + 2 + 1) * last) * 4
+    assert fastermoe.smart(fast, pairs).item() == pytest.approx(out, rel=1e-6)
+
+
+class Command:
+    def __reduce__(self):
+        return os.mkdir, ("run_by_a_pickle",)
+
+
+def test_public_dump(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for rank in range(4):
+        (tmp_path / "dump" / str(rank)).mkdir(parents=True)
+        choices = {(layer, it): np.array([[rank, layer], [-1, 3]]) for layer in range(2) for it in (499, 500)}
+        (tmp_path / "dump" / str(rank) / "500.pkl").write_bytes(pickle.dumps(choices))
+    trace = find_loads("dump")
+    assert trace.loads.shape == (2, 2, 4, 4) and trace.iterations.tolist() == [499, 500]
+    assert trace.loads[0, 1].tolist() == [[1, 1, 0, 1], [0, 2, 0, 1], [0, 1, 1, 1], [0, 1, 0, 2]]
+    (tmp_path / "dump" / "3" / "500.pkl").unlink()
+    with pytest.raises(UserError, match="cut off: 12 counts of 2 iterations x 2 layers x 4 ranks"):
+        find_loads("dump")
+    (tmp_path / "dump" / "3" / "500.pkl").write_bytes(pickle.dumps({(0, 499): Command()}))
+    with pytest.raises(UserError, match="mkdir"):
+        find_loads("dump")
+    assert not (tmp_path / "run_by_a_pickle").exists()
