@@ -305,9 +305,7 @@ def figure_10(inputs: Inputs) -> Table:
         ("FastMoE over ZeRO-3, most (text: better)", None, lambda at: at.over(3, "FastMoE")),
     ]
     names = [(name, TASKS[name][0]) for name in MODELS]
-    return table_of_bars(
-        inputs, "Speed-up over ZeRO stage 3, all stages by what they move (figure 10)", names, series, claims
-    )
+    return table_of_bars(inputs, "Speed-up over ZeRO stage 3 (figure 10)", names, series, claims)
 
 
 def figure_11(inputs: Inputs) -> Table:
@@ -328,9 +326,7 @@ def figure_11(inputs: Inputs) -> Table:
     by_layer = zip(*means, layers.gains_of_one().max(axis=0), strict=True)
     claims = (
         claim("experts shadowed, mean", 0.19, lambda at: layers_of(inputs, "BERT-Deep", at).shadowed.mean()),
-        claim(
-            "speed-up with one shadowed, most", 1.97, lambda at: layers_of(inputs, "BERT-Deep", at).gains_of_one().max()
-        ),
+        claim("speed-up of one, most", 1.97, lambda at: layers_of(inputs, "BERT-Deep", at).gains_of_one().max()),
     )
     columns = ("layer", "shadowed", "FastMoE, ms", "shadowing, ms", "speed-up, mean", "most with one (1: none)")
     rows, title = [(at, *map(float, row)) for at, row in enumerate(by_layer)], "Shadowing in MoE-BERT-Deep (figure 11)"
