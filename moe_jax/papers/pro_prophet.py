@@ -15,7 +15,7 @@ the cluster files; the experiment `FLOAT32` is PyTorch's default.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -44,8 +44,10 @@ TABLE_1 = {"S": (29.9, 6.8, 11.6, 11.5), "M": (29.2, 3.2, 12.5, 12.5), "L": (34.
            "DS": (33.8, 6.1, 13.8, 13.9), "DM": (37.1, 6.1, 16.1, 14.9)}  # fmt: skip
 FLOAT32 = "float32, PyTorch's default where a paper names none"
 FLOAT32_FLOPS = {"NVIDIA RTX 3090": 35.6e12, "NVIDIA RTX 2080 Ti": 13.4e12}  # GA102 and Turing whitepapers, peaks
+SEEN = "plans from the iteration's own loads: the paper plans from the one before, the shipped traces from ten before"
 PLANNER = System(planner="pro_prophet", knobs=(("scheduler", False),))
 SCHEDULER = dataclasses.replace(PLANNER, hiding="pro_prophet")
+OWN_LOADS = dataclasses.replace(PRO_PROPHET, planner="pro_prophet_after_gate")
 TOP_2, TOP_3 = (System(planner="topk_all", knobs=(("top_k", count), ("bounded", False))) for count in (2, 3))
 
 
@@ -65,21 +67,27 @@ def in_float32(row: Setting) -> Setting:
     )
 
 
-def steps_of(row: Setting) -> tuple[Step, Step, Step]:
+def steps_of(row: Setting, ours: System = PRO_PROPHET) -> tuple[Step, Step, Step]:
     """Return a step of DeepSpeed-MoE, FasterMoE and Pro-Prophet."""
     shadowing = fastermoe(row.cluster.devices_per_node, row.devices)
-    return run(DEEPSPEED, row), run(shadowing, row), run(PRO_PROPHET, row)
+    return run(DEEPSPEED, row), run(shadowing, row), run(ours, row)
 
 
-def seconds_of(row: Setting) -> np.ndarray:
-    """Return mean seconds of an iteration of the three systems."""
-    return np.array([step.iterations.mean() for step in steps_of(row)])
+def variants(row: Setting, measure: Callable[[tuple[Step, Step, Step]], np.ndarray]) -> list[np.ndarray]:
+    """Return what `measure` makes of a row's steps: as it is, in float32, and planned from its own loads."""
+    return [measure(steps_of(row)), measure(steps_of(in_float32(row))), measure(steps_of(row, OWN_LOADS))]
 
 
-def _claim(name: str, paper: tuple[float, float], ours: Sequence[float], wide: Sequence[float]) -> Claim:
-    """Return a claim of a figure that has one value or several, with the experiment in float32."""
-    ends = (float(min(ours)), float(max(ours)))
-    return Claim(name, paper, ends, (Experiment(FLOAT32, (float(min(wide)), float(max(wide)))),))
+def over_deepspeed(steps: tuple[Step, Step, Step]) -> np.ndarray:
+    """Return [3]: FasterMoE and Pro-Prophet over DeepSpeed-MoE, and Pro-Prophet over the better of the two."""
+    plain, shadowed, ours = (step.iterations.mean() for step in steps)
+    return np.array([plain / shadowed, plain / ours, min(plain, shadowed) / ours])
+
+
+def _claim(name: str, paper: tuple[float, float], ours, wide, seen) -> Claim:
+    """Return a claim of figures with one value or several; `wide` and `seen` are of the experiments."""
+    ends = [(float(np.min(values)), float(np.max(values))) for values in (ours, wide, seen)]
+    return Claim(name, paper, ends[0], (Experiment(FLOAT32, ends[1]), Experiment(SEEN, ends[2])))
 
 
 def _speedups(name: str, paper: dict, inputs: Inputs, cluster: str, **sizes) -> Table:
@@ -87,14 +95,12 @@ def _speedups(name: str, paper: dict, inputs: Inputs, cluster: str, **sizes) -> 
     rows, claims, note = [], [], ""
     for top_k, model in inputs.track([(k, model) for k in paper for model in paper[k]], name):
         row = setting(inputs, cluster, model, top_k, **sizes)
-        note = row.fitted()[1]
-        ours, wide = seconds_of(row), seconds_of(in_float32(row))
-        ours, wide = ours[0] / ours[1:], wide[0] / wide[1:]
-        rows.append((top_k, MODELS[model].name, *paper[top_k][model], *map(float, ours), *map(float, wide)))
-        for system, its, own, other in zip(("FasterMoE", "Pro-Prophet"), paper[top_k][model], ours, wide, strict=True):
-            claims.append(_claim(f"{system}, {model}, K = {top_k}", (its, its), [own], [other]))
+        note, found = row.fitted()[1], variants(row, over_deepspeed)
+        rows.append((top_k, MODELS[model].name, *paper[top_k][model], *(float(x) for own in found for x in own[:2])))
+        for at, (system, its) in enumerate(zip(("FasterMoE", "Pro-Prophet"), paper[top_k][model], strict=True)):
+            claims.append(_claim(f"{system}, {model}, K = {top_k}", (its, its), *(own[at] for own in found)))
     columns = ("K", "model", "FasterMoE, paper", "Pro-Prophet, paper", "FasterMoE", "Pro-Prophet",
-               "FasterMoE, float32", "Pro-Prophet, float32")  # fmt: skip
+               "FasterMoE, float32", "Pro-Prophet, float32", "FasterMoE again", "Pro-Prophet, own loads")  # fmt: skip
     return Table(name, "simulated", columns, rows, tuple(claims), (note,), _bars([row[1] for row in rows], rows))
 
 
@@ -114,69 +120,65 @@ def _bars(labels: Sequence[str], rows: Sequence[tuple]):
 
 def table_1(inputs: Inputs) -> Table:
     """Return the share of FasterMoE's step that placing and reducing take; its search is this host's, not modelled."""
+
+    def shares(steps):
+        step = steps[1]
+        whole = step.layers.mean() + step.attention
+        return np.array([100 * step.parts[part].mean() / whole for part in ("place", "reduce")])
+
     rows, claims = [], []
     for model in inputs.track(SIZES, "table_1"):
-        row = setting(inputs, "hpwnv", model, 1)
-        found = []
-        for own in (row, in_float32(row)):
-            step = steps_of(own)[1]
-            whole = float(step.layers.mean() + step.attention)
-            found.append([100 * float(step.parts[part].mean()) / whole for part in ("place", "reduce")])
-        (place, reduce), wide = found
-        _, _, *paper = TABLE_1[model]
-        rows.append((MODELS[model].name, *paper, place, reduce, *wide))
-        for part, its, own, other in zip(("place", "reduce"), paper, (place, reduce), wide, strict=True):
-            claims.append(_claim(f"{part}, {model}, %", (its, its), [own], [other]))
-    columns = ("model", "place, paper", "reduce, paper", "place, %", "reduce, %", "place, float32", "reduce, float32")
+        found, (_, _, *paper) = variants(setting(inputs, "hpwnv", model, 1), shares), TABLE_1[model]
+        rows.append((MODELS[model].name, *paper, *map(float, found[0])))
+        for at, (part, its) in enumerate(zip(("place", "reduce"), paper, strict=True)):
+            claims.append(_claim(f"{part}, {model}, %", (its, its), *(own[at] for own in found)))
+    columns = ("model", "place, paper", "reduce, paper", "place, %", "reduce, %")
     notes = ("Search takes 2.6% to 6.8% there; here it runs on the host and is no modelled figure.",)
     return Table("Table I, balancing's share of a step", "simulated", columns, rows, tuple(claims), notes)
 
 
 def figure_10(inputs: Inputs) -> Table:
-    """Return both systems over DeepSpeed-MoE on HPWNV nodes, and Pro-Prophet over FasterMoE."""
+    """Return both systems over DeepSpeed-MoE on HPWNV nodes, and Pro-Prophet over the better of the two."""
     over_best = {(4, 1): (1.01, 1.23), (8, 1): (1.08, 1.31), (4, 2): (1.14, 1.48), (8, 2): (1.05, 1.31)}  # captions
-    over_deepspeed = {1: (1.47, 2.66), 2: (1.36, 2.37)}
-    rows = []
-    for nodes, top_k, model in inputs.track([(*case, m) for case in over_best for m in SIZES], "figure_10"):
-        row = setting(inputs, "hpwnv", model, top_k, nodes, 4096 * nodes)
-        ours, wide = seconds_of(row), seconds_of(in_float32(row))
-        figures = [float(own) for one in (ours, wide) for own in (*one[0] / one[1:], min(one[:2]) / one[2])]
-        rows.append((top_k, MODELS[model].name, nodes, figures[2], *figures[:2], *figures[3:]))
+    over_plain = {1: (1.47, 2.66), 2: (1.36, 2.37)}
+    found = {
+        (nodes, top_k, model): variants(setting(inputs, "hpwnv", model, top_k, nodes, 4096 * nodes), over_deepspeed)
+        for nodes, top_k, model in inputs.track([(*case, m) for case in over_best for m in SIZES], "figure_10")
+    }
+    rows = [(k, MODELS[model].name, nodes, float(own[2]), float(own[0]), float(own[1]))
+            for (nodes, k, model), (own, *_) in found.items()]  # fmt: skip
     claims = []
-    for (nodes, top_k), paper in over_best.items():
-        own = [row for row in rows if row[0] == top_k and row[2] == nodes]
-        name = f"over the best baseline, {nodes} nodes, K = {top_k}"
-        claims.append(_claim(name, paper, [row[3] for row in own], [row[8] for row in own]))
-    for top_k, paper in over_deepspeed.items():
-        own = [row for row in rows if row[0] == top_k]
-        claims.append(_claim(f"over DeepSpeed-MoE, K = {top_k}", paper, [r[5] for r in own], [r[7] for r in own]))
+    for case, paper in over_best.items():
+        values = np.array([own for key, own in found.items() if key[:2] == case])[:, :, 2]
+        claims.append(_claim(f"over the best baseline, {case[0]} nodes, K = {case[1]}", paper, *values.T))
+    for top_k, paper in over_plain.items():
+        values = np.array([own for key, own in found.items() if key[1] == top_k])[:, :, 1]
+        claims.append(_claim(f"over DeepSpeed-MoE, K = {top_k}", paper, *values.T))
     columns = ("K", "model", "nodes", "Pro-Prophet over the best", "FasterMoE over DeepSpeed-MoE",
-               "Pro-Prophet over DeepSpeed-MoE", "FasterMoE, float32", "Pro-Prophet, float32",
-               "over the best, float32")  # fmt: skip
+               "Pro-Prophet over DeepSpeed-MoE")  # fmt: skip
     title = "Figure 10, end to end on HPWNV nodes"
     return Table(title, "simulated", columns, rows, tuple(claims), (), _bars([f"{r[1]}, {r[2]}" for r in rows], rows))
 
 
-def _layers(row: Setting) -> np.ndarray:
+def _by_layer(steps: tuple[Step, Step, Step]) -> np.ndarray:
     """Return [L, 3]: FasterMoE and Pro-Prophet over DeepSpeed-MoE, and Pro-Prophet over FasterMoE, layer by layer."""
-    base, shadowed, ours = (step.layers.mean(axis=0) for step in steps_of(row))
-    return np.stack([base / shadowed, base / ours, shadowed / ours], axis=1)
+    plain, shadowed, ours = (step.layers.mean(axis=0) for step in steps)
+    return np.stack([plain / shadowed, plain / ours, shadowed / ours], axis=1)
 
 
 def figure_11(inputs: Inputs) -> Table:
     """Return speed-ups of MoE-GPT-M's layers over DeepSpeed-MoE and over FasterMoE."""
-    found = {top_k: [_layers(own) for own in (row, in_float32(row))]
-             for top_k in inputs.track((1, 2), "figure_11")
-             for row in [setting(inputs, "hpwnv", "M", top_k)]}  # fmt: skip
-    rows = [(k, layer, *map(float, line)) for k, (own, _) in found.items() for layer, line in enumerate(own)]
-    narrow, wide = (np.concatenate([pair[at] for pair in found.values()]) for at in (0, 1))
+    found = {top_k: variants(setting(inputs, "hpwnv", "M", top_k), _by_layer)
+             for top_k in inputs.track((1, 2), "figure_11")}  # fmt: skip
+    rows = [(k, layer, *map(float, line)) for k, (own, *_) in found.items() for layer, line in enumerate(own)]
+    values = [np.concatenate(own) for own in zip(*found.values(), strict=True)]
     claims = tuple(
-        _claim(name, paper, narrow[:, at], wide[:, at])
+        _claim(name, paper, *(own[:, at] for own in values))
         for name, at, paper in (("over DeepSpeed-MoE", 1, (1.60, 2.25)), ("over FasterMoE", 2, (1.09, 1.49)))
     )
 
     def draw(axes):
-        for top_k, (own, _) in found.items():
+        for top_k, (own, *_) in found.items():
             for at, name in enumerate(("FasterMoE", "Pro-Prophet")):
                 axes.plot(own[:, at], "o-", label=f"{name}, K = {top_k}")
         axes.set(xlabel="layer", ylabel="speed-up over DeepSpeed-MoE")
@@ -190,18 +192,17 @@ def figure_11(inputs: Inputs) -> Table:
 def figure_12(inputs: Inputs) -> Table:
     """Return milliseconds of each sample's iteration of MoE-GPT-M, K = 1."""
     row = setting(inputs, "hpwnv", "M", 1)
-    times, wide = ([1e3 * step.iterations for step in steps_of(own)] for own in (row, in_float32(row)))
-    rows = [(sample, *map(float, values)) for sample, values in enumerate(zip(*times, strict=True), 1)]
-    means = [[(one[1] / one[2]).mean()] for one in (times, wide)]
+    found = variants(row, lambda steps: np.stack([1e3 * step.iterations for step in steps]))
+    rows = [(sample, *map(float, values)) for sample, values in enumerate(found[0].T, 1)]
 
     def draw(axes):
-        for values, name in zip(times, ("DeepSpeed-MoE", "FasterMoE", "Pro-Prophet"), strict=True):
+        for values, name in zip(found[0], ("DeepSpeed-MoE", "FasterMoE", "Pro-Prophet"), strict=True):
             axes.plot(values, label=name)
         axes.set(xlabel="sample", ylabel="ms of an iteration")
         axes.legend()
 
     columns = ("sample", "DeepSpeed-MoE, ms", "FasterMoE, ms", "Pro-Prophet, ms")
-    claims = (_claim("over FasterMoE, mean", (1.34, 1.34), *means),)
+    claims = (_claim("over FasterMoE, mean", (1.34, 1.34), *((own[1] / own[2]).mean() for own in found)),)
     return Table("Figure 12, iteration by iteration, MoE-GPT-M, K = 1", "simulated", columns, rows, claims, (), draw)
 
 
@@ -228,18 +229,19 @@ def figure_13(inputs: Inputs) -> Table:
 def figure_14(inputs: Inputs) -> Table:
     """Return what planner, scheduler and the planner that knows the scheduler add, each over the one before it."""
     paper = {1: (1.26, 1.14, 1.03), 2: (1.12, 1.01, 1.02)}
+    stages = (DEEPSPEED, PLANNER, SCHEDULER, PRO_PROPHET)
+    seen = (DEEPSPEED, *(dataclasses.replace(system, planner="pro_prophet_after_gate") for system in stages[1:]))
     rows, claims = [], []
     for top_k in inputs.track((1, 2), "figure_14"):
         row, gains = setting(inputs, "hpwnv", "M", top_k), []
-        for own in (row, in_float32(row)):
-            times = [run(system, own).iterations.mean() for system in (DEEPSPEED, PLANNER, SCHEDULER, PRO_PROPHET)]
-            gains.append([float(before / after) for before, after in zip(times, times[1:], strict=False)])
-        rows.append((top_k, *gains[0], *gains[1]))
-        for name, its, own, wide in zip(("planner", "scheduler", "full"), paper[top_k], *gains, strict=True):
-            claims.append(_claim(f"{name}, K = {top_k}", (its, its), [own], [wide]))
-    columns = ("K", "planner", "scheduler", "full", "planner, float32", "scheduler, float32", "full, float32")
+        for systems, own in ((stages, row), (stages, in_float32(row)), (seen, row)):
+            times = np.array([run(system, own).iterations.mean() for system in systems])
+            gains.append(times[:-1] / times[1:])
+        rows.append((top_k, *map(float, gains[0])))
+        for at, (name, its) in enumerate(zip(("planner", "scheduler", "full"), paper[top_k], strict=True)):
+            claims.append(_claim(f"{name}, K = {top_k}", (its, its), *(own[at] for own in gains)))
     title = "Figure 14, components, each over the one before it, MoE-GPT-M"
-    return Table(title, "simulated", columns, rows, tuple(claims))
+    return Table(title, "simulated", ("K", "planner", "scheduler", "full"), rows, tuple(claims))
 
 
 def figure_15(inputs: Inputs) -> Table:
