@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -176,23 +175,6 @@ def test_original_accounting_moves_state_for_standing_replicas():
     assert flex["replicas_per_layer"] > 0 and flex["original_optimizer_bytes_per_device"] > 0
     assert shadow["original_optimizer_bytes_per_device"] == 0
     assert shadow["original_bytes_per_layer"] == pytest.approx(shadow["bytes_moved"] / 2, rel=1e-4)  # two layers a step
-
-
-def test_ablations_run_the_papers_tokens(tmp_path):
-    """16,384 tokens of an iteration on 16 devices, and Hecate's sequences of 2,048, whatever the trace has."""
-    save_trace(tmp_path / "loads.npz", make_trace(samples=2))
-    code = f"""
-from absl import flags
-import ablations
-from moe_jax.observe.loads import read_loads
-flags.FLAGS(["ablations", "--trace=x", "--devices_per_node=2"])
-for system in ("pro_prophet", "hecate"):
-    trace, _, _ = ablations.setting(read_loads({str(tmp_path / "loads.npz")!r}), system)
-    print(trace.loads.sum(axis=(2, 3)).mean() / 4 / 2)
-"""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts/bench'}"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert [float(line) for line in done.stdout.split()] == pytest.approx([16384 / 16, 2048], rel=0.01)
 
 
 def test_replay_imports_neither_jax_nor_heavy_packages():
