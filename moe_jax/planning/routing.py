@@ -210,7 +210,7 @@ def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
     near = np.add.reduceat(near, start)
     own = np.arange(per_node) == (place[start] % per_node)[:, None]
     # bounds: of a share, or of one of so many holders in turn
-    most = whole(loads.max(axis=1))
+    most = whole(loads.max(axis=1)).astype(np.int64)  # times a share it passes 32 bits
     bound = np.where((lists.node_count == 0).any(axis=2), np.ceil(most / lists.count), 0)[at]
     home_rule = np.array([name == "home" for name in placement.rule])[at[0]]
     bound = np.where(home_rule, most[at] * (device == placement.home[at]), bound)
