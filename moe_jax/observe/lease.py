@@ -1,7 +1,8 @@
 """The lease of a run folder: one job at a time writes there, also where several hosts share the file system.
 
 Inputs: a run folder. Outputs: `lease/00000007.json` in it, which says who holds epoch 7, and whose count rises while
-that job lives. A job takes the folder by making the file of the next epoch, and who finds a higher one has lost it.
+that job lives. A job takes the folder by making the file of the next epoch; who finds a higher one, or another's record
+in its own file (the folder was deleted and begun anew), has lost it.
 """
 
 # No lock of the file system is used, which a network may not have, and no two clocks are compared: the holder counts,
@@ -14,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -49,6 +51,7 @@ class Lease:
             "process": os.getpid(),
             "started": _started(os.getpid()),
             "beats": 0,
+            "id": secrets.token_hex(8),
         }
 
     def __enter__(self) -> Lease:
@@ -57,16 +60,17 @@ class Lease:
             self._folder.mkdir(exist_ok=True)
             before = self._newest()
             self._wait_for_end(before)
+            self._folder.mkdir(exist_ok=True)  # who had it may have removed it
             self.epoch = before + 1
             try:
                 open(self._path(self.epoch), "x").close()
             except FileExistsError:
                 raise UserError(self._taken(self.epoch)) from None
             self._write()
-            if self._newest() > self.epoch:  # this process was slow, and others have come and gone
-                raise UserError(self._taken(self._newest()))
-            for path in self._folder.iterdir():
-                if path != self._path(self.epoch):
+            if later := self._lost_to():  # this process was slow, and others have come and gone
+                raise UserError(self._taken(later))
+            for path in self._folder.glob("*.json"):
+                if path.stem.isdecimal() and int(path.stem) < self.epoch:
                     path.unlink(missing_ok=True)
         self._beat.start()
         return self
@@ -76,6 +80,8 @@ class Lease:
         self._beat.join()
         self._record["released"] = True
         with contextlib.suppress(OSError):
+            if self._lost_to():
+                return
             if self._run.operative_config.exists():
                 self._write()
             else:  # nothing began
@@ -91,7 +97,7 @@ class Lease:
         while time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 4)
             now = self._read(epoch)
-            if _has_ended(now):
+            if _has_ended(now) or not self._path(epoch).exists():
                 return
             if now.get("beats", -1) > seen.get("beats", -1) or self._newest() > epoch:
                 raise UserError(self._taken(self._newest()))
@@ -99,13 +105,20 @@ class Lease:
     def _keep(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             try:
-                if (newest := self._newest()) > self.epoch:
-                    self._on_lost(UserError(self._taken(newest)))
+                if later := self._lost_to():
+                    self._on_lost(UserError(self._taken(later)))
                     return
                 self._record["beats"] += 1
                 self._write()
             except OSError:  # a disk that does not answer now; if that lasts, others take the folder
                 pass
+
+    def _lost_to(self) -> int:
+        """Return the epoch of another job that has the folder now, 0 while this one has it."""
+        newest, held = self._newest(), self._read(self.epoch)
+        if newest > self.epoch:
+            return newest
+        return self.epoch if held and held.get("id") != self._record["id"] else 0
 
     def _path(self, epoch: int) -> Path:
         return self._folder / f"{epoch:08d}.json"

@@ -325,6 +325,43 @@ def test_a_job_that_slept_finds_that_it_lost_the_folder(quick, tmp_path):
     assert json.loads((folder.lease / "00000002.json").read_text())["host"] == "far"
 
 
+def test_a_folder_that_was_deleted_and_begun_anew_is_the_new_jobs(quick, tmp_path):
+    """Both have epoch 1: the one before must not write into the other's file."""
+    folder, lost, told = RunFolder(tmp_path), [], threading.Event()
+    with Lease(folder, lambda error: (lost.append(error), told.set())):
+        shutil.rmtree(folder.lease)
+        folder.lease.mkdir()
+        other = json.dumps({"host": "far", "process": 5, "beats": 0})
+        (folder.lease / "00000001.json").write_text(other)
+        assert told.wait(5) and "held by another job (process 5 on far, epoch 1)" in str(lost[0])
+    assert (folder.lease / "00000001.json").read_text() == other
+
+
+def test_a_job_that_was_slow_to_take_a_folder_leaves_a_later_job_its_file(quick, tmp_path, monkeypatch):
+    folder, later, told, newest = RunFolder(tmp_path), tmp_path / "lease" / "00000002.json", threading.Event(), []
+
+    def slow(self, look=Lease._newest):
+        newest.append(look(self))
+        if len(newest) == 2:  # it has looked, and falls asleep
+            later.write_text('{"host": "far", "process": 5, "beats": 0}')
+        return newest[-1]
+
+    monkeypatch.setattr(Lease, "_newest", slow)
+    with Lease(folder, lambda _: told.set()):
+        assert told.wait(5)
+    assert later.exists()
+
+
+def test_a_folder_that_is_given_back_while_another_job_looks_is_taken(quick, tmp_path):
+    """The other found nothing to do, and removes its lease as it ends."""
+    folder = RunFolder(tmp_path)
+    folder.lease.mkdir()
+    (folder.lease / "00000001.json").write_text('{"host": "far", "process": 5, "beats": 0}')
+    leaving = threading.Timer(0.2, shutil.rmtree, (folder.lease,))
+    leaving.start()
+    assert seconds_to_take(folder, 2) < lease.STALE_SECONDS
+
+
 def wait_until(is_so, process, seconds=180):
     end = time.monotonic() + seconds
     while not is_so():
