@@ -54,7 +54,7 @@ from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
-from moe_jax.observe.run_folder import RunFolder
+from moe_jax.observe.run_folder import RunFolder, disk_errors_named
 from moe_jax.training.bank_order import Homes, from_file, home_of, stored_as, to_file
 
 FORMAT, UNCHECKED_FORMAT = "moe_jax checkpoint 2", "moe_jax checkpoint 1"  # the older one has no CRC, and is still read
@@ -63,7 +63,9 @@ _WRITE_SECONDS = 1200
 _START_SECONDS = 300
 _BATCH_BYTES = 64 * 2**20
 _CACHE_BYTES = 2**26
-_PASSING_ERRORS = re.compile("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED")
+_PASSING_ERRORS = re.compile("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED|ABORTED")
+_DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)  # other errors of the system may pass
+_UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system that cannot do it
 _log = logging.getLogger(__name__)
 Index = tuple[int | slice, ...]  # of a part of a leaf: a number keeps one row of that dim, slice(None) all of it
 
@@ -105,6 +107,11 @@ class Checkpointer:
             return sorted(int(name) for name in os.listdir(self.folder) if re.fullmatch(r"[0-9]{8,}", name))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise UserError(
+                f"cannot read {self.folder} ({error.strerror}); see that this user may read it and that its disk "
+                "answers, then give the same command again"
+            ) from error
 
     def latest(self, below: int | None = None) -> int | None:
         """Return the step of the newest finished checkpoint, None without any; process 0 decides for all.
@@ -301,7 +308,8 @@ class Checkpointer:
         """Give a finished checkpoint a name that does not count, in one move, and return its path."""
         path = self._path(step).with_name(self._path(step).name + suffix)
         shutil.rmtree(path, ignore_errors=True)
-        os.replace(self._path(step), path)
+        with disk_errors_named(path):
+            os.replace(self._path(step), path)
         return path
 
     @functools.cached_property
@@ -413,7 +421,7 @@ class Checkpointer:
                     f"{self.folder} has no finished checkpoint of step {step}, only {self.steps()}"
                 ) from error
             line = _first_line(error)
-            if isinstance(error, PermissionError) or _PASSING_ERRORS.match(line):
+            if isinstance(error, OSError) and error.errno not in _DAMAGE or _PASSING_ERRORS.match(line):
                 raise UserError(
                     f"cannot read checkpoint {self._path(step)} ({line}); see that this user may read it and that its "
                     "disk answers, then give the same command again"
@@ -429,7 +437,7 @@ def _sync(folder: Path) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that cannot do it
+            if error.errno not in _UNSYNCED:
                 raise
         finally:
             os.close(descriptor)
@@ -451,8 +459,13 @@ def _crc(record: dict) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _checked_array(global_shape, chunk_shape, _use_compression) -> dict:
+_orbax_array = tensorstore_utils._build_zarr3_metadata
+
+
+def _checked_array(global_shape, chunk_shape, use_compression) -> dict:
     """Return what the file says of an array: which chunks it has, and that a CRC-32C ends each."""
+    if use_compression:  # none of ours: what else this process saves stays as orbax has it
+        return _orbax_array(global_shape, chunk_shape, use_compression)
     return {
         "shape": global_shape,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},

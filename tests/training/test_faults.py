@@ -1,5 +1,6 @@
 """What a run does with a folder that something else has damaged, renamed or taken."""
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import tensorstore_utils
 from support.tiny_run import assert_same_run, command, finish, finish_pair, run_here, start, start_pair
 
 from moe_jax.errors import NonFiniteError, UserError
@@ -162,6 +164,57 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_an_older_one_goes(saved, tmp_
     synced = done[: done.index(f"renamed {tmp_path}/checkpoints/00000001")]
     paths = [new, *new.rglob("*"), new.parent, tmp_path]
     assert set(map(str, paths)) <= set(synced) and synced.index(str(new)) < synced.index(str(new.parent))
+
+
+@pytest.mark.parametrize("code", ["EMFILE", "ESTALE", "ETIMEDOUT"])
+def test_a_disk_that_does_not_answer_now_is_no_damage(saved, monkeypatch, caplog, code):
+    folder, _ = saved
+
+    def fails(*_arguments, **_names):
+        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+    checkpointer = Checkpointer(folder, keep=3)
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.read_text", fails)
+        with pytest.raises(UserError, match="cannot read checkpoint .*00000002 .* see that this user may read it"):
+            checkpointer.latest()
+        patched.setattr("os.listdir", fails)  # no file can be opened any more
+        with pytest.raises(UserError, match=f"cannot read {folder} "):
+            checkpointer.latest()
+    assert not caplog.records and checkpointer.latest() == 2
+
+
+def test_a_disk_without_sync_of_folders_or_renames_ends_no_save_by_a_traceback(saved, tmp_path, monkeypatch):
+    """Some file systems of networks sync no folder; in a folder of somebody else nothing is renamed."""
+    source, state = saved
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+
+    def fails(code):
+        def call(*_arguments, **_names):
+            raise OSError(code, os.strerror(code))
+
+        return call
+
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    monkeypatch.setattr(os, "fsync", fails(errno.ENOTSUP))
+    checkpointer.save(3, state, {}, {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [2, 3]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fails(errno.EPERM))
+        for rename in (
+            lambda: checkpointer.set_aside(2),
+            lambda: (checkpointer.save(4, state, {}, {}), checkpointer.close()),
+        ):
+            with pytest.raises(UserError, match="cannot write .* that you may write to"):
+                rename()
+    assert checkpointer.steps() == [2, 3, 4]
+
+
+def test_other_programs_arrays_are_written_as_they_ask():
+    """What orbax is told to write is changed for the whole process, a user's notebook too."""
+    assert "zstd" in json.dumps(tensorstore_utils._build_zarr3_metadata((8,), (8,), True))
+    assert "zstd" not in json.dumps(tensorstore_utils._build_zarr3_metadata((8,), (8,), False))
 
 
 # A whole run, and copies of its folder.
