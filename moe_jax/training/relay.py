@@ -29,6 +29,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
+from moe_jax.errors import UserError
 from moe_jax.training.job_secret import seal, unseal
 from moe_jax.training.rendezvous import HELLO_SECONDS, MAX_HELLO_BYTES, Place, most_strangers, note_stranger
 
@@ -51,15 +52,24 @@ class Relay:
     """
 
     def __init__(self, place: Place, listeners: Sequence[socket.socket] = ()):
-        """Open the ports; `listeners`: of process 0's rendezvous, which go on listening."""
+        """Open the ports; `listeners`: of process 0's rendezvous, which go on listening.
+
+        UserError: there is no folder for the service's socket.
+        """
         self._place, self._folder = place, ""
         self._strangers: list[str] = []
         self._unverified: dict[asyncio.StreamWriter, None] = {}  # connections without a handshake, oldest first
         if place.index == 0:
-            usual = tempfile.gettempdir()  # gRPC reads a % in a path, and the kernel takes 107 bytes
-            usual = usual if re.fullmatch(r"[\w/.-]{1,80}", usual) else "/tmp"
-            _sweep(usual)
-            self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=usual)
+            try:
+                usual = tempfile.gettempdir()  # gRPC reads a % in a path, and the kernel takes 107 bytes
+                usual = usual if re.fullmatch(r"[\w/.-]{1,80}", usual) else "/tmp"
+                _sweep(usual)
+                self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=usual)
+            except OSError as error:
+                raise UserError(
+                    f"process 0 needs a folder for jax's socket and has none ({error.strerror or error}); set TMPDIR "
+                    "to a short path that can be written"
+                ) from error
         self._path = f"{self._folder}/service"
         self.service_address = f"unix:{self._path}" if self._folder else None
         local = socket.create_server(("127.0.0.1", 0))
@@ -145,6 +155,7 @@ def _sweep(folder: str) -> None:
     """Remove what processes left there that were killed: sockets that nobody listens at."""
     for left in glob.glob(f"{folder}/{_PREFIX}*/service"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # a full queue would be waited for, and others can leave sockets there
             try:
                 probe.connect(left)
             except ConnectionRefusedError:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from moe_jax.errors import UserError
 from moe_jax.training import relay as relay_module
 from moe_jax.training.job_secret import seal
 from moe_jax.training.relay import Relay
@@ -138,3 +139,24 @@ def test_the_connection_outlives_process_0_for_a_while(port):
         relay = Relay(place(1, gone.getsockname()[1]))
     with pytest.raises(TimeoutError):  # neither bytes nor an end
         asks(relay.address, seconds=1.0)
+
+
+def test_a_socket_that_takes_no_connection_holds_up_no_start():
+    """Whoever may write to the temporary directory can leave one there, with the name of ours."""
+    with tempfile.TemporaryDirectory() as usual, socket.socket(socket.AF_UNIX) as full:
+        path = f"{usual}/moe_jax_relay_x/service"
+        os.mkdir(os.path.dirname(path))
+        full.bind(path)
+        full.listen(0)
+        with socket.socket(socket.AF_UNIX) as waiting:
+            waiting.connect(path)
+            sweep = threading.Thread(target=relay_module._sweep, args=(usual,), daemon=True)
+            sweep.start()
+            sweep.join(5)
+            assert not sweep.is_alive() and os.path.exists(path)
+
+
+def test_no_room_for_the_socket_is_one_line(monkeypatch):
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: open("/dev/null/no"))
+    with pytest.raises(UserError, match="process 0 needs a folder for jax's socket .*Not a directory.*; set TMPDIR"):
+        Relay(place(0, 1))
