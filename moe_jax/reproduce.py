@@ -85,7 +85,11 @@ def track(items: Iterable, label: str) -> Iterable:
 def command(argv: list[str]) -> None:
     """Carry out the command line."""
     parse_flags(argv, "moe_jax.reproduce", "paper")
-    reproduce()
+    try:
+        reproduce()
+    except OSError as error:
+        named = error.filename or FLAGS.out
+        raise UserError(f"cannot read or write {named} ({error.strerror or error}); give another --out") from error
 
 
 if __name__ == "__main__":
