@@ -32,7 +32,7 @@ from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.stepper import Stepper
 from moe_jax.training.teacher import settle_teacher
 
-RESTORE_SECONDS = 1800.0  # from the first process that has read a checkpoint to the last
+RESTORE_SECONDS = 1800.0  # from the first process that has read a checkpoint, or its text, to the last
 
 
 def say(hosts: Hosts, text: str):
@@ -192,7 +192,8 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
             say(hosts, f"{size} devices a node ({hosts.process_count} processes on {machines} host(s))")
     session = build_session(config, devices)
     meta = session.feed.cache.meta
-    held = hosts.gather_text("corpus", f"{meta.tokens} tokens in {meta.documents} documents, hash {meta.content}")
+    text = f"{meta.tokens} tokens in {meta.documents} documents, hash {meta.content}"
+    held = hosts.gather_text("corpus", text, RESTORE_SECONDS)  # a host may read a large cache from a cold disk
     for index, text in enumerate(held):
         if text != held[0]:
             raise UserError(
