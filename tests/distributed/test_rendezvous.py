@@ -55,6 +55,8 @@ class Meeting:
                 self.opened.append(socket.create_connection(("127.0.0.1", self.port)))
                 return self.opened[-1]
             except ConnectionRefusedError:
+                if self.gathering.done():  # nobody listens any more
+                    raise
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from support.commands import run_command_here
 
-from moe_jax import reproduce
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
@@ -106,13 +106,13 @@ def test_bad_input_is_one_line(arguments, message, tmp_path, monkeypatch):
     np.savez("odd.npz", loads=np.ones((3, 2, 5, 5), np.int32), iterations=np.arange(3))
     (tmp_path / "cut.npz").write_bytes((tmp_path / "odd.npz").read_bytes()[:200])
     with pytest.raises(UserError, match=message) as error:
-        reproduce.command(["reproduce", *arguments])
+        run_command_here("reproduce", *arguments)
     assert "\n" not in str(error.value)
 
 
 def test_a_table_is_printed_and_written(tmp_path, capsys):
     arguments = ["--paper=pro_prophet", "--table=figure_12", "--trace=stationary", f"--out={tmp_path}"]
-    reproduce.command(["reproduce", *arguments])
+    run_command_here("reproduce", *arguments)
     printed = capsys.readouterr().out
     assert "Figure 12" in printed and "over FasterMoE, mean" in printed and "1.34" in printed
     names = {path.name for path in tmp_path.iterdir()}
