@@ -19,7 +19,7 @@ import scipy.stats
 from moe_jax.cluster import read_cluster
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads, round_shares
-from moe_jax.papers.systems import DEEPSPEED, Model, Setting, Step, System, cost_of, fastermoe, run
+from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, Model, Setting, Step, System, cost_of, run
 from moe_jax.papers.table import UNEXPLAINED, Claim, Experiment, Inputs, Table, Tables
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
@@ -47,7 +47,7 @@ MODELS = tuple(  # table 1, and section 5.1: d_ffn twice d_model
         ("BERT-MoE", 1024, 512, 12), ("BERT-MoE-Deep", 1024, 512, 24),
     )
 )  # fmt: skip
-PER_NODE, PER_DEVICE, TOP_K, VOCABULARY = 8, 2, 2, 50304  # experts of a device; vocabulary: as configs/model has it
+PER_DEVICE, TOP_K, VOCABULARY = 2, 2, 50304  # experts of a device; vocabulary: as configs/model has it
 STATE, FLEXMOE_SLOTS = 12, 4  # bytes of Adam's state a parameter: six times 16 bits (2.3); PlannerConfig's default
 BASELINES = ("FasterMoE", "SmartMoE", "FlexMoE")
 COMPARED = (*BASELINES, "Hecate")
@@ -67,6 +67,7 @@ def _hecate(**knobs) -> System:
 
 SYSTEMS = {
     "EP": DEEPSPEED,
+    "FasterMoE": FASTERMOE,
     "SmartMoE": System(planner="smartmoe"),
     "FlexMoE": System(planner="flexmoe", by_node=True),
     "Hecate": _hecate(),
@@ -177,7 +178,7 @@ def batch_of(setting: Setting) -> int:
 def step_of(inputs: Inputs, row: Row, name: str) -> Step:
     """Return a system's step, with what a changed placement costs: 'rearrange', which is on the critical path."""
     setting, model = setting_of(inputs, row), row.model
-    system = fastermoe(PER_NODE, setting.devices) if name == "FasterMoE" else SYSTEMS[name]
+    system = SYSTEMS[name]
     slots = FLEXMOE_SLOTS
     if system.planner == "hecate":  # m, from what memory is left (4.2)
         left = free_bytes(setting, 1.0, state_bytes(model), batch_of(setting))

@@ -85,8 +85,8 @@ class System:
       planner: a name of `moe_jax.replay`, such as 'fastermoe_after_gate'.
       knobs: of the planner.
       hiding: block-wise schedule that hides transfers, 'none', 'pro_prophet' or 'hecate'.
-      groups: parts into which exchanges and experts are cut, each part's exchange next to another's experts
-        (FasterMoE, section 4.2); 1: one after the other.
+      groups: exchanges and experts are cut into as many parts as there are nodes, each part's exchange next to
+        another's experts (FasterMoE, section 4.2); else one after the other.
       by_node: an expert crosses to each node once, whose link its devices share (Hecate, sections 3.1 and 4.2); else
         it crosses to each device, at the link's full speed (Pro-Prophet, equations 4 and 5).
       refetch: replicas are dropped after the forward and fetched again (Hecate-RM).
@@ -95,19 +95,15 @@ class System:
     planner: str
     knobs: tuple[tuple[str, object], ...] = ()
     hiding: str = "none"
-    groups: int = 1
+    groups: bool = False
     by_node: bool = False
     refetch: bool = False
 
 
 DEEPSPEED = System(planner="none")
+FASTERMOE = System(planner="fastermoe_after_gate", groups=True)
 PRO_PROPHET = System(planner="pro_prophet", hiding="pro_prophet")
 HECATE = System(planner="hecate", hiding="hecate")
-
-
-def fastermoe(devices_per_node: int, devices: int) -> System:
-    """Return FasterMoE with shadowed experts and its smart schedule, which exchanges node by node."""
-    return System(planner="fastermoe_after_gate", groups=max(1, devices // devices_per_node))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,8 +163,8 @@ def run(system: System, setting: Setting) -> Step:
         holders = np.minimum(holders, cluster.nodes) * (devices // cluster.nodes)
     needed = records.transfers.needed._replace(holders=holders.sum(axis=2))
     parts = cost.parts(records.computed, records.received, needed, exchange=records.exchange)
-    if system.groups > 1:
-        parts["others"] = pipelined(4 * records.exchange, 3 * cost.forward(records.computed), system.groups)
+    if system.groups and cluster.nodes > 1:
+        parts["others"] = pipelined(4 * records.exchange, 3 * cost.forward(records.computed), cluster.nodes)
     return Step(records=records, parts=parts, attention=3 * setting.attention_seconds, model=setting.model)
 
 

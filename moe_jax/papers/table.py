@@ -12,14 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
+from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import find_loads
 
 FIFTH = 1.2
 WITHIN, UNEXPLAINED, NO_NUMBER = "within a fifth", "unexplained", "no number in the text"
+
+
+class MissingResults(UserError):
+    """A table of measured runs whose results are not there yet: left out, where it is not asked for by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +84,33 @@ class Claim:
         best = min(self.experiments, key=lambda experiment: self.gap(experiment.ours), default=None)
         if best is None or not math.isfinite(self.gap(best.ours)) or self.gap(best.ours) > gap / 2:
             return UNEXPLAINED
-        return f"explained by {best.cause}: {_range(best.ours)}"
+        return f"explained by {best.cause}: {range_of(best.ours)}"
+
+
+def ends(values: Any) -> tuple[float, float] | None:
+    """Return the least and the largest of a number or of several; None stays None."""
+    return None if values is None else (float(np.min(values)), float(np.max(values)))
+
+
+def compare(
+    paper: Mapping[str, Any], figures: Callable[..., Iterable], experiments: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Claim, ...]:
+    """Return the claims of a table; where one is unexplained, each experiment alone is tried on all of them.
+
+    Args:
+      paper: by the name of a claim the paper's number, several, or None.
+      figures: returns ours, in this order, a number or several each: called without anything, and with a change.
+      experiments: the change of each cause.
+    """
+    claims = [Claim(name, ends(its), ends(own)) for (name, its), own in zip(paper.items(), figures(), strict=True)]
+    if any(claim.verdict == UNEXPLAINED for claim in claims):
+        for cause, change in experiments.items():
+            tried = [Experiment(cause, ends(own)) for own in figures(change)]
+            claims = [
+                dataclasses.replace(claim, experiments=(*claim.experiments, experiment))
+                for claim, experiment in zip(claims, tried, strict=True)
+            ]
+    return tuple(claims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,33 +133,21 @@ class Table:
     notes: tuple[str, ...] = ()
     draw: Callable[[Any], None] | None = None
 
+    def verdicts(self) -> list[tuple[str, ...]]:
+        """Return the claims as rows, the first one their head."""
+        head = ("claim", "paper", "ours", "verdict")
+        return [head, *((own.name, range_of(own.paper), range_of(own.ours), own.verdict) for own in self.claims)]
+
     def lines(self) -> list[str]:
         """Return the table as aligned lines for a terminal, with claims and notes."""
-        claims = [(claim.name, _paper(claim), _range(claim.ours), claim.verdict) for claim in self.claims]
-        return [
-            f"{self.title} ({self.kind})",
-            *aligned([self.columns, *self.rows]),
-            "",
-            *aligned([("claim", "paper", "ours", "verdict"), *claims]),
-            *(f"  {note}" for note in self.notes),
-            "",
-        ]
+        rows = [*aligned([self.columns, *self.rows]), "", *aligned(self.verdicts())]
+        return [f"{self.title} ({self.kind})", *rows, *(f"  {note}" for note in self.notes), ""]
 
     def markdown(self, name: str, command: str, picture: str | None) -> list[str]:
         """Return the lines of its section of a page."""
-        claims = [(claim.name, _paper(claim), _range(claim.ours), claim.verdict) for claim in self.claims]
-        return [
-            f"## {name}: {self.title}",
-            "",
-            f"{self.kind.capitalize()}. `{command}`",
-            *(f"{note}" for note in self.notes),
-            "",
-            *_pipes([("claim", "paper", "ours", "verdict"), *claims]),
-            "",
-            *([f"![{name}]({picture})", ""] if picture else []),
-            *_pipes([self.columns, *self.rows]),
-            "",
-        ]
+        head = [f"## {name}: {self.title}", "", f"{self.kind.capitalize()}. `{command}`", *self.notes, ""]
+        drawn = [f"![{name}]({picture})", ""] if picture else []
+        return [*head, *_pipes(self.verdicts()), "", *drawn, *_pipes([self.columns, *self.rows]), ""]
 
 
 def text_of(cell: Any) -> str:
@@ -145,10 +167,6 @@ def _pipes(rows: list[tuple]) -> list[str]:
     return [head, "|" + "---|" * len(rows[0]), *rest]
 
 
-def _paper(claim: Claim) -> str:
-    return "-" if claim.paper is None else _range(claim.paper)
-
-
-def _range(ends: tuple[float, float]) -> str:
-    low, high = (text_of(float(end)) for end in ends)
-    return low if low == high else f"{low} to {high}"
+def range_of(ends: tuple[float, float] | None) -> str:
+    """Return a number, 'least to largest', or '-' as text."""
+    return "-" if ends is None else " to ".join(dict.fromkeys(text_of(float(end)) for end in ends))

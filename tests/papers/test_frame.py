@@ -1,5 +1,7 @@
 """What all papers' tables are made of: loads by name, the rule that fits them to a row, a system's step, verdicts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from support.commands import run_command_here
@@ -75,7 +77,8 @@ def test_a_step_of_plain_expert_parallelism_is_worked_out_by_hand():
 
 def test_a_schedule_in_groups_hides_all_but_one_group_of_the_shorter_side():
     np.testing.assert_allclose(pipelined(np.array([4.0, 1.0]), np.array([2.0, 3.0]), 4), [4.5, 3.25])
-    plain, cut = (run(System(planner="none", groups=groups), row()).layers for groups in (1, 4))
+    nodes = dataclasses.replace(row().cluster, nodes=2, devices_per_node=2, inter_bandwidth=1e9)
+    plain, cut = (run(System(planner="none", groups=own), row(cluster=nodes)).layers for own in (False, True))
     assert (cut < plain).all()
 
 
