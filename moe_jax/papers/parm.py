@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,8 @@ from moe_jax.cluster.targets import device_named, read_device
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes
 from moe_jax.moe.schedules.parm import layer_shape
-from moe_jax.papers.table import Claim, Experiment, Inputs, Table, Tables, text_of
+from moe_jax.papers.pictures import lines
+from moe_jax.papers.table import Inputs, Table, Tables, compare, ends, range_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PLACES = {"A": ("parm_a", 1), "B, 8": ("parm_b", 2), "B, 16": ("parm_b", 4), "B, 32": ("parm_b", 8)}  # file, nodes
@@ -49,12 +51,14 @@ class Assumed(NamedTuple):
     peers: bool = True
     gather: str = "saa"
     level: str = "middle"  # of assumed prices
+    groups: tuple = GROUPS  # of table III
 
 
 BASE = Assumed()
 EXPERIMENTS = {
     "K = 1, the default of DeepSpeed v0.8.1": BASE._replace(top_k=1),
     "GeForce copies through host memory, as measured": BASE._replace(peers=False),
+    "N_MP, N_ESP of 2 and 4 alone, as in table IV": BASE._replace(groups=TABLE_4),
 }
 
 
@@ -124,32 +128,25 @@ def gains(place: str, groups: tuple[int, int], to: Assumed = BASE) -> np.ndarray
     return base[:, None] / np.stack([s1, s2, np.where(seconds[:, 1, 0] <= seconds[:, 2, 0], s1, s2)], axis=1)
 
 
-def cells(testbed: str, to: Assumed, groups=TABLE_4) -> list[np.ndarray]:
+def gains_of(testbed: str, to: Assumed = BASE, groups=TABLE_4) -> list[np.ndarray]:
     """Return `gains` of a testbed's places ('': all) and of these groups."""
     return [gains(place, pair, to) for place in PLACES if place.startswith(testbed) for pair in groups]
 
 
-def table(title: str, columns: tuple, rows: list, figures: list[tuple], notes: tuple = (), draw=None) -> Table:
+def table(title: str, columns: tuple, rows: list, paper: dict, figures: Callable, notes=(), draw=None) -> Table:
     """Return a modelled table, its claims with all experiments, and notes with our figures by low and high prices.
 
-    Each figure is (name, the paper's number or range or None, function of `Assumed` that returns ours).
+    paper and figures: as of `compare`; a change is another `Assumed`.
     """
-
-    def ends(value):
-        return value if isinstance(value, tuple) else (float(value), float(value))
-
-    claims, ranges = [], []
-    for name, paper, ours in figures:
-        found = [Experiment(cause, ends(ours(to))) for cause, to in EXPERIMENTS.items()]
-        claims.append(Claim(name, None if paper is None else ends(paper), ends(ours(BASE)), tuple(found)))
-        by = (map(text_of, ends(ours(BASE._replace(level=level)))) for level in ("low", "high"))
-        ranges.append(
-            "{}: {} by low prices, {} by high ones.".format(name, *(" to ".join(dict.fromkeys(one)) for one in by))
-        )
-    return Table(title, "modelled", columns, rows, tuple(claims), (*notes, *ranges), draw)
+    low, high = (map(ends, figures(BASE._replace(level=level))) for level in ("low", "high"))
+    ranges = (
+        f"{name}: {range_of(cheap)} by low prices, {range_of(dear)} by high ones."
+        for name, cheap, dear in zip(paper, low, high, strict=True)
+    )
+    return Table(title, "modelled", columns, rows, compare(paper, figures, EXPERIMENTS), (*notes, *ranges), draw)
 
 
-def distribution(title: str, label: str, values: np.ndarray, figures: list[tuple]) -> Table:
+def distribution(title: str, label: str, values: np.ndarray, paper: dict, figures: Callable) -> Table:
     """Return the table of a figure that shows how many layers have which value."""
 
     def draw(axes):
@@ -157,57 +154,48 @@ def distribution(title: str, label: str, values: np.ndarray, figures: list[tuple
         axes.set(xlabel=label, ylabel="layers")
 
     columns = ("layers", "least", "a tenth is below", "median", "a tenth is above", "largest")
-    row = (len(values), *map(float, np.quantile(values, (0, 0.1, 0.5, 0.9, 1))))
-    return table(f"{title}: {label}", columns, [row], figures, (), draw)
+    row = (len(values), *np.quantile(values, (0, 0.1, 0.5, 0.9, 1)))
+    return table(f"{title}: {label}", columns, [row], paper, figures, (), draw)
 
 
 def table_3(inputs: Inputs) -> Table:
-    rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in PLACES]
-    figures = [
-        ("valid runs", 1296, lambda to: sum(map(len, cells("", to, GROUPS)))),
-        ("least speed-up of a layer", 1.13, lambda to: min(gain[:, 2].min() for gain in cells("", to, GROUPS))),
-        ("largest speed-up of a layer", 5.77, lambda to: max(gain[:, 2].max() for gain in cells("", to, GROUPS))),
-    ]
+    def figures(to=BASE):
+        found = np.concatenate(gains_of("", to, to.groups))[:, 2]
+        return len(found), found.min(), found.max()
+
+    places = inputs.track(PLACES, "table III")
+    rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in places]
     columns = ("testbed, P", "combinations", "valid", "of these N_MP, N_ESP as in table IV")
+    paper = {"valid runs": 1296, "least speed-up of a layer": 1.13, "largest speed-up of a layer": 5.77}
     notes = (
         "Table III spans 4,374. Runs are summed over four places: 1,296 is 4 x 324, the layers of figure 1.",
         "Buckets are full: a capacity bounds them, and no trace of loads is read.",
     )
-    figures = inputs.track(figures, "table III")
-    made = table("Table III: runs that fit a GPU's memory", columns, rows, figures, notes)
-    alone = Experiment("N_MP, N_ESP of 2 and 4 alone, as in table IV", (float(sum(row[3] for row in rows)),) * 2)
-    first = dataclasses.replace(made.claims[0], experiments=(alone, *made.claims[0].experiments))
-    return dataclasses.replace(made, claims=(first, *made.claims[1:]))
+    return table("Table III: runs that fit a GPU's memory", columns, rows, paper, figures, notes)
 
 
 def table_4(inputs: Inputs) -> Table:
-    def means(at, testbed, to):
-        found = [float(gain[:, at].mean()) for gain in cells(testbed, to)]
-        return min(found), max(found)
+    def figures(to=BASE):
+        for testbed in inputs.track(papers, "table IV"):
+            cells = gains_of(testbed, to)
+            yield from np.array([gain.mean(axis=0) for gain in cells]).T
+            saa, aas = np.concatenate(cells), np.concatenate(gains_of(testbed, to._replace(gather="aas")))
+            yield 100 * (saa[:, 2] / saa[:, :2].min(axis=1)).mean() - 100
+            yield 100 * (saa[:, 1] / aas[:, 1]).mean() - 100
+        yield max(np.divide(*gain.mean(axis=0)[1::-1]) for gain in gains_of("A", to))
 
-    def worse(testbed, to):
-        found = np.concatenate(cells(testbed, to))
-        return 100 * (found[:, 2] / found[:, :2].min(axis=1)).mean() - 100
-
-    def saa(testbed, to):
-        one, other = (np.concatenate(cells(testbed, to._replace(gather=name))) for name in ("saa", "aas"))
-        return 100 * (one[:, 1] / other[:, 1]).mean() - 100
-
-    ours = {f"{name}, mean of a cell": functools.partial(means, at) for at, name in enumerate(COLUMNS)}
-    ours |= {"Parm over the worse of S1 and S2, %": worse, "S2 by SAA over S2 by AAS, %": saa}
-    papers = {"A": ((2.1, 4.19), (1.99, 4.12), (2.1, 4.2), 8, 1.09)}
-    papers["B"] = ((2.46, 5.77), (2.2, 5.38), (2.46, 5.77), 10.5, 1.12)
-    figures = [
-        (f"{name}, testbed {testbed}", paper, functools.partial(of, testbed))
-        for testbed, numbers in papers.items()
-        for (name, of), paper in zip(ours.items(), numbers, strict=True)
-    ]
-    ratio = "S2's 3.72 over S1's 3.21 in a cell of A"
-    figures.append((ratio, 3.72 / 3.21, lambda to: max(np.divide(*g.mean(axis=0)[1::-1]) for g in cells("A", to))))
+    papers = {
+        "A": ((2.1, 4.19), (1.99, 4.12), (2.1, 4.2), 8, 1.09),
+        "B": ((2.46, 5.77), (2.2, 5.38), (2.46, 5.77), 10.5, 1.12),
+    }
+    means = (f"{name}, mean of a cell" for name in COLUMNS)
+    names = (*means, "Parm over the worse of S1 and S2, %", "S2 by SAA over S2 by AAS, %")
+    paper = {f"{name}, testbed {at}": its for at in papers for name, its in zip(names, papers[at], strict=True)}
+    paper["S2's 3.72 over S1's 3.21 in a cell of A"] = 3.72 / 3.21
     cases = [(place, pair, gains(place, pair)) for place in PLACES for pair in TABLE_4]
-    rows = [(place, *pair, len(gain), *map(float, gain.mean(axis=0))) for place, pair, gain in cases]
+    rows = [(place, *pair, len(gain), *gain.mean(axis=0)) for place, pair, gain in cases]
     columns = ("testbed, P", "N_MP", "N_ESP", "layers", *COLUMNS)
-    return table("Table IV: mean speed-ups", columns, rows, inputs.track(figures, "table IV"))
+    return table("Table IV: mean speed-ups", columns, rows, paper, figures)
 
 
 def choice(inputs: Inputs) -> Table:
@@ -215,14 +203,12 @@ def choice(inputs: Inputs) -> Table:
         found = np.concatenate([gains(place, pair, to) for pair in GROUPS if pair[0] > 1])
         s1, s2, taken = found.T
         best = np.maximum(s1, s2)
-        return len(found), *(float(100 * value.mean()) for value in (s2 > s1, taken >= best, best / taken - 1))
+        return len(found), *(100 * value.mean() for value in (s2 > s1, taken >= best, best / taken - 1))
 
-    def ends(at, to):
-        found = [hits(place, to)[at] for place in PLACES]
-        return min(found), max(found)
+    def figures(to=BASE):
+        return np.array([hits(place, to)[1:3] for place in PLACES]).T
 
     names = ("S2 is shorter, % of layers", "equations 13 and 14 are right, %", "they lose, % of time")
-    figures = [(name, None, functools.partial(ends, at)) for at, name in enumerate(names, 1)][:2]
     layers = [layer for place in inputs.track(PLACES, "places") for pair in TABLE_4 for layer in runs(place, pair)]
     _, s1, s2 = np.array([price(layer).sum(axis=1) for layer in layers]).T
     best = int(np.argmin(s2 / s1))
@@ -232,23 +218,23 @@ def choice(inputs: Inputs) -> Table:
         "gather, of N M under S1 and of K f N M under S2, more in all of table III.",
         "How often the choice is right in layers that were timed on CPU devices: docs/results.md, Schedules.",
     )
-    rows = [(place, *hits(place)) for place in PLACES]
-    return table("Algorithm 1, N_MP > 1", ("testbed, P", "layers", *names), rows, figures, notes)
+    rows, paper = [(place, *hits(place)) for place in PLACES], dict.fromkeys(names[:2])
+    return table("Algorithm 1, N_MP > 1", ("testbed, P", "layers", *names), rows, paper, figures, notes)
 
 
 def figure_1(inputs: Inputs) -> Table:
     del inputs
 
-    def shares(to):
+    def shares(to=BASE):
         parts = np.array([price(layer, to)[0] for layer in runs("B, 32", (4, 4), to)])
         return 100 * parts[:, 0] / parts.sum(axis=1)
 
     label = "communication, % of a layer's time under the baseline"
-    return distribution("Figure 1", label, shares(BASE), [("mean, %", None, lambda to: shares(to).mean())])
+    return distribution("Figure 1", label, shares(), {"mean, %": None}, lambda to=BASE: [shares(to).mean()])
 
 
 def figure_6(inputs: Inputs) -> Table:
-    lines, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
+    points, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
     for (tokens, dim), place in inputs.track(itertools.product(sizes, ("A", "B, 32")), "collectives"):
         shape = shapes(place, (4, 4), tokens, ITEM * dim, 2.4)[2]
         (send, gather), saa = layer_transfers(shape, "aas")[0], layer_transfers(shape)[0][1:]
@@ -258,30 +244,28 @@ def figure_6(inputs: Inputs) -> Table:
             ("both at once (SAA)", saa, send.elements),
         ):
             seconds = transfer_seconds(moves, shape, machine(place), "figure 6")
-            lines.setdefault((place, name), []).append((x, seconds))
-    fits = {key: fit_alpha_beta(*zip(*points, strict=True)) for key, points in lines.items()}
-
-    def draw(axes):
-        for key, points in lines.items():
-            axes.loglog(*zip(*sorted(points), strict=True), marker=".", label=", ".join(key))
-        axes.set(xlabel="bytes", ylabel="seconds")
-        axes.legend(fontsize=7)
-
+            points.setdefault((place, name), []).append((x, seconds))
+    fits = {key: fit_alpha_beta(*zip(*own, strict=True)) for key, own in points.items()}
     columns = ("testbed, P", "collective", "alpha, us", "beta, ns/byte", "R^2")
     rows = [(*key, 1e6 * fit.alpha, 1e9 * fit.beta, fit.r2) for key, fit in fits.items()]
-    figures = [("R^2, the least", None, lambda to: min(fit.r2 for fit in fits.values()))]
     said = "Prices are lines in bytes, so R^2 says nothing of a machine; of measured ones: docs/results.md, Schedules."
-    return table("Figure 6: alpha and beta, N_MP = N_ESP = 4", columns, rows, figures, (said,), draw)
+    series = {", ".join(key): sorted(own) for key, own in points.items()}
+    draw = lines(series, xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
+    title, least = "Figure 6: alpha and beta, N_MP = N_ESP = 4", min(fit.r2 for fit in fits.values())
+    return table(title, columns, rows, {"R^2, the least": None}, lambda to=BASE: [least], (said,), draw)
 
 
 def figure_7(inputs: Inputs) -> Table:
     del inputs
-    found = functools.partial(gains, "B, 32", (4, 4))
-    figures = [
-        ("mean", 4.91, lambda to: found(to)[:, 2].mean()),
-        ("above 4, % of layers", 89, lambda to: 100 * (found(to)[:, 2] > 4).mean()),
-    ]
-    return distribution("Figure 7", "Parm's speed-up over DeepSpeed-MoE on 32 GPUs", found(BASE)[:, 2], figures)
+
+    def speedups(to=BASE):
+        return gains("B, 32", (4, 4), to)[:, 2]
+
+    def figures(to=BASE):
+        return speedups(to).mean(), 100 * (speedups(to) > 4).mean()
+
+    label, paper = "Parm's speed-up over DeepSpeed-MoE on 32 GPUs", {"mean": 4.91, "above 4, % of layers": 89}
+    return distribution("Figure 7", label, speedups(), paper, figures)
 
 
 def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
@@ -299,18 +283,17 @@ def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
 
 
 def table_5(inputs: Inputs) -> Table:
-    cases = itertools.product({"BERT-Base": 512, "GPT-2": 1024}.items(), ("A", "B, 32"))
+    def seconds(to=BASE):  # of the baseline and of the shorter of S1 and S2, [cases, 2]
+        found = [iteration(place, length, to) for length, place in cases.values()]
+        return np.array([(base, min(others)) for base, *others in found])
 
-    def ends(to):
-        found = [s[0] / s[1:].min() for s in (iteration(place, length, to) for (_, length), place in cases)]
-        return float(min(found)), float(max(found))
-
-    cases, rows = list(inputs.track(cases, "iterations")), []
-    for (model, length), place in cases:
-        base, *others = map(float, iteration(place, length, BASE))
-        rows.append((model, place, base, min(others), base / min(others)))
+    models = {"BERT-Base": 512, "GPT-2": 1024}
+    cases = {(model, place): (models[model], place) for model in models for place in ("A", "B, 32")}
+    found = zip(inputs.track(cases, "iterations"), seconds(), strict=True)
+    rows = [(*case, base, best, base / best) for case, (base, best) in found]
     columns = ("model", "testbed, P", "DeepSpeed-MoE, s", "Parm, s", "speed-up")
-    return table("Table V: an iteration", columns, rows, [("speed-up", (2.98, 3.15), ends)])
+    paper = {"speed-up": (2.98, 3.15)}
+    return table("Table V: an iteration", columns, rows, paper, lambda to=BASE: [np.divide(*seconds(to).T)])
 
 
 TABLES: Tables = {of.__name__: of for of in (table_3, table_4, choice, figure_1, figure_6, figure_7, table_5)}
