@@ -116,7 +116,6 @@ def table_of_speedups(title: str, paper: dict, inputs: Inputs, row: Row) -> Tabl
 
 def table_1(inputs: Inputs) -> Table:
     """Return the share of FasterMoE's step that placing and reducing take; its search is this host's, not modelled."""
-
     parts = {"place": 2, "reduce": 3}  # of `TABLE_1`
 
     def shares(model, change=""):
