@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import scipy.optimize
 import scipy.stats
 
-from moe_jax.cluster import read_cluster
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads, round_shares
-from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, Model, Setting, Step, System, cost_of, run
-from moe_jax.papers.table import UNEXPLAINED, Claim, Experiment, Inputs, Table, Tables
+from moe_jax.papers.pictures import Draw, bars, lines
+from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, Model, Setting, Step, System, cost_of, machine, run
+from moe_jax.papers.table import Inputs, Table, Tables, compare, ends
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
@@ -39,7 +38,7 @@ class Row:
 
 
 Change = Callable[[Row], Row]
-Found = tuple[list[tuple], list[Sequence[float]]]
+Found = tuple[list[tuple], Sequence]
 MODELS = tuple(  # table 1, and section 5.1: d_ffn twice d_model
     Model(name=name, layers=layers, model_dim=dim, hidden_dim=2 * dim, length=length)
     for name, dim, length, layers in (
@@ -111,13 +110,9 @@ CHANGES: dict[str, Callable[[Setting], Setting]] = {
     ),
     MATERIALIZED: lambda of: dataclasses.replace(of, overlap_degree=10),
 }
+UNCHANGED = dataclasses.replace
 ON_A = {"cluster A, as the text names none": functools.partial(dataclasses.replace, cluster="hecate_a")}
 OF_SMALL = {"GPT-MoE-S, as the text names no model": functools.partial(dataclasses.replace, model=SMALL.model)}
-
-
-def span(values: Sequence[float]) -> tuple[float, float]:
-    """Return the least and the largest."""
-    return float(np.min(values)), float(np.max(values))
 
 
 def fullest(computed: np.ndarray) -> float:
@@ -155,7 +150,7 @@ def kept_of(name: str, model: Model) -> tuple[float, float, float]:
 @functools.cache
 def setting_of(inputs: Inputs, row: Row) -> Setting:
     """Return a row's setting; its batch is the largest that fits EP's fullest device beside FlexMoE's replicas."""
-    cluster, model = read_cluster(f"configs/cluster/{row.cluster}.gin").sized(row.nodes, None), row.model
+    cluster, model = machine(row.cluster, row.nodes), row.model
     sizes = {"experts": PER_DEVICE * cluster.devices, "top_k": TOP_K, "every": row.every}
     own = {"cluster": cluster, "model": model, "trace": inputs.loads(TOP_K)}
     setting, batch = Setting(tokens=cluster.devices * model.length, **own, **sizes), row.batch
@@ -219,19 +214,19 @@ def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[lis
 
 def figure_9(inputs: Inputs, change: Change) -> Found:
     rows, speeds = end_to_end(inputs, change, GRID_A)
-    halves = speeds.reshape(2, len(MODELS), -1)
-    best = [scipy.stats.gmean(half[:, 3] / half[:, :3].max(axis=1)) for half in halves]
-    return rows, [span(halves[0, :, 3]), span(halves[1, :, 3]), best[:1], best[1:]]
+    small, large = speeds.reshape(2, len(MODELS), -1)
+    best = (scipy.stats.gmean(half[:, 3] / half[:, :3].max(axis=1)) for half in (small, large))
+    return rows, [small[:, 3], large[:, 3], *best]
 
 
 def figure_10(inputs: Inputs, change: Change) -> Found:
     rows, speeds = end_to_end(inputs, change, GRID_B)
-    return rows, [span(speeds[:, 3]), [scipy.stats.gmean((speeds[:, 3:] / speeds[:, :3]).ravel())]]
+    return rows, [speeds[:, 3], scipy.stats.gmean((speeds[:, 3:] / speeds[:, :3]).ravel())]
 
 
 def figure_11(inputs: Inputs, change: Change) -> Found:
     ep, own = (step_of(inputs, change(SMALL), name).layers.mean(axis=0) for name in ("EP", "Hecate"))
-    return list(enumerate((ep / own).tolist())), [span(ep / own), [scipy.stats.gmean(ep / own)]]
+    return list(enumerate(ep / own)), [ep / own, scipy.stats.gmean(ep / own)]
 
 
 def figure_12(inputs: Inputs, change: Change) -> Found:
@@ -243,15 +238,15 @@ def figure_12(inputs: Inputs, change: Change) -> Found:
         parts = (*split, step.parts["place"] + step.parts["reduce"], step.parts["rearrange"], step.attention)
         rows.append((name, *(1e3 * row.model.layers * float(np.mean(part)) for part in parts)))
     ep, *baselines, own, again = (np.array(line[1:]) for line in rows)
-    return rows, [[ep[2] / own[2]], [again[3] / own[3] if own[3] else 1.0], [min(map(sum, baselines)) / sum(again)]]
+    return rows, [ep[2] / own[2], again[3] / own[3] if own[3] else 1.0, min(map(sum, baselines)) / sum(again)]
 
 
 def figure_13(inputs: Inputs, change: Change) -> Found:
     parts = np.array([memory_of(inputs, change(DEEP), name)[0] for name in ALL])
     ep, *_, flexmoe, own, again = parts
     kept = 100 * (again[0] - ep[0]) / max(own[0] - ep[0], 1)
-    ratios = own[0] / ep[0], sum(own) / sum(ep), sum(flexmoe) / sum(own), sum(again) / sum(ep), kept
-    return [(name, *part) for name, part in zip(ALL, (1e-9 * parts).tolist(), strict=True)], [[r] for r in ratios]
+    rows = [(name, *part) for name, part in zip(ALL, 1e-9 * parts, strict=True)]
+    return rows, [own[0] / ep[0], sum(own) / sum(ep), sum(flexmoe) / sum(own), sum(again) / sum(ep), kept]
 
 
 def figure_14(inputs: Inputs, change: Change) -> Found:
@@ -269,21 +264,16 @@ def figure_14(inputs: Inputs, change: Change) -> Found:
         if {"Hecate", "Hecate-RM"} <= times.keys():
             slower.append(100 * (times["Hecate-RM"] / times["Hecate"] - 1))
     again = most.pop("Hecate-RM")
-    return rows, [span(slower), [again], [max(most.values())]]
+    return rows, [slower, again, max(most.values())]
 
 
 def figure_15(inputs: Inputs, change: Change) -> Found:
     row = dataclasses.replace(change(SMALL), every=1)
-    rows = [
-        (
-            name,
-            1e3 * row.model.layers * float(step_of(inputs, row, name).layers.mean()),
-            1e3 * seconds_of(inputs, row, name),
-        )
-        for name in inputs.track(("EP", *PARTS, "Hecate", *INTERVALS), "parts")
-    ]
+    names = inputs.track(("EP", *PARTS, "Hecate", *INTERVALS), "parts")
+    layers = {name: row.model.layers * step_of(inputs, row, name).layers.mean() for name in names}
+    rows = [(name, 1e3 * own, 1e3 * seconds_of(inputs, row, name)) for name, own in layers.items()]
     ep, sharding, materialization, own, *every = (line[2] for line in rows)
-    return rows, [[sharding / own], [materialization / own], span(ep / np.array(every))]
+    return rows, [sharding / own, materialization / own, ep / np.array(every)]
 
 
 def overlap_degree(inputs: Inputs, change: Change) -> Found:
@@ -293,7 +283,7 @@ def overlap_degree(inputs: Inputs, change: Change) -> Found:
         cost = cost_of(SYSTEMS["Hecate"], setting)
         times = 1e3 * cost.attention_seconds, 1e3 * float(cost.overlap_seconds(1))
         rows.append((row.cluster, setting.devices, row.model.name, *times, cost.overlap(), planner.remark(cost)))
-    return rows, [span([row[5] for row in rows])]
+    return rows, [[row[5] for row in rows]]
 
 
 def claims(inputs: Inputs, change: Change) -> Found:
@@ -308,8 +298,15 @@ def claims(inputs: Inputs, change: Change) -> Found:
             values.append(seconds_of(inputs, row, "EP") / seconds_of(even, same, "EP"))
         for name, value in zip(names, values, strict=False):
             found[name].append(value)
-    first, second, _, last = ([max(values)] for values in found.values())
-    return [(name, *span(values)) for name, values in found.items()], [first, second, last]
+    first, second, _, last = map(max, found.values())
+    return [(name, *ends(values)) for name, values in found.items()], [first, second, last]
+
+
+def by_batch(columns: Sequence[str], rows: list[tuple]) -> Draw:
+    """Draw milliseconds by batch, of each system as far as it fits."""
+    series = {name: [(row[0], row[at]) for row in rows if row[at] != "out of memory"]
+              for at, name in enumerate(columns[1:], 1)}  # fmt: skip
+    return lines(series, xlabel="batch", ylabel="ms")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,58 +314,33 @@ class Figure:
     """A table to be: `find` has its rows and claims.
 
     Attributes:
-      paper: by claim one number, the least and the largest, or None where the text has none.
-      unit: of its picture, '' for none; open: what the text leaves open, set otherwise.
+      paper: as of `compare`; draw: what makes its picture of columns and rows.
+      open: what the text leaves open, set otherwise.
     """
 
     title: str
     columns: tuple[str, ...]
     find: Callable[[Inputs, Change], Found]
-    paper: dict[str, tuple[float, ...] | None]
-    unit: str = ""
+    paper: dict[str, float | tuple[float, float] | None]
+    draw: Callable[..., Draw] | None = None
     notes: tuple[str, ...] = ()
     open: dict[str, Change] = dataclasses.field(default_factory=dict)
 
-    def draw(self, rows: list[tuple], axes: Any) -> None:
-        """Draw a group of bars for each row; a system's parts on each other; times by batch as lines."""
-        first = next(at for at, cell in enumerate(rows[0]) if isinstance(cell, float))
-        names, base, kind = self.columns[first:], np.zeros(len(rows)), self.columns[0]
-        for at, name in enumerate(names):
-            cells = np.array([np.nan if isinstance(row[first + at], str) else row[first + at] for row in rows])
-            if kind == "batch":
-                axes.plot(cells, marker="o", label=name)
-            elif kind == "system":
-                axes.bar(range(len(rows)), cells, bottom=base, label=name)
-                base += cells
-            else:
-                axes.bar(
-                    np.arange(len(rows)) + 0.8 * ((at + 0.5) / len(names) - 0.5), cells, 0.8 / len(names), label=name
-                )
-        axes.set_xticks(range(len(rows)), ["\n".join(map(str, row[:first])) for row in rows], fontsize=7)
-        axes.set(xlabel=kind if first == 1 else "", ylabel=self.unit)
-        axes.legend(fontsize=7)
-
     def table(self, inputs: Inputs) -> Table:
-        """Return the table; where a claim is unexplained, each change alone is tried."""
-        rows, ours = self.find(inputs, lambda row: row)
-        made = [
-            Claim(name, paper and (paper[0], paper[-1]), (float(own[0]), float(own[-1])))
-            for (name, paper), own in zip(self.paper.items(), ours, strict=True)
-        ]
-        if any(claim.verdict == UNEXPLAINED for claim in made):
-            causes = [cause for cause in CHANGES if (cause, self.find) != (MATERIALIZED, figure_13)]  # its own number
-            changes = {cause: functools.partial(dataclasses.replace, change=cause) for cause in causes} | self.open
-            for cause, change in changes.items():
-                for at, own in enumerate(self.find(inputs, change)[1]):
-                    trial = Experiment(cause, (float(own[0]), float(own[-1])))
-                    made[at] = dataclasses.replace(made[at], experiments=(*made[at].experiments, trial))
+        """Return the table, its claims with each change alone."""
+        find = functools.cache(functools.partial(self.find, inputs))
+        causes = [cause for cause in CHANGES if (cause, self.find) != (MATERIALIZED, figure_13)]  # its own number
+        changes = {cause: functools.partial(dataclasses.replace, change=cause) for cause in causes} | self.open
+        claims, rows = compare(self.paper, lambda change=UNCHANGED: find(change)[1], changes), find(UNCHANGED)[0]
         sizes = {"devices": 32, "experts": 64, "choices": TOP_K * SMALL.model.length}
         notes = (*self.notes, "32 GPUs, a sequence: " + fit_loads(inputs.loads(TOP_K), **sizes)[1])
-        draw = functools.partial(self.draw, rows) if self.unit else None
-        return Table(self.title, "simulated", self.columns, rows, tuple(made), notes, draw)
+        return Table(
+            self.title, "simulated", self.columns, rows, claims, notes, self.draw and self.draw(self.columns, rows)
+        )
 
 
 SPEEDS = ("GPUs", "model", "batch", *COMPARED)
+OVER_EP = functools.partial(bars, label="speed-up over EP")
 BATCH = "The batch, sequences of a device, is the largest that fits every system (5.1)."
 FIGURES = {
     "overlap_degree": Figure(
@@ -380,67 +352,69 @@ FIGURES = {
         {
             "Hecate over EP, 16 GPUs": (1.40, 1.58),
             "Hecate over EP, 32 GPUs": (1.34, 1.78),
-            "Hecate over the best baseline, geometric mean, 16 GPUs": (1.645,),
-            "Hecate over the best baseline, geometric mean, 32 GPUs": (2.05,),
+            "Hecate over the best baseline, geometric mean, 16 GPUs": 1.645,
+            "Hecate over the best baseline, geometric mean, 32 GPUs": 2.05,
         },
-        "over EP", (BATCH, "The text's 1.645 and 2.05 exceed Hecate over EP: its best baseline is slower than EP."),
+        OVER_EP, (BATCH, "The text's 1.645 and 2.05 exceed Hecate over EP: its best baseline is slower than EP."),
     ),
     "figure_10": Figure(
         "Figure 10: training speed over EP, cluster B", SPEEDS, figure_10,
-        {"Hecate over EP": (1.26, 1.70), "Hecate over the baselines, geometric mean": (2.945,)},
-        "over EP", (BATCH, "The text's 2.945 exceeds Hecate over EP: its baselines take 1.7 times EP's time."),
+        {"Hecate over EP": (1.26, 1.70), "Hecate over the baselines, geometric mean": 2.945},
+        OVER_EP, (BATCH, "The text's 2.945 exceeds Hecate over EP: its baselines take 1.7 times EP's time."),
     ),
     "figure_11": Figure(
         "Figure 11: speed of MoE layers over EP, GPT-MoE-S, cluster B", ("layer", "Hecate"), figure_11,
-        {"Hecate's layers over EP's": (2.8, 18.8), "geometric mean": (11.87,)}, "over EP",
+        {"Hecate's layers over EP's": (2.8, 18.8), "geometric mean": 11.87}, OVER_EP,
     ),
     "figure_12": Figure(
         "Figure 12: the critical path of an iteration, BERT-MoE-Deep, cluster B",
         ("system", "fused", "experts", "all-to-all", "collectives of replicas", "rearrange", "attention"), figure_12,
         {
-            "all-to-all of EP over Hecate's": (12.3,),
-            "exposed sparse collectives, Hecate-RM over Hecate": (3.6,),
-            "Hecate-RM over the best baseline": (1.4,),
+            "all-to-all of EP over Hecate's": 12.3,
+            "exposed sparse collectives, Hecate-RM over Hecate": 3.6,
+            "Hecate-RM over the best baseline": 1.4,
         },
-        "ms", ("Milliseconds. Where neither Hecate exposes a collective, their ratio is given as 1.",),
+        functools.partial(bars, label="ms", stacked=True),
+        ("Milliseconds. Where neither Hecate exposes a collective, their ratio is given as 1.",),
     ),
     "figure_13": Figure(
         "Figure 13: peak memory of MoE layers, BERT-MoE-Deep, cluster B",
         ("system", "parameters", "gradients", "optimizer state"), figure_13,
         {
-            "parameters, Hecate over EP": (5.73,),
-            "all, Hecate over EP": (1.64,),
-            "all, FlexMoE over Hecate": (1.83,),
-            "all, Hecate-RM over EP": (1.116,),
-            "materialized parameters of Hecate-RM, % of Hecate's": (9.8,),  # 90.2% less
+            "parameters, Hecate over EP": 5.73,
+            "all, Hecate over EP": 1.64,
+            "all, FlexMoE over Hecate": 1.83,
+            "all, Hecate-RM over EP": 1.116,
+            "materialized parameters of Hecate-RM, % of Hecate's": 9.8,  # 90.2% less
         },
-        "GB", ("GB of the fullest device. The text names no model: that of figure 12 is taken.",), ON_A | OF_SMALL,
+        functools.partial(bars, label="GB", stacked=True),
+        ("GB of the fullest device. The text names no model: that of figure 12 is taken.",), ON_A | OF_SMALL,
     ),
     "figure_14": Figure(
         "Figure 14: an iteration of GPT-MoE-S by batch, cluster B", ("batch", *ALL), figure_14,
         {
             "Hecate-RM slower than Hecate, %": (7.5, 16.9),
-            "largest batch of Hecate-RM": (6,),
+            "largest batch of Hecate-RM": 6,
             "largest batch of any other": None,
         },
-        "ms", ("Milliseconds. The text has no other system at 6.",), ON_A,
+        by_batch, ("Milliseconds. The text has no other system at 6.",), ON_A,
     ),
     "figure_15": Figure(
         "Figure 15: parts of Hecate, and intervals of resharding, GPT-MoE-S, cluster B",
         ("what runs", "MoE layers", "iteration"), figure_15,
         {
-            "a: both over sharding alone": (3.32,),
-            "a: both over materialization alone": (1.27,),
+            "a: both over sharding alone": 3.32,
+            "a: both over materialization alone": 1.27,
             "b: sharding, resharded every 10 to 100 iterations": (1.34, 1.42),
         },
-        "ms", ("Milliseconds. The intervals 25 and 50 are assumed.",), ON_A,
+        functools.partial(bars, label="ms"), ("Milliseconds. The intervals 25 and 50 are assumed.",), ON_A,
     ),
     "claims": Figure(
         "Sections 1 and 5.2: the most on 32 GPUs", ("what", "least", "most"), claims,
         {
-            "Hecate over any baseline, at most": (3.54,),
-            "Hecate-RM over the best baseline, at most": (1.52,),
-            "balanced over imbalanced EP, cluster A, at most": (5.18,),
+            "Hecate over any baseline, at most": 3.54,
+            "Hecate-RM over the best baseline, at most": 1.52,
+            "balanced over imbalanced EP, cluster A, at most": 5.18,
         },
         notes=("The text does not say over what Hecate-RM gains 1.52.",),
     ),
