@@ -70,7 +70,7 @@ def write(table: Table, name: str, out: pathlib.Path) -> str | None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
-    table.draw(figure.subplots())
+    table.draw(table, figure.subplots())
     picture = f"{FLAGS.paper}_{name}.png"
     figure.savefig(out / picture, dpi=90)
     return picture

@@ -41,9 +41,9 @@ from moe_jax.moe.permute import permute_tokens, unpermute_tokens
 from moe_jax.moe.routers import choose_experts
 from moe_jax.moe.routing import pack, route
 from moe_jax.papers.loads import find_loads, fit_loads
-from moe_jax.papers.pictures import lines
+from moe_jax.papers.pictures import curves, lines
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, run
-from moe_jax.papers.table import Inputs, MissingResults, Table, Tables, compare
+from moe_jax.papers.table import Found, MissingResults, Tables
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import ep_degree
 
@@ -70,32 +70,37 @@ SIZES = {  # name: config, bindings, billions of the paper
 }  # fmt: skip
 
 
-def sizes(inputs: Inputs) -> Table:
+STATED = {name: paper for name, (*_, paper) in SIZES.items() if paper is not None}
+TABLES = Tables("modelled", {})
+
+
+@TABLES.add(
+    "Sizes in billions of parameters (sections 3 to 5)",
+    ("model", "ours", "paper"),
+    STATED | {"times smaller by PR-MoE and MoS, at most": 3.7},
+    notes=("Without embeddings, biases, gates and norms.",),
+)
+def sizes(inputs):
     """Count the parameters of the paper's models, and how much smaller PR-MoE and MoS are."""
     ours = {}
     for name, (config, bindings, _) in inputs.track(SIZES.items(), "models"):
         read, *_ = parse_run_config([f"configs/model/{config}.gin"], bindings)
         ours[name] = parameter_counts(read.model, read.moe, VOCABULARY)[2] / 1e9
     smaller = max(ours[f"{base}+MoE-128"] / ours[f"{base}+PR-MoE+MoS"] for base in ("350M", "1.3B"))
-    stated = {name: paper for name, (*_, paper) in SIZES.items() if paper is not None}
-    paper = stated | {"times smaller by PR-MoE and MoS, at most": 3.7}
-    return Table(
-        title="Sizes in billions of parameters (sections 3 to 5)",
-        kind="modelled",
-        columns=("model", "ours", "paper"),
-        rows=[(name, ours[name], stated.get(name, "-")) for name in SIZES],
-        claims=compare(paper, lambda: (*(ours[name] for name in stated), smaller)),
-        notes=("Without embeddings, biases, gates and norms.",),
-    )
+    rows = [(name, ours[name], STATED.get(name, "-")) for name in SIZES]
+    return Found(rows, [*(ours[name] for name in STATED), smaller])
 
 
-def parallelism(inputs: Inputs) -> Table:
-    """Return the degrees of each part of a PR-MoE on 128 GPUs."""
+@TABLES.add(
+    "Degrees of parallelism on 128 GPUs (section 4)",
+    ("experts", "EP", "DP"),
+    {"EP of 32 to 128 experts": (32, 128), "DP of 128 to 32 experts": (1, 4)},
+)
+def parallelism(inputs):
     del inputs
-    rows = [(experts, ep, 128 // ep) for experts in (32, 64, 128) for ep in [ep_degree(experts, 128)]]
-    paper = {"EP of 32 to 128 experts": (32, 128), "DP of 128 to 32 experts": (1, 4)}
-    title, columns = "Degrees of parallelism on 128 GPUs (section 4)", ("experts", "EP", "DP")
-    return Table(title, "modelled", columns, rows, compare(paper, lambda: np.array(rows).T[1:]))
+    degrees = {experts: ep_degree(experts, 128) for experts in (32, 64, 128)}
+    rows = [(experts, ep, 128 // ep) for experts, ep in degrees.items()]
+    return Found(rows, np.array(rows).T[1:])
 
 
 def a100s(devices: int, level: str = "middle") -> Cluster:
@@ -129,36 +134,33 @@ def reduce_seconds(cluster: Cluster, mp: int, numbers: float) -> float:
     return float(uniform_seconds(cluster, Group(mp, near, "all-reduce"), inside, across, "a sum over MP"))
 
 
-def training_cost(inputs: Inputs) -> Table:
+CAP = "even loads, which a capacity factor of 1 makes (the authors' ds_pretrain_gpt_1.3B_MoE128)"
+AGAIN = "activations computed again, a fourth forward (the authors' scripts checkpoint them)"
+SLICED = "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_dense)"
+
+
+@TABLES.add(
+    "Training throughput on 128 A100 (section 3)",
+    ("prices", "model", "samples/s", "paper", "over dense"),
+    {"1.3B+MoE-128 over 6.7B dense": 5, "samples/s, 6.7B dense": 70, "samples/s, 1.3B+MoE-128": 372},
+    experiments={cause: cause for cause in (CAP, AGAIN, SLICED)},
+)
+def training_cost(inputs, change=""):
     """Model the training throughput of 1.3B+MoE-128 and of the dense model of equal quality."""
     names = ("6.7B dense", "6.7B dense, MP 8", "1.3B+MoE-128", "1.3B+MoE-128, even loads")
     trace, rows = inputs.loads(1), []
     rates = {level: training_rates(a100s(128, level), trace) for level in inputs.track(LEVELS, "prices")}
     for level, own in rates.items():
         rows += [(level, *row) for row in zip(names, own, (70, 70, 372, 372), [x / own[0] for x in own], strict=True)]
-    dense, sliced, moe, even = rates["middle"]
+    whole, sliced, skewed, even = rates["middle"]
+    dense, moe = sliced if change == SLICED else whole, even if change == CAP else skewed
+    forwards = 3 / 4 if change == AGAIN else 1
     _, said = fit_loads(trace, devices=128, experts=128, choices=BATCH * LENGTH // 128)
-    cases = {
-        "": (moe / dense, dense, moe),
-        "even loads, which a capacity factor of 1 makes (the authors' ds_pretrain_gpt_1.3B_MoE128)":
-            (even / dense, dense, even),
-        "activations computed again, a fourth forward (the authors' scripts checkpoint them)":
-            (moe / dense, dense * 3 / 4, moe * 3 / 4),
-        "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_dense)": (moe / sliced, sliced, moe),
-    }  # fmt: skip
-    paper = {"1.3B+MoE-128 over 6.7B dense": 5, "samples/s, 6.7B dense": 70, "samples/s, 1.3B+MoE-128": 372}
-    return Table(
-        title="Training throughput on 128 A100 (section 3)",
-        kind="modelled",
-        columns=("prices", "model", "samples/s", "paper", "over dense"),
-        rows=rows,
-        claims=compare(paper, lambda cause="": cases[cause], {cause: cause for cause in cases}),
-        notes=(
-            said,
-            "Sums of gradients and the optimizer are left out on both sides. The paper's samples/s are 45 and 46 "
-            "TFLOP/s a GPU at 6 FLOPs a parameter and token: 15% of the data sheet, of both models.",
-        ),  # fmt: skip
+    left_out = (
+        "Sums of gradients and the optimizer are left out on both sides. The paper's samples/s are 45 and 46 TFLOP/s a "
+        "GPU at 6 FLOPs a parameter and token: 15% of the data sheet, of both models."
     )
+    return Found(rows, [moe / dense, forwards * dense, forwards * moe], (said, left_out))
 
 
 def trained(*names: str) -> tuple[dict[str, dict], int]:
@@ -184,7 +186,20 @@ COLUMNS = ("model", "parameters", "FLOPs of a token", LOSS, "of all seeds")
 DENSE_SIZES, MOE_SIZES = ("dense_64", "dense_96", "dense_128", "dense_192"), ("moe_64", "moe_96")
 
 
-def equal_loss(inputs: Inputs) -> Table:
+@TABLES.add(
+    "MoE and dense models of equal loss (section 3, at the demo's size)",
+    COLUMNS,
+    {
+        "dense cost over MoE cost at equal loss, smaller base": 4,
+        "dense cost over MoE cost at equal loss, larger base": 5,
+    },
+    notes=(
+        "scripts/bench/train_sizes.py: 32 experts and 0.6 M tokens, not 128 and 300 B. The largest dense model is the "
+        "most that an MoE is compared with.",
+    ),
+    kind="measured",
+)
+def equal_loss(inputs):
     """Compare trained MoE models with the dense ones of equal loss, seed by seed, at two sizes."""
     del inputs
     kinds, seeds = trained(*DENSE_SIZES, *MOE_SIZES)
@@ -193,45 +208,31 @@ def equal_loss(inputs: Inputs) -> Table:
 
     def ratios(name: str) -> np.ndarray:  # by seed
         losses = zip(kinds[name]["losses"], by_seed.T, strict=True)
-        return (
-            np.exp([np.interp(-own, -dense, np.log(flops)) for own, dense in losses]) / kinds[name]["flops_per_token"]
-        )
+        equal = [np.interp(-own, -dense, np.log(flops)) for own, dense in losses]
+        return np.exp(equal) / kinds[name]["flops_per_token"]
 
-    paper = {f"dense cost over MoE cost at equal loss, {base} base": x for base, x in (("smaller", 4), ("larger", 5))}
     series = {label: [(kinds[name]["flops_per_token"], statistics.mean(kinds[name]["losses"])) for name in names]
               for label, names in (("dense", DENSE_SIZES), ("32 experts, top-1", MOE_SIZES))}  # fmt: skip
-    return Table(
-        title=f"MoE and dense models of equal loss, seeds: {seeds} (section 3, at the demo's size)",
-        kind="measured",
-        columns=COLUMNS,
-        rows=trained_rows(kinds),
-        claims=compare(paper, lambda: map(ratios, MOE_SIZES)),
-        notes=(
-            "scripts/bench/train_sizes.py: 32 experts and 0.6 M tokens, not 128 and 300 B. The largest dense model is "
-            "the most that an MoE is compared with.",
-        ),  # fmt: skip
-        draw=lines(series, xscale="log", xlabel="FLOPs of a token's training", ylabel=LOSS),
-    )
+    draw = curves(series, xscale="log", xlabel="FLOPs of a token's training", ylabel=LOSS)
+    return Found(trained_rows(kinds), map(ratios, MOE_SIZES), (f"Seeds: {seeds}.",), draw)
 
 
-def pr_moe_mos(inputs: Inputs) -> Table:
-    """Compare trained MoE, PR-MoE and its students."""
+PAIRS = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe", "staged"))
+
+
+@TABLES.add(
+    "PR-MoE beside MoE, and students taught by PR-MoE (section 4, at the demo's size)",
+    COLUMNS,
+    dict.fromkeys(f"loss of {worse} above that of {better}, nats" for worse, better in PAIRS),
+    notes=("scripts/bench/train_sizes.py; a student has three of four layers, staged: a teacher until step 200.",),
+    kind="measured",
+)
+def pr_moe_mos(inputs):
     del inputs
     kinds, seeds = trained("moe", "pr_moe", "alone", "taught", "staged")
-
-    pairs = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe", "staged"))
-    gains = [np.subtract(kinds[worse]["losses"], kinds[better]["losses"]) for worse, better in pairs]
-    paper = dict.fromkeys(f"loss of {worse} above that of {better}, nats" for worse, better in pairs)
+    gains = [np.subtract(kinds[worse]["losses"], kinds[better]["losses"]) for worse, better in PAIRS]
     series = {name: np.mean([curve[1:] for curve in kind["curves"][:seeds]], axis=0) for name, kind in kinds.items()}
-    return Table(
-        title=f"PR-MoE beside MoE, and students taught by PR-MoE, seeds: {seeds} (section 4, at the demo's size)",
-        kind="measured",
-        columns=COLUMNS,
-        rows=trained_rows(kinds),
-        claims=compare(paper, lambda: gains),
-        notes=("scripts/bench/train_sizes.py; a student has three of four layers, staged: a teacher until step 200.",),
-        draw=lines(series, xlabel="step", ylabel=LOSS),
-    )
+    return Found(trained_rows(kinds), gains, (f"Seeds: {seeds}.",), curves(series, xlabel="step", ylabel=LOSS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,42 +292,14 @@ def expert_layer_seconds(model: Served, cluster: Cluster, one_hot: bool, launch:
     return gate + experts + 2 * exchange["all_to_all" if one_hot else "coordinated"]
 
 
-def latency(inputs: Inputs) -> Table:
-    """Model the latency of a token by devices, and that of the baseline."""
-    cells = [(model, devices) for model in SERVED for devices in (8, 16, 32, 64, 128, 256)
-             if (devices >= 64 if model.slicing > 1 else devices <= 128)]  # fmt: skip
-    eager = "PyTorch's launches: every kernel of the baseline at the list's high price, 5 us"
-    launch = Prices(read_device("a100"), Constants(level="high")).launch
-    found = {}  # milliseconds by low, middle and high prices, of the baseline and of that by `eager`
-    for model, devices in inputs.track(cells, "models"):
-        own = [token_seconds(model, a100s(devices, level)) for level in LEVELS]
-        base = [token_seconds(model, a100s(devices), True, each) for each in (0.0, launch)]
-        found[model.name, devices] = 1e3 * np.array([*own, *base])
-
-    def figures(change=""):
-        times = {cell: ms[4 if change else 3] / ms[1] for cell, ms in found.items()}
-        small = [times[SERVED[0].name, devices] for devices in (8, 16, 32)]
-        return max(times.values()), small, found[SERVED[2].name, 256][1]
-
-    paper = {
-        "lower latency than the baseline, at most": 7.3,
-        "52B on 8 to 32 GPUs over PyTorch": (2.0, 3.2),
-        "ms of 24B+MoE-128 on 256 GPUs": None,
-    }
-    series = {model.name + label: [(n, ms[at]) for (name, n), ms in found.items() if name == model.name]
-              for model in SERVED for at, label in ((1, ""), (3, ", baseline"))}  # fmt: skip
-    return Table(
-        title="Latency of a token by devices (section 5)",
-        kind="modelled",
-        columns=("model", "A100", *(f"ms, {level} prices" for level in LEVELS), "ms, baseline", "times"),
-        rows=[(*cell, *ms[:4], ms[3] / ms[1]) for cell, ms in found.items()],
-        claims=compare(paper, figures, {eager: "eager"}),
-        notes=(f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced.",),
-        draw=lines(series, yscale="log", xlabel="A100", ylabel="ms a token"),
-    )
-
-
-def inference(inputs: Inputs) -> Table:
+@TABLES.add(
+    "MoE and dense models of equal quality (section 5)",
+    ("prices", "dense", "MP", "MoE", "A100", "ms, dense", "ms, MoE", "faster", "cheaper"),
+    {"faster, at most": 4.5, "cheaper, at most": 9},
+    notes=("The texts name neither the models nor the devices of the two numbers.",),
+    experiments={"the dense model on 16 GPUs: 350 GB do not fit eight A100 of 40 GB (Azure's ND A100 v4)": 16},
+)
+def inference(inputs, sliced=8):
     """Model how much faster and cheaper MoE models write than dense ones of equal quality."""
     pairs = ((DENSE[0], SERVED[0], 128), (DENSE[1], SERVED[3], 256))
     cells = [(level, *pair, times) for level in LEVELS for pair in pairs for times in (1, 2)]
@@ -336,16 +309,34 @@ def inference(inputs: Inputs) -> Table:
         slow, fast = (1e3 * token_seconds(m, a100s(n, level)) for m, n in ((cut, cut.slicing), (moe, devices)))
         cheaper = slow / fast * cut.slicing / moe.slicing  # devices that serve TOKENS sequences, over ours
         rows.append((level, dense.name, cut.slicing, moe.name, devices, slow, fast, slow / fast, cheaper))
-    found = [row[-2:] for row in rows if row[:2] == ("middle", "175B")]
-    cause = "the dense model on 16 GPUs: 350 GB do not fit eight A100 of 40 GB (Azure's ND A100 v4)"
-    return Table(
-        title="MoE and dense models of equal quality (section 5)",
-        kind="modelled",
-        columns=("prices", "dense", "MP", "MoE", "A100", "ms, dense", "ms, MoE", "faster", "cheaper"),
-        rows=rows,
-        claims=compare({"faster, at most": 4.5, "cheaper, at most": 9}, lambda at=0: found[at], {cause: 1}),
-        notes=("The texts name neither the models nor the devices of the two numbers.",),
-    )
+    return Found(rows, next(row[-2:] for row in rows if row[:3] == ("middle", "175B", sliced)))
+
+
+@TABLES.add(
+    "Latency of a token by devices (section 5)",
+    ("model", "A100", *(f"ms, {level} prices" for level in LEVELS), "ms, baseline", "times"),
+    {
+        "lower latency than the baseline, at most": 7.3,
+        "52B on 8 to 32 GPUs over PyTorch": (2.0, 3.2),
+        "ms of 24B+MoE-128 on 256 GPUs": None,
+    },
+    lines("A100", "ms, middle prices", "ms, baseline", by="model", yscale="log", ylabel="a token"),
+    (f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced.",),
+    experiments={"PyTorch's launches: every kernel of the baseline at the list's high price, 5 us": "high"},
+)
+def latency(inputs, launches=""):
+    """Model the latency of a token by devices, and that of the baseline; `launches`: their price there, '': none."""
+    launch = Prices(read_device("a100"), Constants(level=launches)).launch if launches else 0.0
+    cells = [(model, devices) for model in SERVED for devices in (8, 16, 32, 64, 128, 256)
+             if (devices >= 64 if model.slicing > 1 else devices <= 128)]  # fmt: skip
+    rows = []
+    for model, devices in inputs.track(cells, "models"):
+        own = [1e3 * token_seconds(model, a100s(devices, level)) for level in LEVELS]
+        base = 1e3 * token_seconds(model, a100s(devices), True, launch)
+        rows.append((model.name, devices, *own, base, base / own[1]))
+    small = [times for name, devices, *_, times in rows if name == SERVED[0].name and devices <= 32]
+    largest = [row[3] for row in rows if row[:2] == (SERVED[2].name, 256)]
+    return Found(rows, [max(row[-1] for row in rows), small, largest])
 
 
 def tables_gate(x, w_gate, config: MoEConfig):
@@ -370,7 +361,14 @@ def one_hot_gate(x, w_gate, config: MoEConfig):
 RUNS, WIDTH = 7, 512
 
 
-def gating(inputs: Inputs) -> Table:
+@TABLES.add(
+    "Gate, dispatch and combine by tables and by one-hot einsums (section 5)",
+    ("tokens", "ms, tables", "ms, one-hot", "times"),
+    {"one-hot einsums over tables": None},
+    notes=(f"128 experts, M = {WIDTH}, capacity factor 1, float32, this CPU, median of {RUNS} runs in turns.",),
+    kind="measured",
+)
+def gating(inputs):
     """Time both forms on the CPU, in turns."""
     config = MoEConfig(num_experts=128, top_k=1, renormalize=False, capacity_factor=1.0, drop="position")
     forms = [jax.jit(form, static_argnums=2) for form in (tables_gate, one_hot_gate)]
@@ -383,18 +381,5 @@ def gating(inputs: Inputs) -> Table:
             forms[at](x, w_gate, config).block_until_ready()
             spent[turn, at] = time.perf_counter() - began
         own, other = 1e3 * np.median(spent[1:], axis=0)
-        rows.append((tokens, float(own), float(other), float(other / own)))
-    return Table(
-        title="Gate, dispatch and combine by tables and by one-hot einsums (section 5)",
-        kind="measured",
-        columns=("tokens", "ms, tables", "ms, one-hot", "times"),
-        rows=rows,
-        claims=compare({"one-hot einsums over tables": None}, lambda: [[row[-1] for row in rows]]),
-        notes=(f"128 experts, M = {WIDTH}, capacity factor 1, float32, this CPU, median of {RUNS} runs in turns.",),
-    )
-
-
-TABLES: Tables = {
-    "sizes": sizes, "parallelism": parallelism, "training_cost": training_cost, "equal_loss": equal_loss,
-    "pr_moe_mos": pr_moe_mos, "inference": inference, "latency": latency, "gating": gating,
-}  # fmt: skip
+        rows.append((tokens, own, other, other / own))
+    return Found(rows, [[row[-1] for row in rows]])

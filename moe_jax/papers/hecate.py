@@ -1,8 +1,7 @@
 """Hecate's figures: what its text says of each, and what the one cost model says of the same models and clusters.
 
-`FIGURES` lists every row with the paper's numbers (section 1: claims; 5.2: figures 9, 10; 5.3: 11 to 13; 5.4: 14, 15;
-4.2: the overlap degree t); a figure's other values stand in no text. Where the text gives no cluster (13 to 15) it is
-B, as in 11 and 12. `figure_9` and so on take what changes a row, and return (rows of a table, ours claim by claim).
+Section 1: claims; 5.2: figures 9, 10; 5.3: 11 to 13; 5.4: 14, 15; 4.2: the overlap degree t. A figure's other values
+stand in no text. Where the text gives no cluster (13 to 15) it is B, as in 11 and 12. An experiment changes a `Row`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import scipy.stats
 
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads, round_shares
-from moe_jax.papers.pictures import Draw, bars, lines
+from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, Model, Setting, Step, System, cost_of, machine, run
-from moe_jax.papers.table import Inputs, Table, Tables, compare, ends
+from moe_jax.papers.table import Found, Inputs, Tables, ends
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
@@ -38,7 +37,6 @@ class Row:
 
 
 Change = Callable[[Row], Row]
-Found = tuple[list[tuple], Sequence]
 MODELS = tuple(  # table 1, and section 5.1: d_ffn twice d_model
     Model(name=name, layers=layers, model_dim=dim, hidden_dim=2 * dim, length=length)
     for name, dim, length, layers in (
@@ -51,6 +49,8 @@ STATE, FLEXMOE_SLOTS = 12, 4  # bytes of Adam's state a parameter: six times 16 
 BASELINES = ("FasterMoE", "SmartMoE", "FlexMoE")
 COMPARED = (*BASELINES, "Hecate")
 ALL = ("EP", *COMPARED, "Hecate-RM")
+SPEEDS = ("GPUs", "model", "batch", *COMPARED)
+BATCH = "The batch, sequences of a device, is the largest that fits every system (5.1)."
 PARTS = ("sharding alone", "materialization alone")
 INTERVALS = {f"resharded every {steps}": steps for steps in (10, 25, 50, 100)}  # the text names the first and the last
 GRID_A = tuple(Row("hecate_a", model, nodes) for nodes in (2, 4) for model in MODELS)
@@ -110,7 +110,8 @@ CHANGES: dict[str, Callable[[Setting], Setting]] = {
     ),
     MATERIALIZED: lambda of: dataclasses.replace(of, overlap_degree=10),
 }
-UNCHANGED = dataclasses.replace
+SAME: Change = dataclasses.replace
+EXPERIMENTS = {cause: functools.partial(dataclasses.replace, change=cause) for cause in CHANGES}
 ON_A = {"cluster A, as the text names none": functools.partial(dataclasses.replace, cluster="hecate_a")}
 OF_SMALL = {"GPT-MoE-S, as the text names no model": functools.partial(dataclasses.replace, model=SMALL.model)}
 
@@ -202,6 +203,16 @@ def memory_of(inputs: Inputs, row: Row, name: str) -> tuple[np.ndarray, bool]:
     return states, free_bytes(setting, fullest(records.computed), states, batch_of(setting)) >= 0
 
 
+def loads_note(find, inputs: Inputs, paper) -> tuple[str]:
+    """Return how the loads of all tables were made."""
+    del find, paper
+    fitted = fit_loads(inputs.loads(TOP_K), devices=32, experts=64, choices=TOP_K * SMALL.model.length)
+    return ("32 GPUs, a sequence: " + fitted[1],)
+
+
+TABLES = Tables("simulated", EXPERIMENTS, loads_note)
+
+
 def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[list[tuple], np.ndarray]:
     """Return rows of speed-ups over EP, and the speed-ups [rows, COMPARED]."""
     rows = []
@@ -212,24 +223,76 @@ def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[lis
     return rows, np.array([row[3:] for row in rows])
 
 
-def figure_9(inputs: Inputs, change: Change) -> Found:
+@TABLES.add(
+    "Overlap degree t (section 4.2)",
+    ("cluster", "GPUs", "model", "non-MoE, ms", "an expert, ms", "t", "said"),
+    {"t, experts that hide behind attention": None},
+    notes=(BATCH,),
+)
+def overlap_degree(inputs, change=SAME):
+    rows, planner = [], build_planner(PlannerConfig(name="hecate"))
+    for row in map(change, (*GRID_A, *GRID_B)):
+        setting = setting_of(inputs, row)
+        cost = cost_of(SYSTEMS["Hecate"], setting)
+        times = 1e3 * cost.attention_seconds, 1e3 * float(cost.overlap_seconds(1))
+        rows.append((row.cluster, setting.devices, row.model.name, *times, cost.overlap(), planner.remark(cost)))
+    return Found(rows, [[row[5] for row in rows]])
+
+
+@TABLES.add(
+    "Figure 9: training speed over EP, cluster A",
+    SPEEDS,
+    {
+        "Hecate over EP, 16 GPUs": (1.40, 1.58),
+        "Hecate over EP, 32 GPUs": (1.34, 1.78),
+        "Hecate over the best baseline, geometric mean, 16 GPUs": 1.645,
+        "Hecate over the best baseline, geometric mean, 32 GPUs": 2.05,
+    },
+    bars("speed-up over EP"),
+    (BATCH, "The text's 1.645 and 2.05 exceed Hecate over EP: its best baseline is slower than EP."),
+)
+def figure_9(inputs, change=SAME):
     rows, speeds = end_to_end(inputs, change, GRID_A)
     small, large = speeds.reshape(2, len(MODELS), -1)
     best = (scipy.stats.gmean(half[:, 3] / half[:, :3].max(axis=1)) for half in (small, large))
-    return rows, [small[:, 3], large[:, 3], *best]
+    return Found(rows, [small[:, 3], large[:, 3], *best])
 
 
-def figure_10(inputs: Inputs, change: Change) -> Found:
+@TABLES.add(
+    "Figure 10: training speed over EP, cluster B",
+    SPEEDS,
+    {"Hecate over EP": (1.26, 1.70), "Hecate over the baselines, geometric mean": 2.945},
+    bars("speed-up over EP"),
+    (BATCH, "The text's 2.945 exceeds Hecate over EP: its baselines take 1.7 times EP's time."),
+)
+def figure_10(inputs, change=SAME):
     rows, speeds = end_to_end(inputs, change, GRID_B)
-    return rows, [speeds[:, 3], scipy.stats.gmean((speeds[:, 3:] / speeds[:, :3]).ravel())]
+    return Found(rows, [speeds[:, 3], scipy.stats.gmean((speeds[:, 3:] / speeds[:, :3]).ravel())])
 
 
-def figure_11(inputs: Inputs, change: Change) -> Found:
+@TABLES.add(
+    "Figure 11: speed of MoE layers over EP, GPT-MoE-S, cluster B",
+    ("layer", "Hecate"),
+    {"Hecate's layers over EP's": (2.8, 18.8), "geometric mean": 11.87},
+    bars("speed-up over EP"),
+)
+def figure_11(inputs, change=SAME):
     ep, own = (step_of(inputs, change(SMALL), name).layers.mean(axis=0) for name in ("EP", "Hecate"))
-    return list(enumerate(ep / own)), [ep / own, scipy.stats.gmean(ep / own)]
+    return Found(list(enumerate(ep / own)), [ep / own, scipy.stats.gmean(ep / own)])
 
 
-def figure_12(inputs: Inputs, change: Change) -> Found:
+@TABLES.add(
+    "Figure 12: the critical path of an iteration, BERT-MoE-Deep, cluster B",
+    ("system", "fused", "experts", "all-to-all", "collectives of replicas", "rearrange", "attention"),
+    {
+        "all-to-all of EP over Hecate's": 12.3,
+        "exposed sparse collectives, Hecate-RM over Hecate": 3.6,
+        "Hecate-RM over the best baseline": 1.4,
+    },
+    bars("ms", stacked=True),
+    ("Milliseconds. Where neither Hecate exposes a collective, their ratio is given as 1.",),
+)
+def figure_12(inputs, change=SAME):
     rows, row = [], change(DEEP)
     for name in inputs.track(ALL, "systems"):
         step = step_of(inputs, row, name)
@@ -238,18 +301,44 @@ def figure_12(inputs: Inputs, change: Change) -> Found:
         parts = (*split, step.parts["place"] + step.parts["reduce"], step.parts["rearrange"], step.attention)
         rows.append((name, *(1e3 * row.model.layers * float(np.mean(part)) for part in parts)))
     ep, *baselines, own, again = (np.array(line[1:]) for line in rows)
-    return rows, [ep[2] / own[2], again[3] / own[3] if own[3] else 1.0, min(map(sum, baselines)) / sum(again)]
+    return Found(rows, [ep[2] / own[2], again[3] / own[3] if own[3] else 1.0, min(map(sum, baselines)) / sum(again)])
 
 
-def figure_13(inputs: Inputs, change: Change) -> Found:
+@TABLES.add(
+    "Figure 13: peak memory of MoE layers, BERT-MoE-Deep, cluster B",
+    ("system", "parameters", "gradients", "optimizer state"),
+    {
+        "parameters, Hecate over EP": 5.73,
+        "all, Hecate over EP": 1.64,
+        "all, FlexMoE over Hecate": 1.83,
+        "all, Hecate-RM over EP": 1.116,
+        "materialized parameters of Hecate-RM, % of Hecate's": 9.8,  # 90.2% less
+    },
+    bars("GB", stacked=True),
+    ("GB of the fullest device. The text names no model: that of figure 12 is taken.",),
+    experiments={cause: own for cause, own in EXPERIMENTS.items() if cause != MATERIALIZED} | ON_A | OF_SMALL,
+)
+def figure_13(inputs, change=SAME):
     parts = np.array([memory_of(inputs, change(DEEP), name)[0] for name in ALL])
     ep, *_, flexmoe, own, again = parts
     kept = 100 * (again[0] - ep[0]) / max(own[0] - ep[0], 1)
     rows = [(name, *part) for name, part in zip(ALL, 1e-9 * parts, strict=True)]
-    return rows, [own[0] / ep[0], sum(own) / sum(ep), sum(flexmoe) / sum(own), sum(again) / sum(ep), kept]
+    return Found(rows, [own[0] / ep[0], sum(own) / sum(ep), sum(flexmoe) / sum(own), sum(again) / sum(ep), kept])
 
 
-def figure_14(inputs: Inputs, change: Change) -> Found:
+@TABLES.add(
+    "Figure 14: an iteration of GPT-MoE-S by batch, cluster B",
+    ("batch", *ALL),
+    {
+        "Hecate-RM slower than Hecate, %": (7.5, 16.9),
+        "largest batch of Hecate-RM": 6,
+        "largest batch of any other": None,
+    },
+    lines("batch", *ALL, ylabel="ms"),
+    ("Milliseconds. The text has no other system at 6.",),
+    experiments=EXPERIMENTS | ON_A,
+)
+def figure_14(inputs, change=SAME):
     row, rows, slower = dataclasses.replace(change(SMALL), every=12), [], []
     names = ALL if change(SMALL) == SMALL else ALL[-2:]  # of a change those that the claims are of
     most = dict.fromkeys(names, 0)
@@ -264,29 +353,41 @@ def figure_14(inputs: Inputs, change: Change) -> Found:
         if {"Hecate", "Hecate-RM"} <= times.keys():
             slower.append(100 * (times["Hecate-RM"] / times["Hecate"] - 1))
     again = most.pop("Hecate-RM")
-    return rows, [slower, again, max(most.values())]
+    return Found(rows, [slower, again, max(most.values())])
 
 
-def figure_15(inputs: Inputs, change: Change) -> Found:
+@TABLES.add(
+    "Figure 15: parts of Hecate, and intervals of resharding, GPT-MoE-S, cluster B",
+    ("what runs", "MoE layers", "iteration"),
+    {
+        "a: both over sharding alone": 3.32,
+        "a: both over materialization alone": 1.27,
+        "b: sharding, resharded every 10 to 100 iterations": (1.34, 1.42),
+    },
+    bars("ms"),
+    ("Milliseconds. The intervals 25 and 50 are assumed.",),
+    experiments=EXPERIMENTS | ON_A,
+)
+def figure_15(inputs, change=SAME):
     row = dataclasses.replace(change(SMALL), every=1)
     names = inputs.track(("EP", *PARTS, "Hecate", *INTERVALS), "parts")
     layers = {name: row.model.layers * step_of(inputs, row, name).layers.mean() for name in names}
     rows = [(name, 1e3 * own, 1e3 * seconds_of(inputs, row, name)) for name, own in layers.items()]
     ep, sharding, materialization, own, *every = (line[2] for line in rows)
-    return rows, [sharding / own, materialization / own, ep / np.array(every)]
+    return Found(rows, [sharding / own, materialization / own, ep / np.array(every)])
 
 
-def overlap_degree(inputs: Inputs, change: Change) -> Found:
-    rows, planner = [], build_planner(PlannerConfig(name="hecate"))
-    for row in map(change, (*GRID_A, *GRID_B)):
-        setting = setting_of(inputs, row)
-        cost = cost_of(SYSTEMS["Hecate"], setting)
-        times = 1e3 * cost.attention_seconds, 1e3 * float(cost.overlap_seconds(1))
-        rows.append((row.cluster, setting.devices, row.model.name, *times, cost.overlap(), planner.remark(cost)))
-    return rows, [[row[5] for row in rows]]
-
-
-def claims(inputs: Inputs, change: Change) -> Found:
+@TABLES.add(
+    "Sections 1 and 5.2: the most on 32 GPUs",
+    ("what", "least", "most"),
+    {
+        "Hecate over any baseline, at most": 3.54,
+        "Hecate-RM over the best baseline, at most": 1.52,
+        "balanced over imbalanced EP, cluster A, at most": 5.18,
+    },
+    notes=("The text does not say over what Hecate-RM gains 1.52.",),
+)
+def claims(inputs, change=SAME):
     names = ("Hecate over a baseline", "Hecate-RM over the best", "Hecate-RM over a baseline", "balanced EP over EP")
     found, even = {name: [] for name in names}, dataclasses.replace(inputs, trace="W0_balanced")
     for row in map(change, inputs.track((*GRID_A[4:], *GRID_B), "models")):
@@ -299,124 +400,4 @@ def claims(inputs: Inputs, change: Change) -> Found:
         for name, value in zip(names, values, strict=False):
             found[name].append(value)
     first, second, _, last = map(max, found.values())
-    return [(name, *ends(values)) for name, values in found.items()], [first, second, last]
-
-
-def by_batch(columns: Sequence[str], rows: list[tuple]) -> Draw:
-    """Draw milliseconds by batch, of each system as far as it fits."""
-    series = {name: [(row[0], row[at]) for row in rows if row[at] != "out of memory"]
-              for at, name in enumerate(columns[1:], 1)}  # fmt: skip
-    return lines(series, xlabel="batch", ylabel="ms")
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """A table to be: `find` has its rows and claims.
-
-    Attributes:
-      paper: as of `compare`; draw: what makes its picture of columns and rows.
-      open: what the text leaves open, set otherwise.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    find: Callable[[Inputs, Change], Found]
-    paper: dict[str, float | tuple[float, float] | None]
-    draw: Callable[..., Draw] | None = None
-    notes: tuple[str, ...] = ()
-    open: dict[str, Change] = dataclasses.field(default_factory=dict)
-
-    def table(self, inputs: Inputs) -> Table:
-        """Return the table, its claims with each change alone."""
-        find = functools.cache(functools.partial(self.find, inputs))
-        causes = [cause for cause in CHANGES if (cause, self.find) != (MATERIALIZED, figure_13)]  # its own number
-        changes = {cause: functools.partial(dataclasses.replace, change=cause) for cause in causes} | self.open
-        claims, rows = compare(self.paper, lambda change=UNCHANGED: find(change)[1], changes), find(UNCHANGED)[0]
-        sizes = {"devices": 32, "experts": 64, "choices": TOP_K * SMALL.model.length}
-        notes = (*self.notes, "32 GPUs, a sequence: " + fit_loads(inputs.loads(TOP_K), **sizes)[1])
-        return Table(
-            self.title, "simulated", self.columns, rows, claims, notes, self.draw and self.draw(self.columns, rows)
-        )
-
-
-SPEEDS = ("GPUs", "model", "batch", *COMPARED)
-OVER_EP = functools.partial(bars, label="speed-up over EP")
-BATCH = "The batch, sequences of a device, is the largest that fits every system (5.1)."
-FIGURES = {
-    "overlap_degree": Figure(
-        "Overlap degree t (section 4.2)", ("cluster", "GPUs", "model", "non-MoE, ms", "an expert, ms", "t", "said"),
-        overlap_degree, {"t, experts that hide behind attention": None}, notes=(BATCH,),
-    ),
-    "figure_9": Figure(
-        "Figure 9: training speed over EP, cluster A", SPEEDS, figure_9,
-        {
-            "Hecate over EP, 16 GPUs": (1.40, 1.58),
-            "Hecate over EP, 32 GPUs": (1.34, 1.78),
-            "Hecate over the best baseline, geometric mean, 16 GPUs": 1.645,
-            "Hecate over the best baseline, geometric mean, 32 GPUs": 2.05,
-        },
-        OVER_EP, (BATCH, "The text's 1.645 and 2.05 exceed Hecate over EP: its best baseline is slower than EP."),
-    ),
-    "figure_10": Figure(
-        "Figure 10: training speed over EP, cluster B", SPEEDS, figure_10,
-        {"Hecate over EP": (1.26, 1.70), "Hecate over the baselines, geometric mean": 2.945},
-        OVER_EP, (BATCH, "The text's 2.945 exceeds Hecate over EP: its baselines take 1.7 times EP's time."),
-    ),
-    "figure_11": Figure(
-        "Figure 11: speed of MoE layers over EP, GPT-MoE-S, cluster B", ("layer", "Hecate"), figure_11,
-        {"Hecate's layers over EP's": (2.8, 18.8), "geometric mean": 11.87}, OVER_EP,
-    ),
-    "figure_12": Figure(
-        "Figure 12: the critical path of an iteration, BERT-MoE-Deep, cluster B",
-        ("system", "fused", "experts", "all-to-all", "collectives of replicas", "rearrange", "attention"), figure_12,
-        {
-            "all-to-all of EP over Hecate's": 12.3,
-            "exposed sparse collectives, Hecate-RM over Hecate": 3.6,
-            "Hecate-RM over the best baseline": 1.4,
-        },
-        functools.partial(bars, label="ms", stacked=True),
-        ("Milliseconds. Where neither Hecate exposes a collective, their ratio is given as 1.",),
-    ),
-    "figure_13": Figure(
-        "Figure 13: peak memory of MoE layers, BERT-MoE-Deep, cluster B",
-        ("system", "parameters", "gradients", "optimizer state"), figure_13,
-        {
-            "parameters, Hecate over EP": 5.73,
-            "all, Hecate over EP": 1.64,
-            "all, FlexMoE over Hecate": 1.83,
-            "all, Hecate-RM over EP": 1.116,
-            "materialized parameters of Hecate-RM, % of Hecate's": 9.8,  # 90.2% less
-        },
-        functools.partial(bars, label="GB", stacked=True),
-        ("GB of the fullest device. The text names no model: that of figure 12 is taken.",), ON_A | OF_SMALL,
-    ),
-    "figure_14": Figure(
-        "Figure 14: an iteration of GPT-MoE-S by batch, cluster B", ("batch", *ALL), figure_14,
-        {
-            "Hecate-RM slower than Hecate, %": (7.5, 16.9),
-            "largest batch of Hecate-RM": 6,
-            "largest batch of any other": None,
-        },
-        by_batch, ("Milliseconds. The text has no other system at 6.",), ON_A,
-    ),
-    "figure_15": Figure(
-        "Figure 15: parts of Hecate, and intervals of resharding, GPT-MoE-S, cluster B",
-        ("what runs", "MoE layers", "iteration"), figure_15,
-        {
-            "a: both over sharding alone": 3.32,
-            "a: both over materialization alone": 1.27,
-            "b: sharding, resharded every 10 to 100 iterations": (1.34, 1.42),
-        },
-        functools.partial(bars, label="ms"), ("Milliseconds. The intervals 25 and 50 are assumed.",), ON_A,
-    ),
-    "claims": Figure(
-        "Sections 1 and 5.2: the most on 32 GPUs", ("what", "least", "most"), claims,
-        {
-            "Hecate over any baseline, at most": 3.54,
-            "Hecate-RM over the best baseline, at most": 1.52,
-            "balanced over imbalanced EP, cluster A, at most": 5.18,
-        },
-        notes=("The text does not say over what Hecate-RM gains 1.52.",),
-    ),
-}  # fmt: skip
-TABLES: Tables = {name: figure.table for name, figure in FIGURES.items()}
+    return Found([(name, *ends(values)) for name, values in found.items()], [first, second, last])

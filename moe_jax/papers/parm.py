@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +28,8 @@ from moe_jax.cluster.targets import device_named, read_device
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes
 from moe_jax.moe.schedules.parm import layer_shape
-from moe_jax.papers.pictures import lines
-from moe_jax.papers.table import Inputs, Table, Tables, compare, ends, range_of
+from moe_jax.papers.pictures import curves
+from moe_jax.papers.table import Draw, Found, Tables, ends, range_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PLACES = {"A": ("parm_a", 1), "B, 8": ("parm_b", 2), "B, 16": ("parm_b", 4), "B, 32": ("parm_b", 8)}  # file, nodes
@@ -55,11 +55,6 @@ class Assumed(NamedTuple):
 
 
 BASE = Assumed()
-EXPERIMENTS = {
-    "K = 1, the default of DeepSpeed v0.8.1": BASE._replace(top_k=1),
-    "GeForce copies through host memory, as measured": BASE._replace(peers=False),
-    "N_MP, N_ESP of 2 and 4 alone, as in table IV": BASE._replace(groups=TABLE_4),
-}
 
 
 @functools.cache
@@ -133,83 +128,89 @@ def gains_of(testbed: str, to: Assumed = BASE, groups=TABLE_4) -> list[np.ndarra
     return [gains(place, pair, to) for place in PLACES if place.startswith(testbed) for pair in groups]
 
 
-def table(title: str, columns: tuple, rows: list, paper: dict, figures: Callable, notes=(), draw=None) -> Table:
-    """Return a modelled table, its claims with all experiments, and notes with our figures by low and high prices.
-
-    paper and figures: as of `compare`; a change is another `Assumed`.
-    """
-    low, high = (map(ends, figures(BASE._replace(level=level))) for level in ("low", "high"))
-    ranges = (
-        f"{name}: {range_of(cheap)} by low prices, {range_of(dear)} by high ones."
-        for name, cheap, dear in zip(paper, low, high, strict=True)
-    )
-    return Table(title, "modelled", columns, rows, compare(paper, figures, EXPERIMENTS), (*notes, *ranges), draw)
+def by_prices(find, inputs, paper) -> Iterator[str]:
+    """Return notes with our figures by low and high prices."""
+    low, high = (map(ends, find(inputs, BASE._replace(level=level)).ours) for level in ("low", "high"))
+    for name, cheap, dear in zip(paper, low, high, strict=True):
+        yield f"{name}: {range_of(cheap)} by low prices, {range_of(dear)} by high ones."
 
 
-def distribution(title: str, label: str, values: np.ndarray, paper: dict, figures: Callable) -> Table:
-    """Return the table of a figure that shows how many layers have which value."""
+EXPERIMENTS = {
+    "K = 1, the default of DeepSpeed v0.8.1": BASE._replace(top_k=1),
+    "GeForce copies through host memory, as measured": BASE._replace(peers=False),
+    "N_MP, N_ESP of 2 and 4 alone, as in table IV": BASE._replace(groups=TABLE_4),
+}
+TABLES = Tables("modelled", EXPERIMENTS, by_prices)
+DISTRIBUTION = ("layers", "least", "a tenth is below", "median", "a tenth is above", "largest")
 
-    def draw(axes):
+
+def distribution(values: np.ndarray) -> list[tuple]:
+    """Return the row of a figure that shows how many layers have which value."""
+    return [(len(values), *np.quantile(values, (0, 0.1, 0.5, 0.9, 1)))]
+
+
+def histogram(label: str, values: np.ndarray) -> Draw:
+    """Return what draws that figure."""
+
+    def draw(table, axes):
+        del table
         axes.hist(values, bins=20, edgecolor="white")
         axes.set(xlabel=label, ylabel="layers")
 
-    columns = ("layers", "least", "a tenth is below", "median", "a tenth is above", "largest")
-    row = (len(values), *np.quantile(values, (0, 0.1, 0.5, 0.9, 1)))
-    return table(f"{title}: {label}", columns, [row], paper, figures, (), draw)
+    return draw
 
 
-def table_3(inputs: Inputs) -> Table:
-    def figures(to=BASE):
-        found = np.concatenate(gains_of("", to, to.groups))[:, 2]
-        return len(found), found.min(), found.max()
-
-    places = inputs.track(PLACES, "table III")
-    rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in places]
-    columns = ("testbed, P", "combinations", "valid", "of these N_MP, N_ESP as in table IV")
-    paper = {"valid runs": 1296, "least speed-up of a layer": 1.13, "largest speed-up of a layer": 5.77}
-    notes = (
+@TABLES.add(
+    "Table III: runs that fit a GPU's memory",
+    ("testbed, P", "combinations", "valid", "of these N_MP, N_ESP as in table IV"),
+    {"valid runs": 1296, "least speed-up of a layer": 1.13, "largest speed-up of a layer": 5.77},
+    notes=(
         "Table III spans 4,374. Runs are summed over four places: 1,296 is 4 x 324, the layers of figure 1.",
         "Buckets are full: a capacity bounds them, and no trace of loads is read.",
-    )
-    return table("Table III: runs that fit a GPU's memory", columns, rows, paper, figures, notes)
+    ),
+)
+def table_3(inputs, to=BASE):
+    places = inputs.track(PLACES, "places")
+    rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in places]
+    found = np.concatenate(gains_of("", to, to.groups))[:, 2]
+    return Found(rows, [len(found), found.min(), found.max()])
 
 
-def table_4(inputs: Inputs) -> Table:
-    def figures(to=BASE):
-        for testbed in inputs.track(papers, "table IV"):
-            cells = gains_of(testbed, to)
-            yield from np.array([gain.mean(axis=0) for gain in cells]).T
-            saa, aas = np.concatenate(cells), np.concatenate(gains_of(testbed, to._replace(gather="aas")))
-            yield 100 * (saa[:, 2] / saa[:, :2].min(axis=1)).mean() - 100
-            yield 100 * (saa[:, 1] / aas[:, 1]).mean() - 100
-        yield max(np.divide(*gain.mean(axis=0)[1::-1]) for gain in gains_of("A", to))
-
-    papers = {
-        "A": ((2.1, 4.19), (1.99, 4.12), (2.1, 4.2), 8, 1.09),
-        "B": ((2.46, 5.77), (2.2, 5.38), (2.46, 5.77), 10.5, 1.12),
-    }
-    means = (f"{name}, mean of a cell" for name in COLUMNS)
-    names = (*means, "Parm over the worse of S1 and S2, %", "S2 by SAA over S2 by AAS, %")
-    paper = {f"{name}, testbed {at}": its for at in papers for name, its in zip(names, papers[at], strict=True)}
-    paper["S2's 3.72 over S1's 3.21 in a cell of A"] = 3.72 / 3.21
-    cases = [(place, pair, gains(place, pair)) for place in PLACES for pair in TABLE_4]
-    rows = [(place, *pair, len(gain), *gain.mean(axis=0)) for place, pair, gain in cases]
-    columns = ("testbed, P", "N_MP", "N_ESP", "layers", *COLUMNS)
-    return table("Table IV: mean speed-ups", columns, rows, paper, figures)
+MEANS = tuple(f"{name}, mean of a cell" for name in COLUMNS)
+OF_TABLE_4 = (*MEANS, "Parm over the worse of S1 and S2, %", "S2 by SAA over S2 by AAS, %")
+PAPER_4 = {"A": ((2.1, 4.19), (1.99, 4.12), (2.1, 4.2), 8, 1.09),
+           "B": ((2.46, 5.77), (2.2, 5.38), (2.46, 5.77), 10.5, 1.12)}  # fmt: skip
 
 
-def choice(inputs: Inputs) -> Table:
-    def hits(place, to=BASE):
+@TABLES.add(
+    "Table IV: mean speed-ups",
+    ("testbed, P", "N_MP", "N_ESP", "layers", *COLUMNS),
+    {f"{name}, testbed {at}": its for at in PAPER_4 for name, its in zip(OF_TABLE_4, PAPER_4[at], strict=True)}
+    | {"S2's 3.72 over S1's 3.21 in a cell of A": 3.72 / 3.21},
+)
+def table_4(inputs, to=BASE):
+    cases, ours = [(place, pair, gains(place, pair, to)) for place in PLACES for pair in TABLE_4], []
+    for testbed in inputs.track(PAPER_4, "testbeds"):
+        cells = gains_of(testbed, to)
+        saa, aas = np.concatenate(cells), np.concatenate(gains_of(testbed, to._replace(gather="aas")))
+        worse = 100 * (saa[:, 2] / saa[:, :2].min(axis=1)).mean() - 100
+        ours += [*np.array([gain.mean(axis=0) for gain in cells]).T, worse, 100 * (saa[:, 1] / aas[:, 1]).mean() - 100]
+    best = max(np.divide(*gain.mean(axis=0)[1::-1]) for gain in gains_of("A", to))
+    return Found([(place, *pair, len(gain), *gain.mean(axis=0)) for place, pair, gain in cases], [*ours, best])
+
+
+CHOICES = ("S2 is shorter, % of layers", "equations 13 and 14 are right, %")
+
+
+@TABLES.add("Algorithm 1, N_MP > 1", ("testbed, P", "layers", *CHOICES, "they lose, % of time"), dict.fromkeys(CHOICES))
+def choice(inputs, to=BASE):
+    rows = []
+    for place in inputs.track(PLACES, "places"):
         found = np.concatenate([gains(place, pair, to) for pair in GROUPS if pair[0] > 1])
         s1, s2, taken = found.T
         best = np.maximum(s1, s2)
-        return len(found), *(100 * value.mean() for value in (s2 > s1, taken >= best, best / taken - 1))
-
-    def figures(to=BASE):
-        return np.array([hits(place, to)[1:3] for place in PLACES]).T
-
-    names = ("S2 is shorter, % of layers", "equations 13 and 14 are right, %", "they lose, % of time")
-    layers = [layer for place in inputs.track(PLACES, "places") for pair in TABLE_4 for layer in runs(place, pair)]
+        rows.append((place, len(found), *(100 * own.mean() for own in (s2 > s1, taken >= best, best / taken - 1))))
+    layers = [layer for place in PLACES for pair in TABLE_4 for layer in runs(place, pair)]
     _, s1, s2 = np.array([price(layer).sum(axis=1) for layer in layers]).T
     best = int(np.argmin(s2 / s1))
     notes = (
@@ -218,22 +219,27 @@ def choice(inputs: Inputs) -> Table:
         "gather, of N M under S1 and of K f N M under S2, more in all of table III.",
         "How often the choice is right in layers that were timed on CPU devices: docs/results.md, Schedules.",
     )
-    rows, paper = [(place, *hits(place)) for place in PLACES], dict.fromkeys(names[:2])
-    return table("Algorithm 1, N_MP > 1", ("testbed, P", "layers", *names), rows, paper, figures, notes)
+    return Found(rows, [[row[at] for row in rows] for at in (2, 3)], notes)
 
 
-def figure_1(inputs: Inputs) -> Table:
+@TABLES.add("Figure 1: communication, % of a layer's time under the baseline", DISTRIBUTION, {"mean, %": None})
+def figure_1(inputs, to=BASE):
     del inputs
-
-    def shares(to=BASE):
-        parts = np.array([price(layer, to)[0] for layer in runs("B, 32", (4, 4), to)])
-        return 100 * parts[:, 0] / parts.sum(axis=1)
-
-    label = "communication, % of a layer's time under the baseline"
-    return distribution("Figure 1", label, shares(), {"mean, %": None}, lambda to=BASE: [shares(to).mean()])
+    parts = np.array([price(layer, to)[0] for layer in runs("B, 32", (4, 4), to)])
+    shares = 100 * parts[:, 0] / parts.sum(axis=1)
+    return Found(distribution(shares), [shares.mean()], draw=histogram("communication, % of a layer's time", shares))
 
 
-def figure_6(inputs: Inputs) -> Table:
+@TABLES.add(
+    "Figure 6: alpha and beta, N_MP = N_ESP = 4",
+    ("testbed, P", "collective", "alpha, us", "beta, ns/byte", "R^2"),
+    {"R^2, the least": None},
+    notes=(
+        "Prices are lines in bytes, so R^2 says nothing of a machine; of measured ones: docs/results.md, Schedules.",
+    ),
+)
+def figure_6(inputs, to=BASE):
+    del to
     points, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
     for (tokens, dim), place in inputs.track(itertools.product(sizes, ("A", "B, 32")), "collectives"):
         shape = shapes(place, (4, 4), tokens, ITEM * dim, 2.4)[2]
@@ -246,26 +252,23 @@ def figure_6(inputs: Inputs) -> Table:
             seconds = transfer_seconds(moves, shape, machine(place), "figure 6")
             points.setdefault((place, name), []).append((x, seconds))
     fits = {key: fit_alpha_beta(*zip(*own, strict=True)) for key, own in points.items()}
-    columns = ("testbed, P", "collective", "alpha, us", "beta, ns/byte", "R^2")
     rows = [(*key, 1e6 * fit.alpha, 1e9 * fit.beta, fit.r2) for key, fit in fits.items()]
-    said = "Prices are lines in bytes, so R^2 says nothing of a machine; of measured ones: docs/results.md, Schedules."
     series = {", ".join(key): sorted(own) for key, own in points.items()}
-    draw = lines(series, xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
-    title, least = "Figure 6: alpha and beta, N_MP = N_ESP = 4", min(fit.r2 for fit in fits.values())
-    return table(title, columns, rows, {"R^2, the least": None}, lambda to=BASE: [least], (said,), draw)
+    draw = curves(series, xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
+    return Found(rows, [min(row[-1] for row in rows)], draw=draw)
 
 
-def figure_7(inputs: Inputs) -> Table:
+@TABLES.add(
+    "Figure 7: Parm's speed-up over DeepSpeed-MoE on 32 GPUs", DISTRIBUTION, {"mean": 4.91, "above 4, % of layers": 89}
+)
+def figure_7(inputs, to=BASE):
     del inputs
+    speedups = gains("B, 32", (4, 4), to)[:, 2]
+    draw = histogram("speed-up over DeepSpeed-MoE", speedups)
+    return Found(distribution(speedups), [speedups.mean(), 100 * (speedups > 4).mean()], draw=draw)
 
-    def speedups(to=BASE):
-        return gains("B, 32", (4, 4), to)[:, 2]
 
-    def figures(to=BASE):
-        return speedups(to).mean(), 100 * (speedups(to) > 4).mean()
-
-    label, paper = "Parm's speed-up over DeepSpeed-MoE on 32 GPUs", {"mean": 4.91, "above 4, % of layers": 89}
-    return distribution("Figure 7", label, speedups(), paper, figures)
+LENGTHS = {"BERT-Base": 512, "GPT-2": 1024}
 
 
 def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
@@ -282,18 +285,14 @@ def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
     return 12 * (layer + attention + block) + head + once
 
 
-def table_5(inputs: Inputs) -> Table:
-    def seconds(to=BASE):  # of the baseline and of the shorter of S1 and S2, [cases, 2]
-        found = [iteration(place, length, to) for length, place in cases.values()]
-        return np.array([(base, min(others)) for base, *others in found])
-
-    models = {"BERT-Base": 512, "GPT-2": 1024}
-    cases = {(model, place): (models[model], place) for model in models for place in ("A", "B, 32")}
-    found = zip(inputs.track(cases, "iterations"), seconds(), strict=True)
-    rows = [(*case, base, best, base / best) for case, (base, best) in found]
-    columns = ("model", "testbed, P", "DeepSpeed-MoE, s", "Parm, s", "speed-up")
-    paper = {"speed-up": (2.98, 3.15)}
-    return table("Table V: an iteration", columns, rows, paper, lambda to=BASE: [np.divide(*seconds(to).T)])
-
-
-TABLES: Tables = {of.__name__: of for of in (table_3, table_4, choice, figure_1, figure_6, figure_7, table_5)}
+@TABLES.add(
+    "Table V: an iteration",
+    ("model", "testbed, P", "DeepSpeed-MoE, s", "Parm, s", "speed-up"),
+    {"speed-up": (2.98, 3.15)},
+)
+def table_5(inputs, to=BASE):
+    rows = []
+    for (model, length), place in inputs.track(itertools.product(LENGTHS.items(), ("A", "B, 32")), "iterations"):
+        base, *others = iteration(place, length, to)
+        rows.append((model, place, base, min(others), base / min(others)))
+    return Found(rows, [[row[-1] for row in rows]])

@@ -13,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,25 +46,17 @@ class Inputs:
         return find_loads(self.trace or f"top_{top_k}")
 
 
-Tables = dict[str, Callable[[Inputs], "Table"]]  # name on the command line -> what computes it
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """One cause of a difference, set to a value that has a source or was measured, and nothing else changed."""
-
-    cause: str  # what was changed, to what, and whose value that is
-    ours: tuple[float, float]  # least and largest of our figure then
-
-
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One number that a paper's text states, or a range of them, and ours."""
+    """One number that a paper's text states, or a range of them, and ours.
+
+    An experiment changes one cause of a difference, to a value that has a source or was measured, and nothing else.
+    """
 
     name: str
     paper: tuple[float, float] | None  # least and largest; None where the text has no number
     ours: tuple[float, float]
-    experiments: tuple[Experiment, ...] = ()
+    experiments: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)  # by cause ours then
 
     def gap(self, ours: tuple[float, float]) -> float:
         """Return how far figures are from the paper's: the larger |log of the ratio| of both ends; infinite by sign."""
@@ -81,10 +72,10 @@ class Claim:
         gap = self.gap(self.ours)
         if gap <= math.log(FIFTH):
             return WITHIN
-        best = min(self.experiments, key=lambda experiment: self.gap(experiment.ours), default=None)
-        if best is None or not math.isfinite(self.gap(best.ours)) or self.gap(best.ours) > gap / 2:
+        least, cause = min(((self.gap(then), cause) for cause, then in self.experiments.items()), default=(gap, ""))
+        if not math.isfinite(least) or least > gap / 2:
             return UNEXPLAINED
-        return f"explained by {best.cause}: {range_of(best.ours)}"
+        return f"explained by {cause}: {range_of(self.experiments[cause])}"
 
 
 def ends(values: Any) -> tuple[float, float] | None:
@@ -92,25 +83,7 @@ def ends(values: Any) -> tuple[float, float] | None:
     return None if values is None else (float(np.min(values)), float(np.max(values)))
 
 
-def compare(
-    paper: Mapping[str, Any], figures: Callable[..., Iterable], experiments: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[Claim, ...]:
-    """Return the claims of a table; where one is unexplained, each experiment alone is tried on all of them.
-
-    Args:
-      paper: by the name of a claim the paper's number, several, or None.
-      figures: returns ours, in this order, a number or several each: called without anything, and with a change.
-      experiments: the change of each cause.
-    """
-    claims = [Claim(name, ends(its), ends(own)) for (name, its), own in zip(paper.items(), figures(), strict=True)]
-    if any(claim.verdict == UNEXPLAINED for claim in claims):
-        for cause, change in experiments.items():
-            tried = [Experiment(cause, ends(own)) for own in figures(change)]
-            claims = [
-                dataclasses.replace(claim, experiments=(*claim.experiments, experiment))
-                for claim, experiment in zip(claims, tried, strict=True)
-            ]
-    return tuple(claims)
+Draw = Callable[["Table", Any], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +95,7 @@ class Table:
       columns, rows: text and numbers; numbers are printed to three digits.
       claims: at least one.
       notes: which loads, machine and rules; one sentence each.
-      draw: draws the figure as the paper does on the axes of matplotlib that it is called with; None: no figure.
+      draw: draws the figure as the paper does, called with the table and matplotlib's axes; None: no figure.
     """
 
     title: str
@@ -131,7 +104,7 @@ class Table:
     rows: list[tuple[Any, ...]]
     claims: tuple[Claim, ...]
     notes: tuple[str, ...] = ()
-    draw: Callable[[Any], None] | None = None
+    draw: Draw | None = None
 
     def verdicts(self) -> list[tuple[str, ...]]:
         """Return the claims as rows, the first one their head."""
@@ -148,6 +121,65 @@ class Table:
         head = [f"## {name}: {self.title}", "", f"{self.kind.capitalize()}. `{command}`", *self.notes, ""]
         drawn = [f"![{name}]({picture})", ""] if picture else []
         return [*head, *_pipes(self.verdicts()), "", *drawn, *_pipes([self.columns, *self.rows]), ""]
+
+
+class Found(NamedTuple):
+    """What a table's function found: rows, ours of each claim, and what only it can say or draw."""
+
+    rows: list[tuple]
+    ours: Iterable[Any]  # a number or several each
+    notes: tuple[str, ...] = ()
+    draw: Draw | None = None
+
+
+class Tables(dict[str, Callable[[Inputs], Table]]):
+    """A paper's tables: what computes each, by its name on the command line.
+
+    Args:
+      kind, experiments: of all tables that say nothing else; experiments: by cause the change of it.
+      remarks: what is noted last, of a table's function, inputs and names of claims.
+    """
+
+    def __init__(self, kind: str, experiments: Mapping[str, Any], remarks: Callable[..., Iterable[str]] | None = None):
+        super().__init__()
+        self.kind, self.experiments, self.remarks = kind, experiments, remarks
+
+    def add(
+        self, title: str, columns: tuple, paper: Mapping[str, Any], draw=None, notes=(), kind="", experiments=None
+    ) -> Callable:
+        """Take a function (inputs, change) -> `Found` for a table of its name; by default of change nothing is changed.
+
+        Args:
+          paper: by the name of a claim the paper's number, several, or None.
+          kind, experiments: where they are not those of all.
+        """
+
+        def register(find):
+            def table(inputs: Inputs) -> Table:
+                found = find(inputs)
+                changes = self.experiments if experiments is None else experiments
+                claims = judged(paper, found.ours, lambda change: find(inputs, change).ours, changes)
+                said = (*notes, *found.notes, *(self.remarks(find, inputs, paper) if self.remarks else ()))
+                return Table(title, kind or self.kind, columns, found.rows, claims, said, found.draw or draw)
+
+            self[find.__name__] = table
+            return find
+
+        return register
+
+
+def judged(
+    paper: Mapping[str, Any], ours: Iterable[Any], under: Callable[..., Iterable[Any]], experiments: Mapping[str, Any]
+) -> tuple[Claim, ...]:
+    """Return a table's claims, with all experiments where one is unexplained; `under` a change: ours then."""
+    claims = [Claim(name, ends(its), ends(own)) for (name, its), own in zip(paper.items(), ours, strict=True)]
+    if all(claim.verdict != UNEXPLAINED for claim in claims):
+        return tuple(claims)
+    tried = {cause: [*map(ends, under(change))] for cause, change in experiments.items()}
+    return tuple(
+        dataclasses.replace(claim, experiments={cause: then[at] for cause, then in tried.items()})
+        for at, claim in enumerate(claims)
+    )
 
 
 def text_of(cell: Any) -> str:

@@ -10,7 +10,7 @@ from moe_jax import reproduce
 from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
 from moe_jax.papers import deepspeed_moe
-from moe_jax.papers.deepspeed_moe import equal_loss, one_hot_gate, sizes, tables_gate
+from moe_jax.papers.deepspeed_moe import TABLES, one_hot_gate, tables_gate
 from moe_jax.papers.table import Inputs
 
 INPUTS = Inputs(trace=None, track=lambda items, label: items)
@@ -22,7 +22,7 @@ def test_sizes_are_those_of_a_count_by_hand():
     moe = 24 * 4 + 12 * 8 + 12 * 128 * 8
     pyramid = 24 * 4 + 12 * 8 + 12 * 8 + (10 * 32 + 2 * 64) * 8  # the third term: residual FFNs
     student = 21 * 4 + 11 * 8 + 10 * 8 + (8 * 32 + 2 * 64) * 8
-    found = {row[0]: row[1] for row in sizes(INPUTS).rows}
+    found = {row[0]: row[1] for row in TABLES["sizes"](INPUTS).rows}
     names = ("350M+MoE-128", "350M+PR-MoE-32/64", "350M+PR-MoE+MoS")
     np.testing.assert_allclose([found[name] for name in names], [n * square / 1e9 for n in (moe, pyramid, student)])
 
@@ -39,7 +39,7 @@ def test_one_hot_einsums_do_what_index_tables_do(capacity):
 
 
 def test_tables_without_results_are_left_out_unless_they_are_asked_for(tmp_path, monkeypatch, capsys):
-    tables = {name: deepspeed_moe.TABLES[name] for name in ("equal_loss", "parallelism")}
+    tables = {name: TABLES[name] for name in ("equal_loss", "parallelism")}
     monkeypatch.setattr(deepspeed_moe, "TABLES", tables)
     monkeypatch.setattr(deepspeed_moe, "TRAINED", tmp_path / "train_sizes.json")
     arguments = ["reproduce", "--paper=deepspeed_moe", f"--out={tmp_path}"]
@@ -68,7 +68,7 @@ def test_equal_loss_lies_between_dense_models_seed_by_seed(tmp_path, monkeypatch
     }
     monkeypatch.setattr(deepspeed_moe, "TRAINED", tmp_path / "train_sizes.json")
     with pytest.raises(UserError, match="lacks dense_64, .*train_sizes.py"):
-        equal_loss(INPUTS)
+        TABLES["equal_loss"](INPUTS)
     (tmp_path / "train_sizes.json").write_text(json.dumps({"kinds": kinds}))
-    small, large = equal_loss(INPUTS).claims
+    small, large = TABLES["equal_loss"](INPUTS).claims
     np.testing.assert_allclose([small.ours, large.ours], [(4, 8), (1, 16)])

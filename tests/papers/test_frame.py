@@ -4,14 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from support.commands import run_command_here
 
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads, round_shares
+from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, pipelined, run
-from moe_jax.papers.table import NO_NUMBER, UNEXPLAINED, WITHIN, Claim, Experiment
+from moe_jax.papers.table import NO_NUMBER, UNEXPLAINED, WITHIN, Claim, Found, Inputs, Tables
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
@@ -83,12 +85,32 @@ def test_a_schedule_in_groups_hides_all_but_one_group_of_the_shorter_side():
 
 
 def test_a_verdict_follows_from_the_numbers():
-    near, far = Experiment("near", (1.9, 1.9)), Experiment("far", (1.2, 1.2))
+    near, far = {"near": (1.9, 1.9)}, {"far": (1.2, 1.2)}
     assert Claim("a", (2.0, 2.0), (1.7, 1.7)).verdict == WITHIN
     assert Claim("a", (1.0, 2.0), (1.1, 1.6)).verdict == UNEXPLAINED  # one end is off
-    assert Claim("a", (2.0, 2.0), (1.0, 1.0), (far,)).verdict == UNEXPLAINED
-    assert Claim("a", (2.0, 2.0), (1.0, 1.0), (far, near)).verdict.startswith("explained by near")
+    assert Claim("a", (2.0, 2.0), (1.0, 1.0), far).verdict == UNEXPLAINED
+    assert Claim("a", (2.0, 2.0), (1.0, 1.0), far | near).verdict.startswith("explained by near")
     assert Claim("a", None, (1.0, 1.0)).verdict == NO_NUMBER
+
+
+@pytest.mark.parametrize(
+    ("paper", "verdict", "tried"),
+    [(1.1, WITHIN, [1.0]), (2.0, "explained by near: 1.9", [1.0, 1.9, 1.2]), (9.0, UNEXPLAINED, [1.0, 1.9, 1.2])],
+)
+def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdict, tried):
+    calls, tables = [], Tables("modelled", {"near": 1.9, "far": 1.2}, lambda find, inputs, paper: ("last",))
+
+    @tables.add("Title", ("row", "one", "two"), {"claim": paper, "none": None}, bars("unit", "two"), ("first",))
+    def found(inputs, ours=1.0):
+        calls.append(ours)
+        return Found([("a", ours, 2.0), ("b", ours, 3.0)], [ours, (4, 5)], ("second",))
+
+    table = tables["found"](Inputs(None, lambda items, label: items))
+    assert [claim.verdict for claim in table.claims] == [verdict, NO_NUMBER] and calls == tried
+    assert table.rows[0] == ("a", 1.0, 2.0) and table.notes == ("first", "second", "last")
+    axes = Figure().subplots()
+    table.draw(table, axes)
+    assert [bar.get_height() for bar in axes.patches] == [2.0, 3.0] and axes.get_ylabel() == "unit"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ INPUTS = Inputs("stationary", lambda items, label: list(items))
 
 
 def test_t_is_the_papers_formula_and_a_zero_says_why():
-    rows, _ = hecate.overlap_degree(INPUTS, lambda row: dataclasses.replace(row, batch=3))
+    rows = hecate.overlap_degree(INPUTS, lambda row: dataclasses.replace(row, batch=3)).rows
     flops, links = {"hecate_a": 125e12, "hecate_b": 312e12}, {"hecate_a": 12.5e9, "hecate_b": 50e9}
     sizes = {"GPT-MoE-S": (768, 2048), "GPT-MoE-L": (1536, 2048), "BERT-MoE": (1024, 512), "BERT-MoE-Deep": (1024, 512)}
     for cluster, devices, name, *_, t, said in rows:
