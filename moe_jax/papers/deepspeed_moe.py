@@ -19,6 +19,7 @@ configs/model. What is only drawn has no number here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -43,7 +44,7 @@ from moe_jax.moe.routing import pack, route
 from moe_jax.papers.loads import find_loads, fit_loads
 from moe_jax.papers.pictures import curves, lines
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, run
-from moe_jax.papers.table import Found, MissingResults, Tables
+from moe_jax.papers.table import Found, Inputs, MissingResults, Tables
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import ep_degree
 
@@ -112,8 +113,10 @@ def a100s(devices: int, level: str = "middle") -> Cluster:
 BATCH, LENGTH = 512, 2048  # sequences of a step and their tokens: the authors' script ds_pretrain_gpt_1.3B_MoE128
 
 
-def training_rates(cluster: Cluster, trace) -> list[float]:
-    """Return samples/s of the 6.7B model, whole and over 8 GPUs, and of 1.3B+MoE-128 under a trace and evenly."""
+@functools.cache
+def training_rates(inputs: Inputs, level: str) -> list[float]:
+    """Return samples/s of the 6.7B model, whole and over 8 GPUs, and of 1.3B+MoE-128 under the loads and evenly."""
+    cluster = a100s(128, level)
     tokens = BATCH * LENGTH / cluster.devices
     block = {"model_dim": 4096, "length": LENGTH, "matrices": 2, "dense_hidden_dim": 4 * 4096}
     both, attention = (preceding_seconds(cluster, tokens, ITEM, moe_every=every, **block) for every in (2, 1))
@@ -121,7 +124,7 @@ def training_rates(cluster: Cluster, trace) -> list[float]:
     model = Model(name="1.3B+MoE-128", layers=12, model_dim=2048, hidden_dim=8192, length=LENGTH, moe_every=2)
     given = {"cluster": cluster, "model": model, "tokens": BATCH * LENGTH, "top_k": 1, "experts": 128, "item": ITEM}
     steps = [(4096, dense), (4096, dense + 4 * 32 * reduce_seconds(cluster, 8, 8 * tokens * 4096))]
-    for loads in (trace, find_loads("W0_balanced")):
+    for loads in (inputs.loads(1), find_loads("W0_balanced")):
         steps.append((2048, float(run(DEEPSPEED, Setting(trace=loads, **given)).iterations.mean())))
     return [BATCH / (s + 3 * cluster.prices.matmul("bf16", 1, tokens, VOCABULARY, width)) for width, s in steps]
 
@@ -148,14 +151,14 @@ SLICED = "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_
 def training_cost(inputs, change=""):
     """Model the training throughput of 1.3B+MoE-128 and of the dense model of equal quality."""
     names = ("6.7B dense", "6.7B dense, MP 8", "1.3B+MoE-128", "1.3B+MoE-128, even loads")
-    trace, rows = inputs.loads(1), []
-    rates = {level: training_rates(a100s(128, level), trace) for level in inputs.track(LEVELS, "prices")}
-    for level, own in rates.items():
+    rows = []
+    for level in inputs.track(LEVELS, "prices"):
+        own = training_rates(inputs, level)
         rows += [(level, *row) for row in zip(names, own, (70, 70, 372, 372), [x / own[0] for x in own], strict=True)]
-    whole, sliced, skewed, even = rates["middle"]
+    whole, sliced, skewed, even = training_rates(inputs, "middle")
     dense, moe = sliced if change == SLICED else whole, even if change == CAP else skewed
     forwards = 3 / 4 if change == AGAIN else 1
-    _, said = fit_loads(trace, devices=128, experts=128, choices=BATCH * LENGTH // 128)
+    _, said = fit_loads(inputs.loads(1), devices=128, experts=128, choices=BATCH * LENGTH // 128)
     left_out = (
         "Sums of gradients and the optimizer are left out on both sides. The paper's samples/s are 45 and 46 TFLOP/s a "
         "GPU at 6 FLOPs a parameter and token: 15% of the data sheet, of both models."
@@ -320,7 +323,7 @@ def inference(inputs, sliced=8):
         "52B on 8 to 32 GPUs over PyTorch": (2.0, 3.2),
         "ms of 24B+MoE-128 on 256 GPUs": None,
     },
-    lines("A100", "ms, middle prices", "ms, baseline", by="model", yscale="log", ylabel="a token"),
+    lines("A100", "ms, middle prices", "ms, baseline", by="model", yscale="log", ylabel="ms a token"),
     (f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced.",),
     experiments={"PyTorch's launches: every kernel of the baseline at the list's high price, 5 us": "high"},
 )

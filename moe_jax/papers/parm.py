@@ -29,7 +29,7 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.papers.pictures import curves
-from moe_jax.papers.table import Draw, Found, Tables, ends, range_of
+from moe_jax.papers.table import Found, Tables, ends, range_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PLACES = {"A": ("parm_a", 1), "B, 8": ("parm_b", 2), "B, 16": ("parm_b", 4), "B, 32": ("parm_b", 8)}  # file, nodes
@@ -144,20 +144,15 @@ TABLES = Tables("modelled", EXPERIMENTS, by_prices)
 DISTRIBUTION = ("layers", "least", "a tenth is below", "median", "a tenth is above", "largest")
 
 
-def distribution(values: np.ndarray) -> list[tuple]:
-    """Return the row of a figure that shows how many layers have which value."""
-    return [(len(values), *np.quantile(values, (0, 0.1, 0.5, 0.9, 1)))]
-
-
-def histogram(label: str, values: np.ndarray) -> Draw:
-    """Return what draws that figure."""
+def distribution(label: str, values: np.ndarray, ours: list) -> Found:
+    """Return a figure that shows how many layers have which value."""
 
     def draw(table, axes):
         del table
         axes.hist(values, bins=20, edgecolor="white")
         axes.set(xlabel=label, ylabel="layers")
 
-    return draw
+    return Found([(len(values), *np.quantile(values, (0, 0.1, 0.5, 0.9, 1)))], ours, draw=draw)
 
 
 @TABLES.add(
@@ -227,7 +222,7 @@ def figure_1(inputs, to=BASE):
     del inputs
     parts = np.array([price(layer, to)[0] for layer in runs("B, 32", (4, 4), to)])
     shares = 100 * parts[:, 0] / parts.sum(axis=1)
-    return Found(distribution(shares), [shares.mean()], draw=histogram("communication, % of a layer's time", shares))
+    return distribution("communication, % of a layer's time", shares, [shares.mean()])
 
 
 @TABLES.add(
@@ -264,8 +259,7 @@ def figure_6(inputs, to=BASE):
 def figure_7(inputs, to=BASE):
     del inputs
     speedups = gains("B, 32", (4, 4), to)[:, 2]
-    draw = histogram("speed-up over DeepSpeed-MoE", speedups)
-    return Found(distribution(speedups), [speedups.mean(), 100 * (speedups > 4).mean()], draw=draw)
+    return distribution("speed-up over DeepSpeed-MoE", speedups, [speedups.mean(), 100 * (speedups > 4).mean()])
 
 
 LENGTHS = {"BERT-Base": 512, "GPT-2": 1024}

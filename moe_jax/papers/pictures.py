@@ -34,7 +34,7 @@ def bars(label: str, *names: str, stacked: bool = False) -> Draw:
             base += cells
         axes.set_xticks(range(len(rows)), groups, fontsize=7, rotation=0 if len(rows) <= FEW else 90)
         axes.set(ylabel=label)
-        axes.legend(frameon=False, fontsize=7)
+        axes.legend(fontsize=7)
 
     return draw
 
@@ -64,6 +64,6 @@ def curves(series: Mapping[str, Iterable[tuple]], **settings) -> Draw:
             how = {"linestyle": ":", "color": axes.lines[-1].get_color()} if "baseline" in label else {}
             axes.plot(*zip(*points, strict=True), marker=".", label=label, **how)
         axes.set(**settings)
-        axes.legend(frameon=False, fontsize=7)
+        axes.legend(fontsize=7)
 
     return draw

@@ -179,7 +179,7 @@ def figure_11(inputs, change=""):
 
 @TABLES.add(
     "Figure 12, iteration by iteration, MoE-GPT-M, K = 1", ("sample", *(f"{name}, ms" for name in COMPARED)),
-    {"over FasterMoE, mean": 1.34}, lines("sample", *(f"{name}, ms" for name in COMPARED), ylabel="an iteration"),
+    {"over FasterMoE, mean": 1.34}, lines("sample", *(f"{name}, ms" for name in COMPARED), ylabel="ms of an iteration"),
 )  # fmt: skip
 def figure_12(inputs, change=""):
     times = [1e3 * step_of(inputs, system, Row(1), change).iterations for system in COMPARED.values()]

@@ -10,7 +10,6 @@ Letters: docs/notation.md; n samples.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
-
-CLUSTERS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +125,7 @@ class Step:
 
 def machine(name: str, nodes: int | None = None) -> Cluster:
     """Return the cluster of a paper, configs/cluster/NAME.gin, with as many nodes as given."""
-    return read_cluster(str(CLUSTERS / f"{name}.gin")).sized(nodes, None)
+    return read_cluster(f"configs/cluster/{name}.gin").sized(nodes, None)
 
 
 def cost_of(system: System, setting: Setting) -> Cost:
