@@ -108,7 +108,7 @@ def speedups_by_model(inputs: Inputs, change: str, paper: dict, place: Row) -> F
     cases = [place._replace(top_k=k, model=model) for k in paper for model in paper[k]]
     rows = [
         (case.top_k, MODELS[case.model].name, *paper[case.top_k][case.model],
-         *(own for change in ("", "float32", "seen") for own in speedups(inputs, case, change)[:2]))
+         *(own for tried in ("", "float32", "seen") for own in speedups(inputs, case, tried)[:2]))
         for case in inputs.track(cases, place.cluster)
     ]  # fmt: skip
     ours = [own for case in cases for own in speedups(inputs, case, change)[:2]]
