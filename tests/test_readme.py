@@ -37,6 +37,7 @@ RUN = {
     "python -m moe_jax.train --gin_file": ("--dry_run",),  # the same program without its steps
     "python -m moe_jax.data.train_tokenizer": (),
     "python -m moe_jax.replay --trace=runs": (),
+    "python -m moe_jax.reproduce --paper": ("--table=figure_12",),
     "python -m moe_jax.calibrate": ("--help",),  # a minute of measurements
     "python -m moe_jax.tune": ("--help",),  # twenty
 }

@@ -5,8 +5,8 @@ import json
 import jax
 import numpy as np
 import pytest
+from support.commands import run_command_here
 
-from moe_jax import reproduce
 from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
 from moe_jax.papers import deepspeed_moe
@@ -42,8 +42,8 @@ def test_tables_without_results_are_left_out_unless_they_are_asked_for(tmp_path,
     tables = {name: TABLES[name] for name in ("equal_loss", "parallelism")}
     monkeypatch.setattr(deepspeed_moe, "TABLES", tables)
     monkeypatch.setattr(deepspeed_moe, "TRAINED", tmp_path / "train_sizes.json")
-    arguments = ["reproduce", "--paper=deepspeed_moe", f"--out={tmp_path}"]
-    reproduce.command([*arguments, "--table="])
+    arguments = ["--paper=deepspeed_moe", f"--out={tmp_path}"]
+    run_command_here("reproduce", *arguments, "--table=")
     first, *others = capsys.readouterr().out.splitlines()
     assert (
         first.startswith("equal_loss is left out: ") and "lacks dense_64, " in first and "train_sizes.py --out" in first
@@ -51,7 +51,7 @@ def test_tables_without_results_are_left_out_unless_they_are_asked_for(tmp_path,
     assert any(line.startswith("Degrees of parallelism") for line in others)
     assert [path.name for path in tmp_path.glob("*.csv")] == ["deepspeed_moe_parallelism.csv"]
     with pytest.raises(UserError, match="lacks dense_64, "):
-        reproduce.command([*arguments, "--table=equal_loss,parallelism"])
+        run_command_here("reproduce", *arguments, "--table=equal_loss,parallelism")
 
 
 def test_equal_loss_lies_between_dense_models_seed_by_seed(tmp_path, monkeypatch):
