@@ -51,7 +51,7 @@ EXPERIMENTS = {
     "the authors' measured links and matmul rate (their artifact's predictor) instead of data sheets": "rates",
     "section 2.4's skew (4 of 16 experts with 20% of the choices each) instead of the trace's": "four",
     "section 4.1's skew (an expert that half of the tokens choose) instead of the trace's": "half",
-    "the artifact's rule (its fig11.py: 4 x the compute, 1 / N of a shadow's price) instead of equation 8": "rule",
+    "the artifact's rule (its figure 11: 4 x the compute, 1 / N of a shadow's price) instead of equation 8": "rule",
 }
 TRAINED = {
     "iterations to the loss: the paper's of MoE-GPT (table 3, and ratios of the text) instead of the demo's": "trained"
