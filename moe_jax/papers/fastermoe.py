@@ -7,7 +7,6 @@ device. Letters: docs/notation.md; n samples.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ TASKS = {  # table 2: machine, MoE layers, M, tokens of a device (trevor's assum
 }
 MODELS = tuple(TASKS)[:-1]  # of figures 10, 12 and 13
 JOHNNY, TREVOR = slice(4), slice(4, None)  # of these, by machine
-GROUP_DEVICES = {"johnny": 2, "trevor": 4}  # FMOE_FUSE_GRAN: of the artifact's scripts; its default, a node there
+GROUP_DEVICES = {"NVIDIA V100-PCIe": 2, "NVIDIA V100-SXM2": 4}  # FMOE_FUSE_GRAN of the artifact, by default a node
 GSHARD_CAPACITY = 1.2  # of a device's tokens, for one expert: FastMoE 0.3's gate
 # Held-out steps to the faithful gate's loss over its own, of the demo, three seeds: docs/results.md, "Routers", by
 #     python scripts/bench/gates.py --out=runs/gates --seeds=3 --gin_bindings='train.batch_size = 8'
@@ -57,10 +56,6 @@ TRAINED = {
     "iterations to the loss: the paper's of MoE-GPT (table 3, and ratios of the text) instead of the demo's": "trained"
 }
 TABLES = Tables("modelled", EXPERIMENTS)
-RATES = {  # links of a GPU, between sockets or pairs of GPUs, and of a node; FLOP/s
-    "johnny": {"intra_bandwidth": 11e9, "switch_bandwidth": 22.5e9, "inter_bandwidth": 6.25e9, "flops": 11.5e12},
-    "trevor": {"intra_bandwidth": 39.6e9, "switch_bandwidth": 42.75e9, "inter_bandwidth": 7.75e9, "flops": 11.5e12},
-}
 
 
 class Layers(NamedTuple):
@@ -76,7 +71,7 @@ class Layers(NamedTuple):
 def setting_of(inputs: Inputs, name: str, change: str = "") -> Setting:
     """Return the row of a model, one expert on each device; `change`: '' or one of `EXPERIMENTS`."""
     place, layers, model_dim, tokens = TASKS[name]
-    cluster = dataclasses.replace(machine(place), **(RATES[place] if change == "rates" else {}))
+    cluster = machine(f"{place}_measured" if change == "rates" else place)
     trace = stated_skew(change, cluster.devices) if change in ("four", "half") else inputs.loads(TOP_K)
     sizes = {"tokens": tokens * cluster.devices, "top_k": TOP_K, "experts": cluster.devices, "item": ITEM}
     model = Model(name=name, layers=layers, model_dim=model_dim, hidden_dim=2 * model_dim)
@@ -145,7 +140,7 @@ def smart(setting: Setting, pairs: np.ndarray, moved=0.0) -> np.ndarray:
     Step s has what travels between groups s apart on their ring. Transfers run one after the other, S_0 .. S_{G-1},
     S'_0 .. S'_{G-1}, shadows' parameters before and their gradients after; experts compute next to them.
     """
-    group = np.arange(setting.devices) // GROUP_DEVICES[setting.cluster.name]
+    group = np.arange(setting.devices) // GROUP_DEVICES[setting.cluster.device]
     parts, total = [], 2 * moved
     for step in range(group[-1] + 1):
         rows = np.where((group[:, None] - group) % (group[-1] + 1) == step, pairs, 0)

@@ -22,7 +22,8 @@ from moe_jax.cluster.layer_seconds import LayerShape, Transfer, pairwise_seconds
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
-NAMES = "parm_a parm_b johnny trevor hpwnv hpnv lpwnv hecate_a hecate_b h200 flat_3gbs_30tflops host_devices".split()
+NAMES = "parm_a parm_b johnny trevor johnny_measured trevor_measured hpwnv hpnv lpwnv hecate_a hecate_b".split()
+NAMES += "h200 flat_3gbs_30tflops host_devices".split()
 PAPERS = {  # nodes, devices a node, bytes/s between nodes, as the papers say
     "parm_b": (8, 4, 12.5e9),
     "johnny": (2, 8, 6.25e9),
