@@ -348,7 +348,8 @@ class Hosts:
         jax.distributed.shutdown()  # waits for all; the watch still runs, in case one of them dies now
         self._stopped.set()
         self._broadcast({"kind": "bye"})
-        self._close_relay()
+        if self._relay is not None:
+            self._relay.close()
         _set_abort_handler(ctypes.c_void_p(0))  # SIG_DFL
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -371,8 +372,7 @@ class Hosts:
         what = f"{self._self} ended with exit code {code}: {line.splitlines()[0]}"
         shared = code if code in _SHARED_EXIT_CODES else EXIT_HOST_LOST
         self._send_verdict({"line": what, "exit_code": shared, "grace_seconds": _GRACE_SECONDS})
-        self._close_relay()
-        exit_now(code)
+        self._exit(code)
 
     def __enter__(self) -> Hosts:
         return self
@@ -465,12 +465,12 @@ class Hosts:
         with self._end_lock:  # never released, so that only one thread prints its line
             code = self._verdict["exit_code"]
             print(f"moe_jax: {self._verdict['line']}; {self._self} ends with exit code {code}", file=sys.stderr)
-            self._close_relay()
-            exit_now(code)
+            self._exit(code)
 
-    def _close_relay(self) -> None:
+    def _exit(self, code: int) -> NoReturn:
         if self._relay is not None:
-            self._relay.close()
+            self._relay.remove_folder()
+        exit_now(code)
 
     def _send_verdict(self, verdict: dict) -> None:
         self._broadcast({"kind": "end", "verdict": verdict})

@@ -79,9 +79,13 @@ class Relay:
         threading.Thread(target=self._run, args=(ports,), name="moe_jax relay", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more, and remove the folder of the service's socket."""
+        """Listen no more, end all connections and remove the folder of the service's socket."""
         with contextlib.suppress(RuntimeError):  # a second call
             self._loop.call_soon_threadsafe(self._closed.set)
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Remove the folder alone, of a process that exits now: jax would abort it as soon as a connection ends."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -52,9 +52,7 @@ def test_a_killed_process_ends_the_other_with_code_4_and_its_name(victim):
         processes[victim].kill()
         code, out, err = finish(processes[1 - victim], 10)
     assert code == 4 and f"moe_jax: process {victim} ({HERE}) died: its connection closed" in out + err
-    assert "Traceback" not in out + err
-    # jax says nothing before; but where process 0 held its service, a busy machine may let its poll fail first
-    assert victim == 0 or "oordination" not in err
+    assert "Traceback" not in out + err and "oordination" not in err  # jax says nothing, before or after
 
 
 # Registers as process 1 of another start, which ends a job whose service it reaches.
