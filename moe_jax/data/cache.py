@@ -221,7 +221,7 @@ def _read_meta(folder: Path) -> CacheMeta | None:
 
 
 def _crc(folder: Path) -> int:
-    """Return the CRC-32 of a cache's files, at about 3 GB/s where the system holds them in memory."""
+    """Return the CRC-32 of a cache's files, one after the other."""
     crc, block = 0, bytearray(1 << 22)
     for name in ("tokens.bin", "documents.bin"):
         with open(folder / name, "rb", buffering=0) as file:

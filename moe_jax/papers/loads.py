@@ -4,7 +4,8 @@ A name is one of
 
     top_1, top_2                    shipped: a run of this project without a balance loss (configs/trace)
     stationary, drifting, bursty    synthetic: Zipf popularity with exponent 1, by seed
-    W0_balanced ... W7_burst        the imbalance workloads of Megatron-LM's issue 7488, restated for any size
+    W0_balanced ... W7_burst        the imbalance workloads of Megatron-LM's pull request 7488, by their names and by
+                                    what each isolates; shares and lengths are this project's
     a path                          a trace file or a run folder, as `moe_jax.replay` reads them, or a folder of
                                     FasterMoE's public dump (`read_dump`)
 
@@ -81,15 +82,15 @@ def _ragged_sources(rng):
     return np.broadcast_to(rng.uniform(1.0, 3.0, (1, LAYERS, SOURCES, 1)), (SAMPLES, LAYERS, SOURCES, EXPERTS))
 
 
-RANK = EXPERTS // 8  # experts of one of eight devices
+RANK = EXPERTS // 8  # experts of one of eight devices; as many are hot in W1, W2 and W3, with the same share
 SYNTHETIC: dict[str, Popularity] = {
     "stationary": _stationary,
     "drifting": _drifting,
     "bursty": _bursty,
     "W0_balanced": _hot(lambda sample: slice(0, EXPERTS), 1.0),
-    "W1_hot_expert_set": _hot(lambda sample: slice(0, 2), 0.5),
-    "W2_hot_rank": _hot(lambda sample: slice(0, RANK), 0.5),
-    "W3_spread_hot_experts": _hot(lambda sample: slice(0, EXPERTS, RANK), 0.5),
+    "W1_hot_expert_set": _hot(lambda sample: slice(0, 2 * RANK, 2), 0.5),  # on two devices
+    "W2_hot_rank": _hot(lambda sample: slice(0, RANK), 0.5),  # on one
+    "W3_spread_hot_experts": _hot(lambda sample: slice(0, EXPERTS, EXPERTS // RANK), 0.5),  # on four
     "W4_source_ragged": _ragged_sources,
     "W5_zero_expert_rank": _hot(lambda sample: slice(RANK, EXPERTS), 1.0),
     "W6_rotating_hotspot": _hot(lambda sample: slice(sample % EXPERTS, sample % EXPERTS + 1), 0.5),

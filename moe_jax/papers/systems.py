@@ -100,7 +100,6 @@ class System:
 DEEPSPEED = System(planner="none")
 FASTERMOE = System(planner="fastermoe_after_gate", groups=True)
 PRO_PROPHET = System(planner="pro_prophet", hiding="pro_prophet")
-HECATE = System(planner="hecate", hiding="hecate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -29,7 +29,10 @@ def test_synthetic_loads_are_whole_and_repeat_by_seed(name):
 def test_named_workloads_are_what_their_names_say():
     loads = {name: find_loads(name).loads.sum(axis=2) for name in SYNTHETIC if name.startswith("W")}
     assert np.ptp(loads["W0_balanced"]) == 0
-    assert (loads["W1_hot_expert_set"][..., :2].sum(axis=-1) * 2 == loads["W1_hot_expert_set"].sum(axis=-1)).all()
+    for name, devices in (("W1_hot_expert_set", 2), ("W2_hot_rank", 1), ("W3_spread_hot_experts", 4)):
+        hot = loads[name] == 4 * loads[name].mean(axis=-1, keepdims=True)  # the same heat in all three
+        assert (hot.sum(axis=-1) == 4).all()
+        assert (hot.reshape(*hot.shape[:2], 8, 4).any(axis=-1).sum(axis=-1) == devices).all(), name
     assert (loads["W5_zero_expert_rank"][..., :4] == 0).all() and (loads["W5_zero_expert_rank"][..., 4:] > 0).all()
     assert (loads["W6_rotating_hotspot"][:32].argmax(axis=-1) == np.arange(32)[:, None]).all()
     assert loads["W7_burst"][0].max() > 20 * loads["W7_burst"][5].max()
