@@ -9,8 +9,8 @@ What it says: held-out cross-entropy after equal steps on equal batches of the d
     alone, taught, staged   PR-MoE of three layers: no teacher; the seed's pr_moe in all steps; that until step 200
 
 with the parameters of each and the FLOPs of one token's training. One learning rate for all sizes, not tuned. Runs are
-commands of the trainer in folders below --out, so a command that was stopped goes on where it was; --result is written
-anew after each. `python -m moe_jax.reproduce --paper=deepspeed_moe` reads it. 33 runs, 70 minutes of one core.
+commands of the trainer in folders below --out, so a command that was stopped goes on where it was; what --result has
+is not trained again (a student needs its teacher's folder). `python -m moe_jax.reproduce --paper=deepspeed_moe` reads it. 33 runs, 70 minutes of one core.
 """
 
 from __future__ import annotations
@@ -69,8 +69,12 @@ def main(_) -> None:
     out = Path(_OUT.value)
     result = Path(_RESULT.value or out / "train_sizes.json")
     record: dict = {"bindings": _BINDINGS.value, "kinds": {}}
+    if result.exists() and (found := json.loads(result.read_text()))["bindings"] == _BINDINGS.value:
+        record = found
     for seed in range(_SEEDS.value):
         for kind in _KINDS.value or KINDS:
+            if len(record["kinds"].get(kind, {}).get("curves", ())) > seed:
+                continue
             file, bindings = KINDS[kind]
             # a student's batches come in another order than its teacher's
             own = ["train.evaluate_every = 100", *bindings, f"train.seed = {seed + 100 * (kind in STUDENTS)}"]
