@@ -9,8 +9,9 @@ What it says: held-out cross-entropy after equal steps on equal batches of the d
     alone, taught, staged   PR-MoE of three layers: no teacher; the seed's pr_moe in all steps; that until step 200
 
 with the parameters of each and the FLOPs of one token's training. One learning rate for all sizes, not tuned. Runs are
-commands of the trainer in folders below --out, so a command that was stopped goes on where it was; what --result has
-is not trained again (a student needs its teacher's folder). `python -m moe_jax.reproduce --paper=deepspeed_moe` reads it. 33 runs, 70 minutes of one core.
+commands of the trainer in folders below --out, so a command that was stopped goes on where it was; --result is written
+anew after each, and what it has is not trained again, though a student needs its teacher's folder.
+`python -m moe_jax.reproduce --paper=deepspeed_moe` reads it. 33 runs, 70 minutes of one core.
 """
 
 from __future__ import annotations
