@@ -20,7 +20,7 @@ from absl import flags
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 from moe_jax.papers import PAPERS, tables_of
-from moe_jax.papers.table import Inputs, MissingResults, Table, text_of
+from moe_jax.papers.table import Inputs, MissingResults, Table, counted, text_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("paper", None, PAPERS, "paper whose tables are computed")
@@ -40,7 +40,7 @@ def reproduce() -> None:
     out = pathlib.Path(FLAGS.out)
     out.mkdir(parents=True, exist_ok=True)
     inputs = Inputs(trace=FLAGS.trace, track=track)
-    page = [f"# {FLAGS.paper}", ""]
+    page, found = [f"# {FLAGS.paper}", ""], []
     for name in FLAGS.table or tables:
         try:
             table = tables[name](inputs)
@@ -49,8 +49,11 @@ def reproduce() -> None:
                 raise
             print(f"{name} is left out: {error}\n", flush=True)
             continue
+        found.append(table)
         print("\n".join(table.lines()), flush=True)
         page += table.markdown(name, f"python -m moe_jax.reproduce {_arguments(name)}", write(table, name, out))
+    page += [counted(found), ""]
+    print(page[-2])
     (out / f"{FLAGS.paper}.md").write_text("\n".join(page), encoding="utf-8")
 
 
@@ -63,8 +66,9 @@ def write(table: Table, name: str, out: pathlib.Path) -> str | None:
     """Write a table's CSV, and its figure where it has one, whose file name is returned."""
     with (out / f"{FLAGS.paper}_{name}.csv").open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
-        rows.writerow(table.columns)
-        rows.writerows([text_of(cell) for cell in row] for row in table.rows)
+        rows.writerow(("prices", *table.columns))
+        for level, found in table.levels.items():
+            rows.writerows([level, *map(text_of, row)] for row in found)
     if table.draw is None:
         return None
     from matplotlib.figure import Figure

@@ -19,7 +19,6 @@ configs/model. What is only drawn has no number here.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -50,7 +49,6 @@ from moe_jax.parallel.mesh import ep_degree
 
 TRAINED = pathlib.Path(__file__).parents[2] / "docs" / "bench" / "train_sizes.json"
 ITEM, VOCABULARY = 2, 50304  # the authors train and serve in float16; GPT-2's vocabulary, padded
-LEVELS = ("low", "middle", "high")  # of assumed prices
 
 _MOS = (
     "ModelConfig.layers = 21",
@@ -104,7 +102,7 @@ def parallelism(inputs):
     return Found(rows, np.array(rows).T[1:])
 
 
-def a100s(devices: int, level: str = "middle") -> Cluster:
+def a100s(devices: int, level: str) -> Cluster:
     """Return A100s in nodes of eight, as the one price list has them."""
     whole = cluster_of(Prices(read_device("a100"), Constants(level=level)))
     return whole.sized(-(-devices // 8), min(8, devices))
@@ -113,10 +111,9 @@ def a100s(devices: int, level: str = "middle") -> Cluster:
 BATCH, LENGTH = 512, 2048  # sequences of a step and their tokens: the authors' script ds_pretrain_gpt_1.3B_MoE128
 
 
-@functools.cache
-def training_rates(inputs: Inputs, level: str) -> list[float]:
+def training_rates(inputs: Inputs) -> list[float]:
     """Return samples/s of the 6.7B model, whole and over 8 GPUs, and of 1.3B+MoE-128 under the loads and evenly."""
-    cluster = a100s(128, level)
+    cluster = a100s(128, inputs.level)
     tokens = BATCH * LENGTH / cluster.devices
     block = {"model_dim": 4096, "length": LENGTH, "matrices": 2, "dense_hidden_dim": 4 * 4096}
     both, attention = (preceding_seconds(cluster, tokens, ITEM, moe_every=every, **block) for every in (2, 1))
@@ -144,18 +141,16 @@ SLICED = "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_
 
 @TABLES.add(
     "Training throughput on 128 A100 (section 3)",
-    ("prices", "model", "samples/s", "paper", "over dense"),
+    ("model", "samples/s", "paper", "over dense"),
     {"1.3B+MoE-128 over 6.7B dense": 5, "samples/s, 6.7B dense": 70, "samples/s, 1.3B+MoE-128": 372},
     experiments={cause: cause for cause in (CAP, AGAIN, SLICED)},
 )
 def training_cost(inputs, change=""):
     """Model the training throughput of 1.3B+MoE-128 and of the dense model of equal quality."""
     names = ("6.7B dense", "6.7B dense, MP 8", "1.3B+MoE-128", "1.3B+MoE-128, even loads")
-    rows = []
-    for level in inputs.track(LEVELS, "prices"):
-        own = training_rates(inputs, level)
-        rows += [(level, *row) for row in zip(names, own, (70, 70, 372, 372), [x / own[0] for x in own], strict=True)]
-    whole, sliced, skewed, even = training_rates(inputs, "middle")
+    found = training_rates(inputs)
+    rows = [(*row, row[1] / found[0]) for row in zip(names, found, (70, 70, 372, 372), strict=True)]
+    whole, sliced, skewed, even = found
     dense, moe = sliced if change == SLICED else whole, even if change == CAP else skewed
     forwards = 3 / 4 if change == AGAIN else 1
     _, said = fit_loads(inputs.loads(1), devices=128, experts=128, choices=BATCH * LENGTH // 128)
@@ -186,6 +181,19 @@ def trained_rows(kinds: dict[str, dict]) -> list[tuple]:
 
 LOSS = "held-out loss, nats per token"
 COLUMNS = ("model", "parameters", "FLOPs of a token", LOSS, "of all seeds")
+
+
+def dense_multiple(base: float, experts: int = 128) -> float:
+    """Return how many times the parameters of an MoE's base a dense model of equal loss has.
+
+    Source: Clark et al. 2022 (arXiv 2202.01169), equations 1 and 11 with table 3's coefficients of S-BASE; logs to 10.
+    """
+    size, count, both, least, most = -0.082, -0.108, 0.009, 1.847, 314.478
+    of_one, of_all = (math.log10(1 / (1 / (e - 1 + 1 / (1 / least - 1 / most)) + 1 / most)) for e in (1, experts))
+    told = size * math.log10(base) + count * (of_all - of_one) + both * math.log10(base) * of_all
+    return 10 ** (told / (size + both * of_one)) / base
+
+
 DENSE_SIZES, MOE_SIZES = ("dense_64", "dense_96", "dense_128", "dense_192"), ("moe_64", "moe_96")
 
 
@@ -201,8 +209,9 @@ DENSE_SIZES, MOE_SIZES = ("dense_64", "dense_96", "dense_128", "dense_192"), ("m
         "most that an MoE is compared with.",
     ),
     kind="measured",
+    experiments={"the paper's sizes and 128 experts, by a published law of routed models (Clark et al. 2022)": True},
 )
-def equal_loss(inputs):
+def equal_loss(inputs, by_law=False):
     """Compare trained MoE models with the dense ones of equal loss, seed by seed, at two sizes."""
     del inputs
     kinds, seeds = trained(*DENSE_SIZES, *MOE_SIZES)
@@ -217,7 +226,8 @@ def equal_loss(inputs):
     series = {label: [(kinds[name]["flops_per_token"], statistics.mean(kinds[name]["losses"])) for name in names]
               for label, names in (("dense", DENSE_SIZES), ("32 experts, top-1", MOE_SIZES))}  # fmt: skip
     draw = curves(series, xscale="log", xlabel="FLOPs of a token's training", ylabel=LOSS)
-    return Found(trained_rows(kinds), map(ratios, MOE_SIZES), (f"Seeds: {seeds}.",), draw)
+    ours = [dense_multiple(size) for size in (355e6, 1.3e9)] if by_law else map(ratios, MOE_SIZES)
+    return Found(trained_rows(kinds), ours, (f"Seeds: {seeds}.",), draw)
 
 
 PAIRS = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe", "staged"))
@@ -297,7 +307,7 @@ def expert_layer_seconds(model: Served, cluster: Cluster, one_hot: bool, launch:
 
 @TABLES.add(
     "MoE and dense models of equal quality (section 5)",
-    ("prices", "dense", "MP", "MoE", "A100", "ms, dense", "ms, MoE", "faster", "cheaper"),
+    ("dense", "MP", "MoE", "A100", "ms, dense", "ms, MoE", "faster", "cheaper"),
     {"faster, at most": 4.5, "cheaper, at most": 9},
     notes=("The texts name neither the models nor the devices of the two numbers.",),
     experiments={"the dense model on 16 GPUs: 350 GB do not fit eight A100 of 40 GB (Azure's ND A100 v4)": 16},
@@ -305,25 +315,26 @@ def expert_layer_seconds(model: Served, cluster: Cluster, one_hot: bool, launch:
 def inference(inputs, sliced=8):
     """Model how much faster and cheaper MoE models write than dense ones of equal quality."""
     pairs = ((DENSE[0], SERVED[0], 128), (DENSE[1], SERVED[3], 256))
-    cells = [(level, *pair, times) for level in LEVELS for pair in pairs for times in (1, 2)]
     rows = []
-    for level, dense, moe, devices, times in inputs.track(cells, "models"):
-        cut = dataclasses.replace(dense, slicing=times * dense.slicing)
-        slow, fast = (1e3 * token_seconds(m, a100s(n, level)) for m, n in ((cut, cut.slicing), (moe, devices)))
-        cheaper = slow / fast * cut.slicing / moe.slicing  # devices that serve TOKENS sequences, over ours
-        rows.append((level, dense.name, cut.slicing, moe.name, devices, slow, fast, slow / fast, cheaper))
-    return Found(rows, next(row[-2:] for row in rows if row[:3] == ("middle", "175B", sliced)))
+    for dense, moe, devices in pairs:
+        for times in (1, 2):
+            cut = dataclasses.replace(dense, slicing=times * dense.slicing)
+            used = (cut, cut.slicing), (moe, devices)
+            slow, fast = (1e3 * token_seconds(m, a100s(n, inputs.level)) for m, n in used)
+            cheaper = slow / fast * cut.slicing / moe.slicing  # devices that serve TOKENS sequences, over ours
+            rows.append((dense.name, cut.slicing, moe.name, devices, slow, fast, slow / fast, cheaper))
+    return Found(rows, next(row[-2:] for row in rows if row[:2] == ("175B", sliced)))
 
 
 @TABLES.add(
     "Latency of a token by devices (section 5)",
-    ("model", "A100", *(f"ms, {level} prices" for level in LEVELS), "ms, baseline", "times"),
+    ("model", "A100", "ms", "ms, baseline", "times"),
     {
         "lower latency than the baseline, at most": 7.3,
         "52B on 8 to 32 GPUs over PyTorch": (2.0, 3.2),
         "ms of 24B+MoE-128 on 256 GPUs": None,
     },
-    lines("A100", "ms, middle prices", "ms, baseline", by="model", yscale="log", ylabel="ms a token"),
+    lines("A100", "ms", "ms, baseline", by="model", yscale="log", ylabel="ms a token"),
     (f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced.",),
     experiments={"PyTorch's launches: every kernel of the baseline at the list's high price, 5 us": "high"},
 )
@@ -334,11 +345,11 @@ def latency(inputs, launches=""):
              if (devices >= 64 if model.slicing > 1 else devices <= 128)]  # fmt: skip
     rows = []
     for model, devices in inputs.track(cells, "models"):
-        own = [1e3 * token_seconds(model, a100s(devices, level)) for level in LEVELS]
-        base = 1e3 * token_seconds(model, a100s(devices), True, launch)
-        rows.append((model.name, devices, *own, base, base / own[1]))
+        cluster = a100s(devices, inputs.level)
+        own, base = (1e3 * token_seconds(model, cluster, *gate) for gate in ((), (True, launch)))
+        rows.append((model.name, devices, own, base, base / own))
     small = [times for name, devices, *_, times in rows if name == SERVED[0].name and devices <= 32]
-    largest = [row[3] for row in rows if row[:2] == (SERVED[2].name, 256)]
+    largest = [row[2] for row in rows if row[:2] == (SERVED[2].name, 256)]
     return Found(rows, [max(row[-1] for row in rows), small, largest])
 
 

@@ -71,7 +71,7 @@ class Layers(NamedTuple):
 def setting_of(inputs: Inputs, name: str, change: str = "") -> Setting:
     """Return the row of a model, one expert on each device; `change`: '' or one of `EXPERIMENTS`."""
     place, layers, model_dim, tokens = TASKS[name]
-    cluster = machine(f"{place}_measured" if change == "rates" else place)
+    cluster = machine(f"{place}_measured" if change == "rates" else place, level=inputs.level)
     trace = stated_skew(change, cluster.devices) if change in ("four", "half") else inputs.loads(TOP_K)
     sizes = {"tokens": tokens * cluster.devices, "top_k": TOP_K, "experts": cluster.devices, "item": ITEM}
     model = Model(name=name, layers=layers, model_dim=model_dim, hidden_dim=2 * model_dim)

@@ -11,14 +11,12 @@ import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import scipy.optimize
 import scipy.stats
 
-from moe_jax.observe.loads import LoadsTrace
-from moe_jax.papers.loads import fit_loads, round_shares
+from moe_jax.papers.loads import fit_loads, sharpened
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, Model, Setting, Step, System, cost_of, machine, run
-from moe_jax.papers.table import Found, Inputs, Tables, ends
+from moe_jax.papers.table import Found, Inputs, Tables
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
@@ -77,36 +75,22 @@ SYSTEMS = {
 }
 
 
-def with_flops(setting: Setting, rates: dict[str, float], **fields) -> Setting:
+def with_flops(setting: Setting, flops: float, **fields) -> Setting:
     """Return the setting with other FLOP/s of its GPU."""
-    cluster = dataclasses.replace(setting.cluster, flops=rates[setting.cluster.name])
-    return dataclasses.replace(setting, cluster=cluster, **fields)
-
-
-def sharpened(trace: LoadsTrace) -> LoadsTrace:
-    """Return loads whose experts' shares are raised to the power at which 10 of 64 take 75% of all, in the mean."""
-    loads = np.asarray(trace.loads, np.int64)
-    totals = np.maximum(loads.sum(axis=2, keepdims=True), 1e-3)
-    shares, hot = totals / totals.sum(axis=3, keepdims=True), loads.shape[3] * 10 // 64
-
-    def excess(power):
-        part = np.sort(shares**power, axis=3)
-        return float((part[..., -hot:].sum(axis=3) / part.sum(axis=3)).mean()) - 0.75
-
-    if excess(50.0) < 0:  # even loads stay even
-        return trace
-    power = scipy.optimize.brentq(excess, 0.0, 50.0)
-    return LoadsTrace(round_shares(loads * shares ** (power - 1), loads.sum(axis=3)), trace.iterations)
+    return dataclasses.replace(setting, cluster=dataclasses.replace(setting.cluster, flops=flops), **fields)
 
 
 # Rates: NVIDIA's data sheets; MegatronLMV1 (2020, V100) and Narayanan et al. 2021, table 1, 1.7 B parameters (A100).
-PEAK32, REACHED = {"hecate_a": 15.7e12, "hecate_b": 19.5e12}, {"hecate_a": 62.4e12, "hecate_b": 137e12}
+REACHED = {"hecate_a": 62.4e12, "hecate_b": 137e12}
+FLOAT32_RATE = {"hecate_a": 15.7 / 125, "hecate_b": 19.5 / 312}  # of float16's
 MATERIALIZED = "t = 10, which the 5.73 of figure 13 stands for"  # (5.73 - 1) x 2 replicas of a device and layer
 CHANGES: dict[str, Callable[[Setting], Setting]] = {
-    "the rate that Megatron-LM published for this GPU": lambda of: with_flops(of, REACHED),
-    "float32, PyTorch's default, as no precision is named": lambda of: with_flops(of, PEAK32, item=4),
+    "the rate that Megatron-LM published for this GPU": lambda of: with_flops(of, REACHED[of.cluster.name]),
+    "float32, PyTorch's default, as no precision is named": (
+        lambda of: with_flops(of, of.cluster.flops * FLOAT32_RATE[of.cluster.name], item=4)
+    ),
     "loads as skewed as FlexMoE reports (75% to 10 of 64 experts)": (
-        lambda of: dataclasses.replace(of, trace=sharpened(of.trace))
+        lambda of: dataclasses.replace(of, trace=sharpened(of.trace, 10 / 64, 0.75))
     ),
     MATERIALIZED: lambda of: dataclasses.replace(of, overlap_degree=10),
 }
@@ -151,7 +135,7 @@ def kept_of(name: str, model: Model) -> tuple[float, float, float]:
 @functools.cache
 def setting_of(inputs: Inputs, row: Row) -> Setting:
     """Return a row's setting; its batch is the largest that fits EP's fullest device beside FlexMoE's replicas."""
-    cluster, model = machine(row.cluster, row.nodes), row.model
+    cluster, model = machine(row.cluster, row.nodes, inputs.level), row.model
     sizes = {"experts": PER_DEVICE * cluster.devices, "top_k": TOP_K, "every": row.every}
     own = {"cluster": cluster, "model": model, "trace": inputs.loads(TOP_K)}
     setting, batch = Setting(tokens=cluster.devices * model.length, **own, **sizes), row.batch
@@ -400,4 +384,4 @@ def claims(inputs, change=SAME):
         for name, value in zip(names, values, strict=False):
             found[name].append(value)
     first, second, _, last = map(max, found.values())
-    return Found([(name, *ends(values)) for name, values in found.items()], [first, second, last])
+    return Found([(name, min(values), max(values)) for name, values in found.items()], [first, second, last])

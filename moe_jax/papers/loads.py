@@ -19,6 +19,7 @@ import pickle
 from collections.abc import Callable
 
 import numpy as np
+import scipy.optimize
 
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace, read_loads
@@ -214,3 +215,23 @@ def fit_loads(trace: LoadsTrace, *, devices: int, experts: int, choices: int) ->
     loads = loads if (wanted == of_source).all() else round_shares(loads, wanted)
     fitted = LoadsTrace(loads, np.asarray(trace.iterations))
     return fitted, f"{said}; fullest expert over mean {worst:.3g} ({len(loads)} samples, {layers} layers)."
+
+
+def sharpened(trace: LoadsTrace, hot: float, share: float) -> LoadsTrace:
+    """Return loads whose experts' shares are raised to the power at which this part of them has that share of all.
+
+    Args:
+      hot: part of the experts, the heaviest of each sample and layer; share: what they have in the mean of all.
+    """
+    loads = np.asarray(trace.loads, np.int64)
+    totals = np.maximum(loads.sum(axis=2, keepdims=True), 1e-3)
+    shares, count = totals / totals.sum(axis=3, keepdims=True), int(loads.shape[3] * hot)
+
+    def excess(power):
+        part = np.sort(shares**power, axis=3)
+        return float((part[..., -count:].sum(axis=3) / part.sum(axis=3)).mean()) - share
+
+    if excess(50.0) < 0:  # even loads stay even
+        return trace
+    power = scipy.optimize.brentq(excess, 0.0, 50.0)
+    return LoadsTrace(round_shares(loads * shares ** (power - 1), loads.sum(axis=3)), trace.iterations)

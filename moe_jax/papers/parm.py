@@ -1,7 +1,7 @@
 """Parm (INFOCOM 2024): its tables and figures, priced on its two testbeds.
 
 A layer's seconds are its exchanges by `cluster/layer_seconds.py` on the links of configs/cluster/parm_{a,b}.gin, and
-its matmuls and moved rows by the prices of the GPU, as are start-ups. Letters: docs/notation.md.
+its matmuls and moved rows by the prices of the GPU. Letters: docs/notation.md.
 
 Assumed where the text is silent: K = 2 (GShard); float32 (PyTorch's default); E = N_EP, as section VI-D's 2 and 8
 experts on 8 and 32 GPUs are with N_ESP = 4; P of {8, 16, 32} on testbed B, and 8 on A; N_MP and N_ESP are 4 in figures
@@ -14,13 +14,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.cluster import Cluster, read_cluster
-from moe_jax.cluster.cluster import FOLDER, cluster_of
+from moe_jax.cluster import Cluster
 from moe_jax.cluster.fits import fit_alpha_beta
 from moe_jax.cluster.layer_seconds import Transfer, layer_transfers, moving_seconds, preceding_seconds, transfer_seconds
 from moe_jax.cluster.prices import Constants, Prices
@@ -28,8 +26,9 @@ from moe_jax.cluster.targets import device_named, read_device
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes
 from moe_jax.moe.schedules.parm import layer_shape
+from moe_jax.papers import systems
 from moe_jax.papers.pictures import curves
-from moe_jax.papers.table import Found, Tables, ends, range_of
+from moe_jax.papers.table import Found, Tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PLACES = {"A": ("parm_a", 1), "B, 8": ("parm_b", 2), "B, 16": ("parm_b", 4), "B, 32": ("parm_b", 8)}  # file, nodes
@@ -59,13 +58,12 @@ BASE = Assumed()
 
 @functools.cache
 def machine(place: str, level: str = "middle", peers: bool = True) -> Cluster:
-    """Return a testbed: sizes, links and memory of its file, start-ups and float32 FLOP/s of its GPU's prices."""
+    """Return a testbed: links, start-ups and memory of its file, matmuls and memory by the prices of its GPU."""
     name, nodes = PLACES[place]
-    preset = read_cluster(FOLDER / f"{name}.gin")
-    prices = Prices(read_device(device_named(preset.device)), Constants(level=level))
-    given = ("name", "devices_per_node", "intra_bandwidth", "inter_bandwidth", "cards_per_node", "memory_bytes")
-    own = {field: getattr(preset, field) for field in given} | ({} if peers else {"intra_bandwidth": COPIES[name]})
-    return dataclasses.replace(cluster_of(prices), nodes=nodes, flops=prices.reached("f32"), **own)
+    own = systems.machine(name, nodes, level)
+    prices = Prices(read_device(device_named(own.device)), Constants(level=level))
+    copies = {} if peers else {"intra_bandwidth": COPIES[name]}
+    return dataclasses.replace(own, prices=prices, flops=prices.reached("f32"), **copies)
 
 
 @functools.cache
@@ -128,19 +126,12 @@ def gains_of(testbed: str, to: Assumed = BASE, groups=TABLE_4) -> list[np.ndarra
     return [gains(place, pair, to) for place in PLACES if place.startswith(testbed) for pair in groups]
 
 
-def by_prices(find, inputs, paper) -> Iterator[str]:
-    """Return notes with our figures by low and high prices."""
-    low, high = (map(ends, find(inputs, BASE._replace(level=level)).ours) for level in ("low", "high"))
-    for name, cheap, dear in zip(paper, low, high, strict=True):
-        yield f"{name}: {range_of(cheap)} by low prices, {range_of(dear)} by high ones."
-
-
 EXPERIMENTS = {
     "K = 1, the default of DeepSpeed v0.8.1": BASE._replace(top_k=1),
     "GeForce copies through host memory, as measured": BASE._replace(peers=False),
     "N_MP, N_ESP of 2 and 4 alone, as in table IV": BASE._replace(groups=TABLE_4),
 }
-TABLES = Tables("modelled", EXPERIMENTS, by_prices)
+TABLES = Tables("modelled", EXPERIMENTS)
 DISTRIBUTION = ("layers", "least", "a tenth is below", "median", "a tenth is above", "largest")
 
 
@@ -165,6 +156,7 @@ def distribution(label: str, values: np.ndarray, ours: list) -> Found:
     ),
 )
 def table_3(inputs, to=BASE):
+    to = to._replace(level=inputs.level)
     places = inputs.track(PLACES, "places")
     rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in places]
     found = np.concatenate(gains_of("", to, to.groups))[:, 2]
@@ -184,6 +176,7 @@ PAPER_4 = {"A": ((2.1, 4.19), (1.99, 4.12), (2.1, 4.2), 8, 1.09),
     | {"S2's 3.72 over S1's 3.21 in a cell of A": 3.72 / 3.21},
 )
 def table_4(inputs, to=BASE):
+    to = to._replace(level=inputs.level)
     cases, ours = [(place, pair, gains(place, pair, to)) for place in PLACES for pair in TABLE_4], []
     for testbed in inputs.track(PAPER_4, "testbeds"):
         cells = gains_of(testbed, to)
@@ -199,6 +192,7 @@ CHOICES = ("S2 is shorter, % of layers", "equations 13 and 14 are right, %")
 
 @TABLES.add("Algorithm 1, N_MP > 1", ("testbed, P", "layers", *CHOICES, "they lose, % of time"), dict.fromkeys(CHOICES))
 def choice(inputs, to=BASE):
+    to = to._replace(level=inputs.level)
     rows = []
     for place in inputs.track(PLACES, "places"):
         found = np.concatenate([gains(place, pair, to) for pair in GROUPS if pair[0] > 1])
@@ -206,7 +200,7 @@ def choice(inputs, to=BASE):
         best = np.maximum(s1, s2)
         rows.append((place, len(found), *(100 * own.mean() for own in (s2 > s1, taken >= best, best / taken - 1))))
     layers = [layer for place in PLACES for pair in TABLE_4 for layer in runs(place, pair)]
-    _, s1, s2 = np.array([price(layer).sum(axis=1) for layer in layers]).T
+    _, s1, s2 = np.array([price(layer, to).sum(axis=1) for layer in layers]).T
     best = int(np.argmin(s2 / s1))
     notes = (
         f"S2 gains most at P, (N_MP, N_ESP), N, M, H, f = {layers[best]}: {s2[best]:.4g} s for {s1[best]:.4g} s.",
@@ -219,7 +213,7 @@ def choice(inputs, to=BASE):
 
 @TABLES.add("Figure 1: communication, % of a layer's time under the baseline", DISTRIBUTION, {"mean, %": None})
 def figure_1(inputs, to=BASE):
-    del inputs
+    to = to._replace(level=inputs.level)
     parts = np.array([price(layer, to)[0] for layer in runs("B, 32", (4, 4), to)])
     shares = 100 * parts[:, 0] / parts.sum(axis=1)
     return distribution("communication, % of a layer's time", shares, [shares.mean()])
@@ -232,9 +226,9 @@ def figure_1(inputs, to=BASE):
     notes=(
         "Prices are lines in bytes, so R^2 says nothing of a machine; of measured ones: docs/results.md, Schedules.",
     ),
+    experiments={},
 )
-def figure_6(inputs, to=BASE):
-    del to
+def figure_6(inputs):
     points, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
     for (tokens, dim), place in inputs.track(itertools.product(sizes, ("A", "B, 32")), "collectives"):
         shape = shapes(place, (4, 4), tokens, ITEM * dim, 2.4)[2]
@@ -244,7 +238,7 @@ def figure_6(inputs, to=BASE):
             ("MP-AllGather", [gather], gather.elements),
             ("both at once (SAA)", saa, send.elements),
         ):
-            seconds = transfer_seconds(moves, shape, machine(place), "figure 6")
+            seconds = transfer_seconds(moves, shape, machine(place, inputs.level), "figure 6")
             points.setdefault((place, name), []).append((x, seconds))
     fits = {key: fit_alpha_beta(*zip(*own, strict=True)) for key, own in points.items()}
     rows = [(*key, 1e6 * fit.alpha, 1e9 * fit.beta, fit.r2) for key, fit in fits.items()]
@@ -257,7 +251,7 @@ def figure_6(inputs, to=BASE):
     "Figure 7: Parm's speed-up over DeepSpeed-MoE on 32 GPUs", DISTRIBUTION, {"mean": 4.91, "above 4, % of layers": 89}
 )
 def figure_7(inputs, to=BASE):
-    del inputs
+    to = to._replace(level=inputs.level)
     speedups = gains("B, 32", (4, 4), to)[:, 2]
     return distribution("speed-up over DeepSpeed-MoE", speedups, [speedups.mean(), 100 * (speedups > 4).mean()])
 
@@ -285,6 +279,7 @@ def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
     {"speed-up": (2.98, 3.15)},
 )
 def table_5(inputs, to=BASE):
+    to = to._replace(level=inputs.level)
     rows = []
     for (model, length), place in inputs.track(itertools.product(LENGTHS.items(), ("A", "B, 32")), "iterations"):
         base, *others = iteration(place, length, to)

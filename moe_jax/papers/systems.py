@@ -16,12 +16,15 @@ import numpy as np
 from moe_jax.analysis.simulate import Records, simulate
 from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import preceding_seconds
+from moe_jax.cluster.tables import assumed
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
+
+REPORTED = ("johnny", "trevor")  # clusters whose FLOP/s are those that a paper reports as reached
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,9 +125,19 @@ class Step:
         return self.model.layers * (self.layers.mean(axis=1) + self.attention)
 
 
-def machine(name: str, nodes: int | None = None) -> Cluster:
-    """Return the cluster of a paper, configs/cluster/NAME.gin, with as many nodes as given."""
-    return read_cluster(f"configs/cluster/{name}.gin").sized(nodes, None)
+def machine(name: str, nodes: int | None = None, level: str = "middle") -> Cluster:
+    """Return the cluster of a paper, configs/cluster/NAME.gin, with as many nodes as given, by a level of prices.
+
+    What of a data sheet's FLOP/s and of a node's links is reached, and start-ups, are the assumptions of the one cost
+    model; FLOP/s and links that a paper or its artifact reports as reached stay as they are.
+    """
+    own = read_cluster(f"configs/cluster/{name}.gin").sized(nodes, None)
+    flops = 1.0 if name.startswith(REPORTED) else assumed("matmul_share", level)
+    links = 1.0 if name.endswith("_measured") else assumed("node_share", level)
+    between = own.inter_bandwidth and links * own.inter_bandwidth
+    starts = {"intra_latency": "start", "intra_step": "step", "inter_latency": "node_start", "inter_step": "node_step"}
+    given = {field: assumed(price, level) for field, price in starts.items()}
+    return dataclasses.replace(own, flops=flops * own.flops, inter_bandwidth=between, **given)
 
 
 def cost_of(system: System, setting: Setting) -> Cost:

@@ -1,18 +1,23 @@
 """A table of a paper beside ours: rows of figures, and claims, each with the paper's number, ours, and a verdict.
 
-A verdict is never chosen: it follows from the numbers.
+A claim is a row of the comparison: one number that a paper's text states, a range, or the cells of one of its tables,
+which stay visible but count once. A verdict is never chosen: it follows from the numbers.
 
-    within a fifth      ours lies in the paper's range, widened by a fifth at both ends
-    explained by        an experiment that changes one named cause closes at least half of the gap
+    within a fifth      a number: ours is within a fifth; a range: its ends and ours are; cells: their ends, their
+                        geometric mean, and at least half of them, each beside its own, are
+    explained by        an experiment that changes one named cause closes at least half of the gap, which is the largest
+                        of these differences
     unexplained         neither
     no number           the paper's text has none
+
+Modelled and simulated figures are computed at each level of assumed prices (`cluster/measured/assumed.csv`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +27,9 @@ from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import find_loads
 
 FIFTH = 1.2
-WITHIN, UNEXPLAINED, NO_NUMBER = "within a fifth", "unexplained", "no number in the text"
+LEVELS = ("middle", "low", "high")  # of assumed prices
+WITHIN, EXPLAINED, UNEXPLAINED = "within a fifth", "explained by", "unexplained"
+NO_NUMBER = "no number in the text"
 
 
 class MissingResults(UserError):
@@ -36,33 +43,45 @@ class Inputs:
     Attributes:
       trace: name or path of expert loads for all rows; None: the shipped ones of each row's K.
       track: yields what it is given, next to a progress bar with a label.
+      level: of assumed prices, one of `LEVELS`.
     """
 
     trace: str | None
     track: Callable[[Iterable, str], Iterable]
+    level: str = "middle"
 
     def loads(self, top_k: int) -> LoadsTrace:
         """Return the loads of rows with this K."""
         return find_loads(self.trace or f"top_{top_k}")
 
 
+Figures = tuple[float, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One number that a paper's text states, or a range of them, and ours.
+    """One row: what a paper's text states, and ours.
 
     An experiment changes one cause of a difference, to a value that has a source or was measured, and nothing else.
     """
 
     name: str
-    paper: tuple[float, float] | None  # least and largest; None where the text has no number
-    ours: tuple[float, float]
-    experiments: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)  # by cause ours then
+    paper: Figures | None  # a number, the ends of a range, or cells; None where the text has no number
+    ours: Figures  # of which a number or a range counts by its ends, and cells each
+    cells: bool = False
+    levels: tuple[Figures, ...] = ()  # ours at each level of prices
+    experiments: Mapping[str, Figures] = dataclasses.field(default_factory=dict)  # by cause ours then
 
-    def gap(self, ours: tuple[float, float]) -> float:
-        """Return how far figures are from the paper's: the larger |log of the ratio| of both ends; infinite by sign."""
+    def gap(self, ours: Figures) -> float:
+        """Return how far figures are from the paper's, the largest |log of a ratio| of this file's head."""
         assert self.paper is not None
-        ratios = [own / its for own, its in zip(ours, self.paper, strict=True)]
-        return max(abs(math.log(ratio)) for ratio in ratios) if min(ratios) > 0 else math.inf
+        if min(ours) <= 0:
+            return math.inf
+        its, own = np.log(self.paper), np.log(ours)
+        gaps = [own.min() - its.min(), own.max() - its.max()]
+        if self.cells:
+            gaps += [(own - its).mean(), np.quantile(abs(own - its), 0.5, method="lower")]
+        return float(np.abs(gaps).max())
 
     @property
     def verdict(self) -> str:
@@ -75,12 +94,12 @@ class Claim:
         least, cause = min(((self.gap(then), cause) for cause, then in self.experiments.items()), default=(gap, ""))
         if not math.isfinite(least) or least > gap / 2:
             return UNEXPLAINED
-        return f"explained by {cause}: {range_of(self.experiments[cause])}"
+        return f"{EXPLAINED} {cause}: {range_of(self.experiments[cause])}"
 
 
-def ends(values: Any) -> tuple[float, float] | None:
-    """Return the least and the largest of a number or of several; None stays None."""
-    return None if values is None else (float(np.min(values)), float(np.max(values)))
+def figures(values: Any) -> Figures:
+    """Return a number, several, or an array of them as a tuple."""
+    return tuple(np.ravel(np.array(values, float)).tolist())
 
 
 Draw = Callable[["Table", Any], None]
@@ -92,7 +111,7 @@ class Table:
 
     Attributes:
       title: what it shows, and its number in the paper; kind: 'modelled', 'simulated' or 'measured'.
-      columns, rows: text and numbers; numbers are printed to three digits.
+      columns: their names; levels: rows of text and numbers at each level of prices, that which is printed first.
       claims: at least one.
       notes: which loads, machine and rules; one sentence each.
       draw: draws the figure as the paper does, called with the table and matplotlib's axes; None: no figure.
@@ -101,7 +120,7 @@ class Table:
     title: str
     kind: str
     columns: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
+    levels: Mapping[str, list[tuple[Any, ...]]]
     claims: tuple[Claim, ...]
     notes: tuple[str, ...] = ()
     draw: Draw | None = None
@@ -109,18 +128,31 @@ class Table:
     def verdicts(self) -> list[tuple[str, ...]]:
         """Return the claims as rows, the first one their head."""
         head = ("claim", "paper", "ours", "verdict")
-        return [head, *((own.name, range_of(own.paper), range_of(own.ours), own.verdict) for own in self.claims)]
+        ours = ((own, with_span(range_of(own.ours), *own.levels)) for own in self.claims)
+        return [head, *((own.name, range_of(own.paper), found, own.verdict) for own, found in ours)]
+
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The rows at the middle level."""
+        return self.levels[LEVELS[0]]
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """Return columns and rows as text, of each figure its range over the levels of prices in brackets."""
+        same = [own for own in self.levels.values() if len(own) == len(self.rows)]  # a run may end in other rows
+        rows = [[with_span(text_of(cells[0]), *cells) for cells in zip(*row, strict=True)]
+                for row in zip(*same, strict=True)]  # fmt: skip
+        return [self.columns, *map(tuple, rows)]
 
     def lines(self) -> list[str]:
         """Return the table as aligned lines for a terminal, with claims and notes."""
-        rows = [*aligned([self.columns, *self.rows]), "", *aligned(self.verdicts())]
+        rows = [*aligned(self.texts()), "", *aligned(self.verdicts())]
         return [f"{self.title} ({self.kind})", *rows, *(f"  {note}" for note in self.notes), ""]
 
     def markdown(self, name: str, command: str, picture: str | None) -> list[str]:
         """Return the lines of its section of a page."""
         head = [f"## {name}: {self.title}", "", f"{self.kind.capitalize()}. `{command}`", *self.notes, ""]
         drawn = [f"![{name}]({picture})", ""] if picture else []
-        return [*head, *_pipes(self.verdicts()), "", *drawn, *_pipes([self.columns, *self.rows]), ""]
+        return [*head, *_pipes(self.verdicts()), "", *drawn, *_pipes(self.texts()), ""]
 
 
 class Found(NamedTuple):
@@ -150,17 +182,26 @@ class Tables(dict[str, Callable[[Inputs], Table]]):
         """Take a function (inputs, change) -> `Found` for a table of its name; by default of change nothing is changed.
 
         Args:
-          paper: by the name of a claim the paper's number, several, or None.
+          paper: by the name of a claim the paper's number, a tuple of a range's ends, a list of cells, or None.
           kind, experiments: where they are not those of all.
         """
 
         def register(find):
             def table(inputs: Inputs) -> Table:
-                found = find(inputs)
-                changes = self.experiments if experiments is None else experiments
-                claims = judged(paper, found.ours, lambda change: find(inputs, change).ours, changes)
+                levels = LEVELS[:1] if (kind or self.kind) == "measured" else LEVELS
+                by_level = {level: find(dataclasses.replace(inputs, level=level)) for level in levels}
+                found = by_level[LEVELS[0]]
+                claims = judged(paper, [[*map(figures, of.ours)] for of in by_level.values()])
+                if any(claim.verdict == UNEXPLAINED for claim in claims):
+                    changes = self.experiments if experiments is None else experiments
+                    tried = {cause: [*map(figures, find(inputs, change).ours)] for cause, change in changes.items()}
+                    claims = tuple(
+                        dataclasses.replace(claim, experiments={cause: then[at] for cause, then in tried.items()})
+                        for at, claim in enumerate(claims)
+                    )
                 said = (*notes, *found.notes, *(self.remarks(find, inputs, paper) if self.remarks else ()))
-                return Table(title, kind or self.kind, columns, found.rows, claims, said, found.draw or draw)
+                rows = {level: own.rows for level, own in by_level.items()}
+                return Table(title, kind or self.kind, columns, rows, claims, said, found.draw or draw)
 
             self[find.__name__] = table
             return find
@@ -168,18 +209,21 @@ class Tables(dict[str, Callable[[Inputs], Table]]):
         return register
 
 
-def judged(
-    paper: Mapping[str, Any], ours: Iterable[Any], under: Callable[..., Iterable[Any]], experiments: Mapping[str, Any]
-) -> tuple[Claim, ...]:
-    """Return a table's claims, with all experiments where one is unexplained; `under` a change: ours then."""
-    claims = [Claim(name, ends(its), ends(own)) for (name, its), own in zip(paper.items(), ours, strict=True)]
-    if all(claim.verdict != UNEXPLAINED for claim in claims):
-        return tuple(claims)
-    tried = {cause: [*map(ends, under(change))] for cause, change in experiments.items()}
+def judged(paper: Mapping[str, Any], by_level: Sequence[Sequence[Figures]]) -> tuple[Claim, ...]:
+    """Return a table's claims; `by_level`: ours of each claim, at each of `LEVELS`."""
+    rows = zip(paper.items(), zip(*by_level, strict=True), strict=True)
     return tuple(
-        dataclasses.replace(claim, experiments={cause: then[at] for cause, then in tried.items()})
-        for at, claim in enumerate(claims)
+        Claim(name, None if its is None else figures(its), own[0], isinstance(its, list), own)
+        for (name, its), own in rows
     )
+
+
+def counted(tables: Iterable[Table]) -> str:
+    """Return how many rows of a paper have which verdict, and what counts as a row."""
+    verdicts = [claim.verdict for table in tables for claim in table.claims]
+    kinds = (WITHIN, EXPLAINED, UNEXPLAINED, NO_NUMBER)
+    counts = ", ".join(f"{sum(own.startswith(kind) for own in verdicts)} {kind.split(' by')[0]}" for kind in kinds)
+    return f"{len(verdicts)} rows: {counts}. A row is a claim; cells of one table are one, and stand beside ours in it."
 
 
 def text_of(cell: Any) -> str:
@@ -199,6 +243,12 @@ def _pipes(rows: list[tuple]) -> list[str]:
     return [head, "|" + "---|" * len(rows[0]), *rest]
 
 
-def range_of(ends: tuple[float, float] | None) -> str:
+def range_of(values: Figures | None) -> str:
     """Return a number, 'least to largest', or '-' as text."""
-    return "-" if ends is None else " to ".join(dict.fromkeys(text_of(float(end)) for end in ends))
+    return "-" if values is None else " to ".join(dict.fromkeys(text_of(end) for end in (min(values), max(values))))
+
+
+def with_span(text: str, *levels: Any) -> str:
+    """Return a figure's text with its range over the levels of prices, where they differ in it."""
+    found = text if any(isinstance(own, str) for own in levels) else range_of(sum(map(figures, levels), ()))
+    return text if found == text else f"{text} ({found})"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.papers import hecate
-from moe_jax.papers.loads import find_loads
+from moe_jax.papers.loads import find_loads, sharpened
 from moe_jax.papers.systems import run
 from moe_jax.papers.table import Inputs
 
@@ -55,7 +55,7 @@ def test_what_does_not_hide_behind_attention_is_exposed():
 @pytest.mark.parametrize(("name", "share"), [("drifting", 0.75), ("W0_balanced", 5 / 32)])
 def test_sharpened_loads_give_ten_of_sixty_four_experts_three_quarters(name, share):
     trace = find_loads(name)
-    after = hecate.sharpened(trace).loads
+    after = sharpened(trace, 10 / 64, 0.75).loads
     totals = np.sort(after.sum(axis=2), axis=2)
     top = (totals[..., -5:].sum(axis=2) / totals.sum(axis=2)).mean()  # of 32
     assert top == pytest.approx(share, rel=0.01)
