@@ -2,7 +2,7 @@
 
 import importlib
 
-PAPERS = ("pro_prophet", "fastermoe", "parm", "hecate", "deepspeed_moe")
+PAPERS = ("pro_prophet", "fastermoe", "parm", "hecate", "deepspeed_moe", "scale")
 
 
 def tables_of(paper: str) -> dict:

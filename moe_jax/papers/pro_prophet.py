@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.cluster.collectives import received_seconds
+from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import sharpened
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, PRO_PROPHET, Model, Setting, Step, System, machine, run
@@ -51,9 +52,10 @@ FLOAT32_RATE = {
     "NVIDIA RTX 3090": 35.6 / 71,
     "NVIDIA RTX 2080 Ti": 13.4 / 53.8,
 }  # of float16's: whitepapers
-SEEN = "plans from the iteration's own loads: the paper plans from the one before, the shipped traces from ten before"
+BEFORE = "plans from the iteration before, as there, between two of the trace's samples, which are ten iterations apart"
+SEARCH = "the search on the host, as long as table I has it"
 SKEW = "figure 3's skew (3 of 16 experts with half of the choices) instead of the trace's"
-TABLES = Tables("simulated", {FLOAT32: "float32", SEEN: "seen", SKEW: "skew"})
+TABLES = Tables("simulated", {FLOAT32: "float32", BEFORE: "before", SKEW: "skew"})
 PLANNER = System(planner="pro_prophet", knobs=(("scheduler", False),))
 SCHEDULER = dataclasses.replace(PLANNER, hiding="pro_prophet")
 TOP_2, TOP_3 = (System(planner="topk_all", knobs=(("top_k", count), ("bounded", False))) for count in (2, 3))
@@ -74,23 +76,34 @@ class Row(NamedTuple):
 
 
 def setting_of(inputs: Inputs, row: Row, change: str = "") -> Setting:
-    """Return a row's setting; under 'float32' numbers are that long, at the GPU's float32 rate; 'skew': by `SKEW`."""
+    """Return a row's setting; `change`: one of `TABLES.experiments`."""
     cluster, item = machine(row.cluster, row.nodes, inputs.level), 2
     if change == "float32":
         cluster, item = dataclasses.replace(cluster, flops=cluster.flops * FLOAT32_RATE[cluster.device]), 4
     sizes = {"tokens": row.tokens, "top_k": row.top_k, "experts": cluster.devices, "item": item}
     trace = inputs.loads(row.top_k)
     trace = sharpened(trace, 3 / 16, 0.5) if change == "skew" else trace
+    if change == "before":
+        trace, sizes = with_iterations_before(trace), {**sizes, "every": 2}
     return Setting(cluster=cluster, model=MODELS[row.model], trace=trace, **sizes)
+
+
+def with_iterations_before(trace: LoadsTrace) -> LoadsTrace:
+    """Return each sample but the first, before it the loads of the iteration before it: of a line between samples."""
+    apart = np.diff(trace.iterations)
+    step = (np.diff(trace.loads.astype(float), axis=0).T / apart).T
+    loads = np.stack([np.rint(trace.loads[1:] - step).astype(np.int64), trace.loads[1:]], axis=1)
+    iterations = np.stack([trace.iterations[1:] - 1, trace.iterations[1:]], axis=1)
+    return LoadsTrace(loads.reshape(-1, *loads.shape[2:]), iterations.ravel())
 
 
 @functools.cache
 def step_of(inputs: Inputs, system: System, row: Row, change: str = "") -> Step:
-    """Return a system's step; under 'seen' Pro-Prophet plans after the gate, from the iteration's own loads."""
-    if change == "seen":
-        after = system.planner.replace("pro_prophet", "pro_prophet_after_gate")
-        return step_of(inputs, dataclasses.replace(system, planner=after), row)
-    return run(system, setting_of(inputs, row, change))
+    """Return a system's step; models whose layers are of equal sizes differ in their number alone."""
+    first = next(name for name, sizes in SIZES.items() if sizes[1:] == SIZES[row.model][1:])
+    if row.model == first:
+        return run(system, setting_of(inputs, row, change))
+    return dataclasses.replace(step_of(inputs, system, row._replace(model=first), change), model=MODELS[row.model])
 
 
 def speedups(inputs: Inputs, row: Row, change: str = "") -> np.ndarray:
@@ -108,7 +121,7 @@ def speedups_by_model(inputs: Inputs, change: str, paper: dict, place: Row) -> F
 
 
 SPEEDUPS = ("K", "model", *(f"{system}, paper" for system in PLANNED), *PLANNED)
-OTHERS = ("place", "reduce", "others", "place and reduce")
+OTHERS = ("place", "reduce", "others", "balancing")
 
 
 @TABLES.add(
@@ -123,10 +136,12 @@ def table_1(inputs, change=""):
     """Return the shares of FasterMoE's step that placing and reducing take; its search is this host's, not modelled."""
     rows = []
     for model in inputs.track(SIZES, "models"):
-        step = step_of(inputs, FASTERMOE, Row(1, model), change)
+        searched = TABLE_1[model][1] if change == "search" else 0.0
+        step = step_of(inputs, FASTERMOE, Row(1, model), "" if change == "search" else change)
         whole = step.layers.mean() + step.attention
-        place, reduce = (100 * step.parts[part].mean() / whole for part in ("place", "reduce"))
-        rows.append((MODELS[model].name, *TABLE_1[model], place, reduce, 100 - place - reduce, place + reduce))
+        place, reduce = ((100 - searched) * step.parts[part].mean() / whole for part in ("place", "reduce"))
+        balancing = place + reduce + searched
+        rows.append((MODELS[model].name, *TABLE_1[model], place, reduce, 100 - balancing, balancing))
     return Found(rows, [*zip(*rows, strict=True)][6:])
 
 
@@ -233,13 +248,14 @@ def figure_14(inputs, change=""):
     ("K", "over top2", "over top3", "over top2, with the scheduler", "over top3, with the scheduler"),
     {"over top2, K = 1": (1.77, 1.82), "over top3, K = 1": (2.04, 2.10),
      "over both, K = 2": (1.38, 1.40)},
-    experiments={"the scheduler, which the text leaves open": slice(3, 5)},
+    experiments=TABLES.experiments | {"the scheduler, which the text leaves open": "scheduler"},
 )  # fmt: skip
-def figure_15(inputs, planned=slice(1, 3)):
-    """Return the planner against replicating the two or three heaviest experts everywhere; `planned`: which columns."""
-    rows = []
+def figure_15(inputs, change=""):
+    """Return the planner against replicating the two or three heaviest experts everywhere."""
+    rows, planned = [], slice(3, 5) if change == "scheduler" else slice(1, 3)
+    change = "" if change == "scheduler" else change
     for top_k in inputs.track((1, 2), "K"):
-        steps = (step_of(inputs, system, Row(top_k)) for system in (PLANNER, PRO_PROPHET, TOP_2, TOP_3))
+        steps = (step_of(inputs, system, Row(top_k), change) for system in (PLANNER, PRO_PROPHET, TOP_2, TOP_3))
         alone, hidden, *fixed = (step.iterations for step in steps)
         rows.append((top_k, *((policy / own).mean() for own in (alone, hidden) for policy in fixed)))
     first, second = (row[planned] for row in rows)
@@ -248,13 +264,13 @@ def figure_15(inputs, planned=slice(1, 3)):
 
 @TABLES.add(
     "Figure 16, balance, MoE-GPT-M", ("K", "layer", "RB of FasterMoE", "RB of Pro-Prophet", "ratio"),
-    {"largest ratio": 11.01}, lines("layer", "ratio", by="K", ylabel="RB over FasterMoE's"), experiments={},
+    {"largest ratio": 11.01}, lines("layer", "ratio", by="K", ylabel="RB over FasterMoE's"),
 )  # fmt: skip
-def figure_16(inputs):
+def figure_16(inputs, change=""):
     """Return RB of the planner over FasterMoE's, layer by layer; RB: the spread of loads before over after."""
     rows = []
     for top_k in inputs.track((1, 2), "K"):
-        steps = (step_of(inputs, system, Row(top_k)) for system in COMPARED.values())
+        steps = (step_of(inputs, system, Row(top_k), change) for system in COMPARED.values())
         spreads = (np.maximum(step.records.computed.std(axis=2).mean(axis=0), 1e-9) for step in steps)
         rows += [(top_k, layer, before / shadowed, before / ours, shadowed / ours)
                  for layer, (before, shadowed, ours) in enumerate(zip(*spreads, strict=True))]  # fmt: skip

@@ -7,13 +7,13 @@ import pytest
 from matplotlib.figure import Figure
 from support.commands import run_command_here
 
-from moe_jax.cluster import Cluster
+from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads, round_shares
 from moe_jax.papers.pictures import bars
-from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, pipelined, run
-from moe_jax.papers.table import NO_NUMBER, UNEXPLAINED, WITHIN, Claim, Found, Inputs, Tables
+from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, machine, pipelined, run
+from moe_jax.papers.table import LEVELS, NO_NUMBER, UNEXPLAINED, WITHIN, Claim, Found, Inputs, Tables, counted
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
@@ -89,32 +89,61 @@ def test_a_schedule_in_groups_hides_all_but_one_group_of_the_shorter_side():
 
 
 def test_a_verdict_follows_from_the_numbers():
-    near, far = {"near": (1.9, 1.9)}, {"far": (1.2, 1.2)}
-    assert Claim("a", (2.0, 2.0), (1.7, 1.7)).verdict == WITHIN
+    near, far = {"near": (1.9,)}, {"far": (1.2,)}
+    assert Claim("a", (2.0,), (1.7,)).verdict == WITHIN
     assert Claim("a", (1.0, 2.0), (1.1, 1.6)).verdict == UNEXPLAINED  # one end is off
-    assert Claim("a", (2.0, 2.0), (1.0, 1.0), far).verdict == UNEXPLAINED
-    assert Claim("a", (2.0, 2.0), (1.0, 1.0), far | near).verdict.startswith("explained by near")
-    assert Claim("a", None, (1.0, 1.0)).verdict == NO_NUMBER
+    assert Claim("a", (2.0,), (1.0,), experiments=far).verdict == UNEXPLAINED
+    assert Claim("a", (2.0,), (1.0,), experiments=far | near).verdict.startswith("explained by near")
+    assert Claim("a", None, (1.0,)).verdict == NO_NUMBER
 
 
 @pytest.mark.parametrize(
-    ("paper", "verdict", "tried"),
-    [(1.1, WITHIN, [1.0]), (2.0, "explained by near: 1.9", [1.0, 1.9, 1.2]), (9.0, UNEXPLAINED, [1.0, 1.9, 1.2])],
+    ("paper", "ours", "verdict"),
+    [
+        ((1, 1.8, 3), (1.1, 1.3, 2.9), WITHIN),  # one of three cells is off, and ends and mean are not
+        ((1, 2, 3), (2, 1, 3), UNEXPLAINED),  # two of three are off, in a range that fits
+        ((1, 1, 1, 1, 3), (1, 1, 1, 2.9, 3), UNEXPLAINED),  # the mean is
+        ((1, 2, 3), (1, 2, 3.7), UNEXPLAINED),  # an end is
+    ],
 )
+def test_cells_are_within_by_ends_mean_and_half_of_them(paper, ours, verdict):
+    assert Claim("a", paper, ours, cells=True).verdict == verdict
+    assert max(ours) == 3.7 or Claim("a", paper, ours).verdict == WITHIN
+
+
+@pytest.mark.parametrize(
+    ("paper", "verdict", "tried"), [(1.1, WITHIN, []), (2.0, "explained by near: 1.9", [1.9, 1.2]),
+                                    (9.0, UNEXPLAINED, [1.9, 1.2])],
+)  # fmt: skip
 def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdict, tried):
     calls, tables = [], Tables("modelled", {"near": 1.9, "far": 1.2}, lambda find, inputs, paper: ("last",))
 
     @tables.add("Title", ("row", "one", "two"), {"claim": paper, "none": None}, bars("unit", "two"), ("first",))
     def found(inputs, ours=1.0):
-        calls.append(ours)
-        return Found([("a", ours, 2.0), ("b", ours, 3.0)], [ours, (4, 5)], ("second",))
+        calls.append((inputs.level, ours))
+        dear = 1.5 if inputs.level == "high" else 1.0
+        return Found([("a", ours, 2.0 * dear), ("b", ours, 3.0)], [ours, (4 * dear, 5)], ("second",))
 
     table = tables["found"](Inputs(None, lambda items, label: items))
-    assert [claim.verdict for claim in table.claims] == [verdict, NO_NUMBER] and calls == tried
+    assert calls == [*((level, 1.0) for level in LEVELS), *(("middle", ours) for ours in tried)]
+    assert [claim.verdict for claim in table.claims] == [verdict, NO_NUMBER]
     assert table.rows[0] == ("a", 1.0, 2.0) and table.notes == ("first", "second", "last")
+    assert table.texts()[1:] == [("a", "1", "2 (2 to 3)"), ("b", "1", "3")]
+    assert table.verdicts()[2][2] == "4 to 5 (4 to 6)"
+    assert counted([table, table]).startswith("4 rows: ") and ", 2 no number" in counted([table, table])
     axes = Figure().subplots()
     table.draw(table, axes)
     assert [bar.get_height() for bar in axes.patches] == [2.0, 3.0] and axes.get_ylabel() == "unit"
+
+
+def test_levels_of_prices_change_what_a_paper_does_not_report():
+    given = read_cluster("configs/cluster/johnny.gin")
+    low, middle, high = (machine("johnny", level=level) for level in ("low", "middle", "high"))
+    assert low.inter_bandwidth == given.inter_bandwidth and high.inter_bandwidth == 0.52 * given.inter_bandwidth
+    assert low.flops == high.flops == given.flops and low.inter_latency < middle.inter_latency < high.inter_latency
+    assert machine("hpnv").flops == 0.7 * read_cluster("configs/cluster/hpnv.gin").flops
+    measured = read_cluster("configs/cluster/johnny_measured.gin")
+    assert machine("johnny_measured", level="high").inter_bandwidth == measured.inter_bandwidth
 
 
 @pytest.mark.parametrize(
@@ -147,4 +176,5 @@ def test_a_table_is_printed_and_written(tmp_path, capsys):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"pro_prophet.md", "pro_prophet_figure_12.csv", "pro_prophet_figure_12.png"}
     lines = (tmp_path / "pro_prophet_figure_12.csv").read_text().splitlines()
-    assert len(lines) == 50 and lines[0].startswith("sample,")
+    assert len(lines) == 1 + 3 * 49 and lines[0].startswith("prices,sample,")
+    assert "rows: " in (tmp_path / "pro_prophet.md").read_text().splitlines()[-1]

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from moe_jax.papers.pro_prophet import Row, setting_of, speedups
+from moe_jax.observe.loads import LoadsTrace
+from moe_jax.papers.pro_prophet import Row, setting_of, speedups, with_iterations_before
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, PRO_PROPHET, run
 from moe_jax.papers.table import Inputs
 
@@ -16,13 +17,20 @@ def test_speedups_stand_in_the_order_of_their_columns():
     expected = [plain / shadowed, plain / ours, min(plain, shadowed) / ours]
     assert shadowed != ours
     np.testing.assert_allclose(speedups(INPUTS, ROW), expected)
-    seen = speedups(INPUTS, ROW, "seen")
-    assert seen[0] == speedups(INPUTS, ROW)[0] and seen[1] != expected[1]
+
+
+def test_the_iteration_before_lies_a_tenth_of_the_way_back():
+    loads = np.zeros((3, 1, 1, 2), np.int64)
+    loads[:, 0, 0, 0] = (0, 100, 400)
+    between = with_iterations_before(LoadsTrace(loads, np.array([0, 10, 20])))
+    assert between.loads[:, 0, 0, 0].tolist() == [90, 100, 370, 400]
+    assert between.iterations.tolist() == [9, 10, 19, 20]
+    judged = [len(run(DEEPSPEED, setting_of(INPUTS, ROW, change)).records.sample) for change in ("", "before")]
+    assert judged == [49, 49]
 
 
 def test_float32_doubles_the_bytes_and_takes_the_gpus_float32_rate():
-    """An RTX 3090 has 71 TFLOP/s in float16 and 35.6 in float32 (GA102 whitepaper)."""
+    """An RTX 3090 has 71 TFLOP/s in float16 and 35.6 in float32 (GA102 whitepaper), of which 0.7 are reached."""
     half, whole = setting_of(INPUTS, ROW), setting_of(INPUTS, ROW, "float32")
     assert (half.item, whole.item) == (2, 4)
-    assert (half.cluster.flops, whole.cluster.flops) == (71e12, 35.6e12)
-    np.testing.assert_allclose(run(DEEPSPEED, whole).records.exchange, 2 * run(DEEPSPEED, half).records.exchange)
+    np.testing.assert_allclose([half.cluster.flops, whole.cluster.flops], [0.7 * 71e12, 0.7 * 35.6e12])
