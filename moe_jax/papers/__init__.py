@@ -1,4 +1,4 @@
-"""The tables and figures of the five papers, computed again: a file per paper, and `moe_jax.reproduce`, the command."""
+"""The tables and figures of the five papers, and `scale`, past them: a file each for `moe_jax.reproduce`."""
 
 import importlib
 

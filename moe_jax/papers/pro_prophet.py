@@ -8,8 +8,9 @@
     figure_14   VI-C: planner, scheduler and both together; figure_15: against fixed policies
     figure_16   VI-C: balance beside FasterMoE's, layer by layer
 
-The paper names no precision, sequence length or vocabulary. Rows are in float16, whose rates the testbed's GPUs have in
-the cluster files; the experiment `FLOAT32` is PyTorch's default.
+Plans come from the iteration before, as there: `loads.with_loads_before`. The paper names no precision, sequence length
+or vocabulary. Rows are in float16, whose rates the testbed's GPUs have in the cluster files; the experiment `FLOAT32`
+is PyTorch's default.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.cluster.collectives import received_seconds
-from moe_jax.observe.loads import LoadsTrace
-from moe_jax.papers.loads import sharpened
+from moe_jax.papers.loads import sharpened, with_loads_before
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, PRO_PROPHET, Model, Setting, Step, System, machine, run
 from moe_jax.papers.table import Found, Inputs, Tables
@@ -52,10 +52,9 @@ FLOAT32_RATE = {
     "NVIDIA RTX 3090": 35.6 / 71,
     "NVIDIA RTX 2080 Ti": 13.4 / 53.8,
 }  # of float16's: whitepapers
-BEFORE = "plans from the iteration before, as there, between two of the trace's samples, which are ten iterations apart"
 SEARCH = "the search on the host, as long as table I has it"
 SKEW = "figure 3's skew (3 of 16 experts with half of the choices) instead of the trace's"
-TABLES = Tables("simulated", {FLOAT32: "float32", BEFORE: "before", SKEW: "skew"})
+TABLES = Tables("simulated", {FLOAT32: "float32", SKEW: "skew"})
 PLANNER = System(planner="pro_prophet", knobs=(("scheduler", False),))
 SCHEDULER = dataclasses.replace(PLANNER, hiding="pro_prophet")
 TOP_2, TOP_3 = (System(planner="topk_all", knobs=(("top_k", count), ("bounded", False))) for count in (2, 3))
@@ -82,19 +81,8 @@ def setting_of(inputs: Inputs, row: Row, change: str = "") -> Setting:
         cluster, item = dataclasses.replace(cluster, flops=cluster.flops * FLOAT32_RATE[cluster.device]), 4
     sizes = {"tokens": row.tokens, "top_k": row.top_k, "experts": cluster.devices, "item": item}
     trace = inputs.loads(row.top_k)
-    trace = sharpened(trace, 3 / 16, 0.5) if change == "skew" else trace
-    if change == "before":
-        trace, sizes = with_iterations_before(trace), {**sizes, "every": 2}
-    return Setting(cluster=cluster, model=MODELS[row.model], trace=trace, **sizes)
-
-
-def with_iterations_before(trace: LoadsTrace) -> LoadsTrace:
-    """Return each sample but the first, before it the loads of the iteration before it: of a line between samples."""
-    apart = np.diff(trace.iterations)
-    step = (np.diff(trace.loads.astype(float), axis=0).T / apart).T
-    loads = np.stack([np.rint(trace.loads[1:] - step).astype(np.int64), trace.loads[1:]], axis=1)
-    iterations = np.stack([trace.iterations[1:] - 1, trace.iterations[1:]], axis=1)
-    return LoadsTrace(loads.reshape(-1, *loads.shape[2:]), iterations.ravel())
+    trace = with_loads_before(sharpened(trace, 3 / 16, 0.5) if change == "skew" else trace, 1)
+    return Setting(cluster=cluster, model=MODELS[row.model], trace=trace, every=2, **sizes)
 
 
 @functools.cache
@@ -131,6 +119,7 @@ OTHERS = ("place", "reduce", "others", "balancing")
     notes=(
         "Search runs on the host and is no modelled figure: balancing, place and reduce alone here, is short of it.",
     ),
+    experiments=TABLES.experiments | {SEARCH: "search"},
 )
 def table_1(inputs, change=""):
     """Return the shares of FasterMoE's step that placing and reducing take; its search is this host's, not modelled."""
