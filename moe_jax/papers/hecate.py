@@ -16,7 +16,7 @@ import scipy.stats
 from moe_jax.papers.loads import fit_loads, sharpened, with_loads_before
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, Model, Setting, Step, System, cost_of, machine, run
-from moe_jax.papers.table import Found, Inputs, Tables
+from moe_jax.papers.table import Beside, Found, Inputs, Tables
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
@@ -229,7 +229,7 @@ def overlap_degree(inputs, change=SAME):
     "Figure 9: training speed over EP, cluster A",
     SPEEDS,
     {
-        "Hecate over EP, 16 GPUs": (1.40, 1.58),
+        Beside("Hecate over EP, 16 GPUs"): (1.40, 1.58),
         "Hecate over EP, 32 GPUs": (1.34, 1.78),
         "Hecate over the best baseline, geometric mean, 16 GPUs": 1.645,
         "Hecate over the best baseline, geometric mean, 32 GPUs": 2.05,
@@ -368,8 +368,8 @@ def figure_15(inputs, change=SAME):
     ("what", "least", "most"),
     {
         "Hecate over any baseline, at most": 3.54,
-        "Hecate-RM over the best baseline, at most": 1.52,
-        "balanced over imbalanced EP, cluster A, at most": 5.18,
+        Beside("Hecate-RM over the best baseline, at most"): 1.52,
+        Beside("balanced over imbalanced EP, cluster A, at most"): 5.18,
     },
     notes=("The text does not say over what Hecate-RM gains 1.52.",),
 )

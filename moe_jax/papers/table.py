@@ -58,6 +58,10 @@ class Inputs:
 Figures = tuple[float, ...]
 
 
+class Beside(str):
+    """The name of a number that a text has beside those that are asked for: judged as they are, counted apart."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """One row: what a paper's text states, and ours.
@@ -129,7 +133,9 @@ class Table:
         """Return the claims as rows, the first one their head."""
         head = ("claim", "paper", "ours", "verdict")
         ours = ((own, with_span(range_of(own.ours), *own.levels)) for own in self.claims)
-        return [head, *((own.name, range_of(own.paper), found, own.verdict) for own, found in ours)]
+        names = (f"{own.name}{' (beside)' * isinstance(own.name, Beside)}" for own in self.claims)
+        rows = ((range_of(own.paper), found, own.verdict) for own, found in ours)
+        return [head, *((name, *row) for name, row in zip(names, rows, strict=True))]
 
     @property
     def rows(self) -> list[tuple[Any, ...]]:
@@ -220,10 +226,13 @@ def judged(paper: Mapping[str, Any], by_level: Sequence[Sequence[Figures]]) -> t
 
 def counted(tables: Iterable[Table]) -> str:
     """Return how many rows of a paper have which verdict, and what counts as a row."""
-    verdicts = [claim.verdict for table in tables for claim in table.claims]
-    kinds = (WITHIN, EXPLAINED, UNEXPLAINED, NO_NUMBER)
-    counts = ", ".join(f"{sum(own.startswith(kind) for own in verdicts)} {kind.split(' by')[0]}" for kind in kinds)
-    return f"{len(verdicts)} rows: {counts}. A row is a claim; cells of one table are one, and stand beside ours in it."
+    claims, said = [claim for table in tables for claim in table.claims], []
+    for what, beside in (("rows", False), ("numbers beside", True)):
+        verdicts = [claim.verdict for claim in claims if isinstance(claim.name, Beside) == beside]
+        kinds = (WITHIN, EXPLAINED, UNEXPLAINED, NO_NUMBER)
+        counts = ", ".join(f"{sum(own.startswith(kind) for own in verdicts)} {kind.split(' by')[0]}" for kind in kinds)
+        said.append(f"{len(verdicts)} {what}: {counts}.")
+    return " ".join((*said, "A row is a claim; cells of one table are one, and stand beside ours in it."))
 
 
 def text_of(cell: Any) -> str:

@@ -13,7 +13,7 @@ from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads, round_shares
 from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, machine, pipelined, run
-from moe_jax.papers.table import LEVELS, NO_NUMBER, UNEXPLAINED, WITHIN, Claim, Found, Inputs, Tables, counted
+from moe_jax.papers.table import LEVELS, NO_NUMBER, UNEXPLAINED, WITHIN, Beside, Claim, Found, Inputs, Tables, counted
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
@@ -118,7 +118,7 @@ def test_cells_are_within_by_ends_mean_and_half_of_them(paper, ours, verdict):
 def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdict, tried):
     calls, tables = [], Tables("modelled", {"near": 1.9, "far": 1.2}, lambda find, inputs, paper: ("last",))
 
-    @tables.add("Title", ("row", "one", "two"), {"claim": paper, "none": None}, bars("unit", "two"), ("first",))
+    @tables.add("Title", ("row", "one", "two"), {"claim": paper, Beside("none"): None}, bars("unit", "two"), ("first",))
     def found(inputs, ours=1.0):
         calls.append((inputs.level, ours))
         dear = 1.5 if inputs.level == "high" else 1.0
@@ -130,7 +130,9 @@ def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdi
     assert table.rows[0] == ("a", 1.0, 2.0) and table.notes == ("first", "second", "last")
     assert table.texts()[1:] == [("a", "1", "2 (2 to 3)"), ("b", "1", "3")]
     assert table.verdicts()[2][2] == "4 to 5 (4 to 6)"
-    assert counted([table, table]).startswith("4 rows: ") and ", 2 no number" in counted([table, table])
+    assert table.verdicts()[2][0] == "none (beside)"
+    rows, beside = counted([table, table]).split(".")[:2]
+    assert rows.startswith("2 rows: ") and beside.startswith(" 2 numbers beside: ") and ", 2 no number" in beside
     axes = Figure().subplots()
     table.draw(table, axes)
     assert [bar.get_height() for bar in axes.patches] == [2.0, 3.0] and axes.get_ylabel() == "unit"
