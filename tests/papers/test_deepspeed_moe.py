@@ -10,7 +10,7 @@ from support.commands import run_command_here
 from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
 from moe_jax.papers import deepspeed_moe
-from moe_jax.papers.deepspeed_moe import TABLES, one_hot_gate, tables_gate
+from moe_jax.papers.deepspeed_moe import TABLES, dense_multiple, one_hot_gate, tables_gate
 from moe_jax.papers.table import Inputs
 
 INPUTS = Inputs(trace=None, track=lambda items, label: items)
@@ -72,3 +72,9 @@ def test_equal_loss_lies_between_dense_models_seed_by_seed(tmp_path, monkeypatch
     (tmp_path / "train_sizes.json").write_text(json.dumps({"kinds": kinds}))
     small, large = TABLES["equal_loss"](INPUTS).claims
     np.testing.assert_allclose([small.ours, large.ours], [(4, 8), (16, 1)])
+
+
+def test_law_of_routed_models_gives_its_paper_s_example():
+    """Clark et al. 2022: 5 M parameters with 128 experts are worth about 55 M."""
+    np.testing.assert_allclose(5e6 * dense_multiple(5e6), 55e6, rtol=0.1)
+    np.testing.assert_allclose(dense_multiple(5e6, experts=1), 1)
