@@ -16,12 +16,12 @@ from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import AFTER_GATE, NAMES, routing
+from moe_jax.planning.auto import plan_session
 from moe_jax.planning.balancer import BALANCERS, with_late
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, forms_of
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import build_shape, fits, grow
 from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, placement_sizes, transfer_sizes
 
@@ -88,7 +88,7 @@ def simulate(
     planner = BALANCERS[base]
     hiding = planner.schedule if getattr(config, "scheduler", True) else "none"
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
-    session = PlanSession(config, placement, cost)
+    session = plan_session(config, placement, cost)
     largest = with_late(session.planner, build_shape(placement), cost).late if config.bounded else None
     samples = np.arange(lag, len(trace.loads), every)
     if not len(samples):
@@ -100,7 +100,7 @@ def simulate(
         # A planner that sees the step without a rule of its own for that plans from the step's loads directly.
         newest = sample if sees and not late else sample - lag
         while seen <= newest:
-            session.predictor.observe(trace.loads[seen])
+            session.observe(trace.loads[seen])
             seen += 1
         began = time.perf_counter()
         ahead = plan = session.propose(int(trace.iterations[sample]))

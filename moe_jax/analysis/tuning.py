@@ -101,7 +101,9 @@ def find_candidates(config: RunConfig, roles: Roles, device) -> Candidates:
     moe, runs = config.moe, segment_runs(config, roles).values()
     alone = all(own.moe.dropless and build_router(own.moe).replays for own, _ in runs)  # no token competes with others
     parts, shards, members = (roles.size(axes) for axes in (roles.model, roles.expert_shard, roles.expert))
-    same = {name: find_schedule(name).on_mesh(parts, shards).name for name in schedules() if name != "parm"}
+    same = {
+        name: find_schedule(name).on_mesh(parts, shards).name for name in schedules() if name not in ("parm", "auto")
+    }
     orders = [name for name in same if same[name] == name != same.get(moe.schedule)]  # 'parm' is one of them
     dims = config.model.model_dim, config.model.hidden_dim // shards
     absent = {"reference", choose_implementation("auto", device, jnp.dtype(config.model.dtype), dims)}

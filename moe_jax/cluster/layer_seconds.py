@@ -372,6 +372,36 @@ def moving_seconds(
     return moving
 
 
+class ScheduleLine(typing.NamedTuple):
+    """What a layer waits for its rows under one schedule, forward and backward: a line in the rows of a bucket."""
+
+    name: str
+    start: float
+    row: float  # seconds more for each row of a bucket of s1
+    groups: int = 1  # of a pipeline of exchange and experts, 1 for none
+
+    def seconds(self, rows):
+        """Return the seconds for buckets of `rows` [...]."""
+        return self.start + self.row * rows
+
+
+def schedule_line(shape: LayerShape, cluster: Cluster, gather: str = "aas") -> ScheduleLine:
+    """Return the line of a shape's schedule; its own rows do not matter. Other arguments as of `moving_seconds`.
+
+    Raises:
+      UserError: as `moving_seconds` does.
+    """
+    group = shape.mp_size if shape.gates_group else 1  # whose tokens fill a bucket
+    few, many = (
+        moving_seconds(
+            dataclasses.replace(shape, rows=rows * group, more_in_node=0, more_own=0), cluster, gather=gather
+        )
+        for rows in (64, 1088)
+    )
+    row = (many - few) / 1024
+    return ScheduleLine(shape.schedule, few - 64 * row, row, shape.groups if shape.schedule == "pairwise" else 1)
+
+
 def transfer_seconds(transfers: Sequence[Transfer], shape: LayerShape, cluster: Cluster, requested_by: str) -> float:
     """Return the time of transfers of one direction, one after the other: by fits, or by links where there are none.
 

@@ -57,6 +57,13 @@ class RunConfig:
     planner: PlannerConfig = dataclasses.field(default_factory=PlannerConfig)
     distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
 
+    def __post_init__(self):
+        if self.moe.schedule == "auto" and self.planner.name != "auto":
+            raise UserError(
+                f"MoEConfig.schedule = 'auto' is chosen by PlannerConfig.name = 'auto', not {self.planner.name!r}; set "
+                "that, or a schedule by name"
+            )
+
     def by_name(self) -> dict[str, Any]:
         """Return the seven configs under the names by which gin binds them."""
         parts = (getattr(self, field.name) for field in dataclasses.fields(self))

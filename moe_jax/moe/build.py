@@ -64,7 +64,7 @@ def make_schedule(
     """
     sizes = layer_sizes(config, roles, x.size // x.shape[-1], plan, x.shape[-1], jnp.dtype(x.dtype).itemsize)
     sizes = dataclasses.replace(sizes, split_tokens=split_tokens, other_half=other_half)
-    return build_schedule(config.schedule, roles, sizes)
+    return build_schedule((plan and plan.schedule) or config.schedule, roles, sizes)
 
 
 def layer_sizes(

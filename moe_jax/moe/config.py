@@ -23,7 +23,8 @@ class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIss
     Attributes:
       aux_loss_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the squared log-partition loss of the gate.
-      schedule: how the layer moves bytes; a name of `moe_jax.moe.schedules`.
+      schedule: how the layer moves bytes; a name of `moe_jax.moe.schedules`; 'auto': as the planner `auto` chooses
+        from observed loads.
       transport: how rows travel in an exchange: 'all_to_all', 'two_level', or with the schedules s1 and s2
         'coordinated', among devices of equal place in their groups (DeepSpeed-MoE); generation also takes 'auto', the
         shortest by `cluster`.

@@ -18,6 +18,7 @@ import math
 import numpy as np
 
 from moe_jax.cluster import Cluster, Group, received_seconds, start_up, uniform_seconds
+from moe_jax.cluster.layer_seconds import ScheduleLine
 from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
@@ -63,6 +64,10 @@ class Cost:
     price: str = "executor"
     transfer: str = "auto"  # form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one
     late: TransferShape | None = None  # the largest transfer after the gate that the step is compiled for; None: none
+    # of `MoEConfig.schedule` = 'auto': what the schedules that may run wait for in a layer, plain exchanges first, and
+    # the name of the one that runs, '' for those
+    schedules: tuple[ScheduleLine, ...] = ()
+    schedule: str = ""
 
     def __post_init__(self):
         for field in ("model_dim", "hidden_dim", "matrices", "shards", "dtype_bytes", "layers_alive", "microbatches"):
@@ -81,6 +86,10 @@ class Cost:
                 "(rule: replicas must fit in memory); use at most replica_slots = "
                 f"{slots_in(memory, self.layers_alive, self.expert_bytes)}"
             )
+
+    def under(self, schedule: str) -> Cost:
+        """Return the cost of layers that run under one of `schedules`, '' for plain exchanges."""
+        return dataclasses.replace(self, schedule=schedule) if self.schedules else self
 
     @property
     def exchanged_bytes(self) -> float:
@@ -229,12 +238,28 @@ class Cost:
         if trans is None:
             trans = self.trans(sizes, computed.shape[-1])
         moved = self.exchange(received) if exchange is None else exchange
+        line = next((own for own in self.schedules if own.name == self.schedule), None)
+        if line is not None:  # as many rows in every bucket as the busiest device gets of each source
+            rows = received.max(axis=-1) / max(1, received.shape[-1] - 1) / self.shards
+            moved = np.maximum(moved + (line.seconds(rows) - self.schedules[0].seconds(rows)) / 4, 0.0)
         times = Times(attention=self.attention_seconds, experts=forward, exchange=moved, trans=trans, agg=trans)
         place, reduce = exposed(self.prefetch, times)
         others = 4 * moved + 3 * forward
         if self.prefetch.halves:  # less what hides: the two halves' exchanges and computations next to each other
             others = stage_seconds(self.prefetch, times) - 3 * times.attention
+        elif line is not None and line.groups > 1:  # rows of one group next to the experts of another (`pairwise`)
+            around = 2 * moved / line.groups
+            others = sum(np.maximum(2 * moved, around + times_more * forward) for times_more in (1, 2))
         return {"place": place, "reduce": reduce, "others": others}
+
+
+def home_seconds(home: np.ndarray, before: np.ndarray, devices: int, cost: Cost) -> np.ndarray:
+    """Return the seconds in which experts get from one home to another, all links at once: [L, E] twice -> [L]."""
+    layer, expert = np.nonzero(before != home)
+    sent, got = np.zeros((2, len(home), devices))
+    np.add.at(sent, (layer, before[layer, expert]), 1)
+    np.add.at(got, (layer, home[layer, expert]), 1)
+    return np.maximum(sent.max(axis=1), got.max(axis=1)) * cost.state_bytes / cost.bandwidth()
 
 
 def slots_in(free_bytes: float, layers_alive: int, expert_bytes: float) -> int:

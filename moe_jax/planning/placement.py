@@ -51,6 +51,7 @@ class Placement:
     rule: str | tuple[str, ...] = "nearest"  # of RULES, for all layers or one per layer
     devices: int = _NOT_GIVEN  # D; taken from the largest device id when not given
     devices_per_node: int = _NOT_GIVEN  # devices that share a node, by rising id; all of them when not given
+    program: str = ""  # 'SCHEDULE/SLOTS' of the compiled step that the plan is for (`auto.py`), '' for any
 
     def __post_init__(self):
         home = np.array(self.home, np.int32)
@@ -187,7 +188,7 @@ class Placement:
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.home, self.replicas, self.shares):
             digest.update(repr(array.shape).encode() + np.ascontiguousarray(array, np.int32).tobytes())
-        digest.update(repr((self.rule, self.devices, self.devices_per_node)).encode())
+        digest.update((repr((self.rule, self.devices, self.devices_per_node)) + self.program).encode())
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:

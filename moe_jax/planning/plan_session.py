@@ -42,6 +42,20 @@ class Predictor:
             self.errors.append(np.abs(guess - true).sum(axis=1) / np.maximum(true.sum(axis=1), 1))
         self.seen.append(loads)
 
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what a checkpoint must hold."""
+        layers = self.seen[-1].shape[0] if self.seen else 0
+        return {
+            "predictor_seen": np.stack(self.seen) if self.seen else np.zeros((0, 0, 0, 0), np.int64),
+            "predictor_errors": np.stack(self.errors) if self.errors else np.zeros((0, layers)),
+        }
+
+    def restore(self, state: dict) -> None:
+        """Continue from what `state` returned."""
+        for kept, name in ((self.seen, "predictor_seen"), (self.errors, "predictor_errors")):
+            kept.clear()
+            kept.extend(np.asarray(state[name]))
+
     def error(self) -> np.ndarray:
         """Return [L], the mean of sum |predicted - true| / sum true over expert totals in the window; 1 before any."""
         if not self.errors:
@@ -102,6 +116,10 @@ class PlanSession:
         self.placement = self.placement.replace(replicas=None, shares=None, rule="home")
         self.last_planned = None
 
+    def observe(self, loads: np.ndarray) -> None:
+        """Take in the loads [L, S, E] of the newest step."""
+        self.predictor.observe(loads)
+
     def propose(self, iteration: int) -> Placement:
         """Return the placement for `iteration`, planned from what the predictor has observed so far."""
         every, shard = self.config.interval, self.planner.reshard_every
@@ -136,8 +154,7 @@ class PlanSession:
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""
-        placement, seen, errors = self.placement, self.predictor.seen, self.predictor.errors
-        layers = seen[-1].shape[0] if seen else 0
+        placement = self.placement
         return {
             "home": placement.home,
             "replicas": placement.replicas,
@@ -146,8 +163,7 @@ class PlanSession:
             "last_planned": -1 if self.last_planned is None else self.last_planned,
             "last_sharded": self.last_sharded,
             "split": self.split,
-            "predictor_seen": np.stack(seen) if seen else np.zeros((0, 0, 0, 0), np.int64),
-            "predictor_errors": np.stack(errors) if errors else np.zeros((0, layers)),
+            **self.predictor.state(),
         }
 
     def restore(self, state: dict) -> None:
@@ -166,6 +182,4 @@ class PlanSession:
         self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
         self.last_sharded = int(state["last_sharded"])
         self.split = state["split"]
-        for kept, name in ((self.predictor.seen, "predictor_seen"), (self.predictor.errors, "predictor_errors")):
-            kept.clear()
-            kept.extend(np.asarray(state[name]))
+        self.predictor.restore(state)

@@ -41,6 +41,12 @@ class PlanShape:
     # how much of Trans and of Agg runs next to attention, in eighths, where a block-wise schedule splits them
     trans_share: float = 0.5
     agg_share: float = 0.5
+    program: str = ""  # as of the placements that it is for
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of the layers, '' for that of the config."""
+        return self.program.partition("/")[0]
 
     @property
     def ahead_slots(self) -> int:
@@ -87,6 +93,7 @@ def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
         bank_rows=most_homes(placement),
         candidates=int(max(even.max(), lists.share_count.max(initial=0))),
         ahead=ahead,
+        program=placement.program,
     )
 
 
@@ -100,13 +107,20 @@ def misfits(shape: PlanShape, placement: Placement) -> list[str]:
     need = build_shape(placement, by_node=shape.ahead is not None and shape.ahead.by_node)
     found = [
         f"{name}: {getattr(need, name)} is not {getattr(shape, name)}"
-        for name in ("layers", "experts", "devices", "devices_per_node")
+        for name in ("layers", "experts", "devices", "devices_per_node", "program")
         if getattr(need, name) != getattr(shape, name)
     ]
     pairs = [(name, getattr(need, name), getattr(shape, name)) for name in ("home_slots", "bank_rows", "candidates")]
     if need.ahead is not None:
         pairs += [(name, getattr(need.ahead, name), getattr(shape.ahead, name, 0)) for name in SIZES]
     return found + [f"{name}: {needed} > {there}" for name, needed, there in pairs if needed > there]
+
+
+def for_program(shape: PlanShape, placement: Placement) -> PlanShape:
+    """Return the shape where it is of the placement's program, else what of it another one starts from: its homes."""
+    if shape.program == placement.program:
+        return shape
+    return dataclasses.replace(shape, program=placement.program, ahead=None, bucket_rows=None)
 
 
 def grow(
@@ -127,6 +141,7 @@ def grow(
       replica_slots: mu, the slots that a transfer has at least.
       most: the sizes beyond which there is no need for room (`Planner.ahead_most`), None where none is known.
     """
+    shape = for_program(shape, placement)
     old = shape.ahead
     plan = build_shape(placement, by_node=by_node if old is None else old.by_node)
     largest = {name: max(getattr(plan, name), getattr(shape, name)) for name in ("home_slots", "bank_rows")}
@@ -206,7 +221,7 @@ def fill_tables(shape: PlanShape, placement: Placement) -> Tables:
 def table_shapes(shape: PlanShape) -> Tables:
     """Return arrays with the shapes and dtypes of every plan of a shape: even homes and no replicas."""
     sizes = (shape.layers, shape.experts, shape.devices, shape.devices_per_node)
-    return fill_tables(shape, Placement.even(*sizes, rule="home"))
+    return fill_tables(shape, Placement.even(*sizes, rule="home", program=shape.program))
 
 
 def _transfer(

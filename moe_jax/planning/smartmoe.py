@@ -11,6 +11,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner, register
+from moe_jax.planning.cost import home_seconds
 from moe_jax.planning.eplb import pack
 from moe_jax.planning.sizes import TransferSizes
 
@@ -33,11 +34,6 @@ class SmartMoePlanner(Planner):
         none = TransferSizes(0, 0, 0)
         now = cost.layer(*routing.expected(bare, loads), none)
         then = cost.layer(*routing.expected(moved, loads), none)
-        layer, expert = np.nonzero(bare.home != home)
-        sent, got = np.zeros((2, placement.layers, devices))
-        np.add.at(sent, (layer, bare.home[layer, expert]), 1)
-        np.add.at(got, (layer, home[layer, expert]), 1)
-        # all links at once
-        price = np.maximum(sent.max(axis=1), got.max(axis=1)) * cost.state_bytes / cost.bandwidth()
+        price = home_seconds(home, bare.home, devices, cost)
         pays = (now - then) * cost.microbatches * self.config.interval > price
         return bare.replace(home=np.where(pays[:, None], home, bare.home))

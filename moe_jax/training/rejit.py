@@ -94,7 +94,7 @@ class RejitEngine:
         """
         for loads in past:
             for name, own in self.session.model.loads_by_segment(loads).items():
-                self.plans[name].predictor.observe(own)
+                self.plans[name].observe(own)
         placement = {name: plans.propose(0) for name, plans in self.plans.items()}
         self.shape = self._grown(placement)
         self._adopt(placement)
@@ -177,7 +177,7 @@ class RejitEngine:
         began = time.perf_counter()
         for ready in sorted(at for at in self.waiting if at <= step - self.lag):
             for name, own in self.waiting.pop(ready).items():
-                self.plans[name].predictor.observe(own)
+                self.plans[name].observe(own)
         if all(plans.predictor.seen for plans in self.plans.values()):
             self._take(step + 1, {name: plans.propose(step + 1) for name, plans in self.plans.items()})
         self.next_planner_seconds = time.perf_counter() - began
@@ -202,8 +202,10 @@ class RejitEngine:
             horizon = self.config.horizon * self.session.config.train.grad_accum_steps
             now = self._predicted(self.placement, loads, self.shape).sum()
             gain = now - self._predicted(placement, loads, self._grown(placement)).sum()
-            # a move of homes is one whose gain the planner has compared with its cost
-            wanted = homes_differ(placement, self.placement) or gain * horizon > self.config.swap_seconds
+            # the planner has compared the gain of other homes, or of another program, with their cost
+            moves = homes_differ(placement, self.placement)
+            moves = moves or any(own.program != self.shape[name].program for name, own in placement.items())
+            wanted = moves or gain * horizon > self.config.swap_seconds
         larger = self._grown(placement) if wanted else self.shape
         if larger != self.shape:  # else no bucket can be larger
             self.asked += 1
@@ -311,25 +313,27 @@ class RejitEngine:
             self.waiting[int(step)] = {name: np.asarray(own, np.int64) for name, own in loads.items()}
         before, now = state["options"], self._options()
         changed = [name for name in now if name in before and before[name] != now[name]]
-        replicated = any(own.ahead is not None for own in self.shape.values())
+        replicated = any(own.ahead is not None or own.program for own in self.shape.values())
         if not changed or (not replicated and self.pending is None):
             return None
         # replicas and sizes of transfers that were planned under other options are left out
         self.placement, self.pending = self._homes_alone(), None
         for name, replanner in self.replanner.items():
-            self.shape[name] = replanner.with_rule(dataclasses.replace(self.shape[name], ahead=None))
+            self.shape[name] = replanner.with_rule(dataclasses.replace(self.shape[name], ahead=None, program=""))
             replanner.plans.drop_replicas()
         words = ", ".join(f"PlannerConfig.{name} was {before[name]} and is {now[name]}" for name in changed)
         return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
 
     def _homes_alone(self) -> Placements:
-        return {name: stored.replace(replicas=None, shares=None, rule="home") for name, stored in self.stored.items()}
+        bare = {"replicas": None, "shares": None, "rule": "home", "program": ""}
+        return {name: stored.replace(**bare) for name, stored in self.stored.items()}
 
     def _read_placements(self, data: dict) -> Placements:
         found = {}
         for name, like in self.placement.items():
             arrays = {field: np.asarray(data[name][field], np.int32) for field in ("home", "replicas", "shares")}
-            found[name] = like.replace(**arrays, rule=tuple(data[name]["rule"]))
+            program = data[name].get("program", "")
+            found[name] = like.replace(**arrays, rule=tuple(data[name]["rule"]), program=program)
         return found
 
     def _read_shapes(self, data: dict, first: Shapes) -> Shapes:
@@ -372,7 +376,8 @@ class RejitEngine:
         seconds = []
         for name, plans in self.plans.items():
             seen, ahead = loads[name] / plans.exchanges_per_step, None if planned is None else planned[name]
-            seconds.append(predicted_layer_seconds(placement[name], seen, plans.cost, shape[name], ahead))
+            cost = plans.cost.under(shape[name].schedule)
+            seconds.append(predicted_layer_seconds(placement[name], seen, cost, shape[name], ahead))
         return np.concatenate(seconds)
 
     def _compile(self, shape: Shapes) -> concurrent.futures.Future[Programs]:
@@ -394,7 +399,7 @@ def _fit(shape: Shapes, placement: Placements) -> bool:
 
 def _placement_data(placements: Placements) -> dict:
     """Return what distinguishes placements from others on the same devices."""
-    fields = ("home", "replicas", "shares", "rule")
+    fields = ("home", "replicas", "shares", "rule", "program")
     return {name: {field: getattr(own, field) for field in fields} for name, own in placements.items()}
 
 

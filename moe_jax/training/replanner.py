@@ -11,22 +11,26 @@ import math
 
 import numpy as np
 
+from moe_jax.cluster import cluster_named
+from moe_jax.cluster.layer_seconds import ScheduleLine
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
+from moe_jax.kernels.float8 import COMPUTE
 from moe_jax.moe.after_gate_rules import RULES
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import LayerSizes, find_schedule
+from moe_jax.moe.schedules.auto import schedule_lines
 from moe_jax.parallel.bucket_rows import BucketRows, round_up
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sparse_all_gather import PARTS
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
+from moe_jax.planning.auto import plan_session
 from moe_jax.planning.balancer import build_planner, with_late
 from moe_jax.planning.block_schedule import Times, shares
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement, most_homes
-from moe_jax.planning.plan_session import PlanSession
-from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
+from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, for_program, grow
 from moe_jax.planning.sizes import expected_rows, pairs_by_kind
 from moe_jax.training.plan_cost import settle_memory
 from moe_jax.training.segments import initial_placement, segment_runs
@@ -56,10 +60,23 @@ class Replanner:
         self.config, self.roles = config, roles
         self.start = initial_placement(config, roles)  # the even homes that the run starts with
         self.devices = roles.size(roles.expert)  # D, of one expert-parallel group
-        self.plans = PlanSession(
+        if config.moe.schedule == "auto":
+            cost = dataclasses.replace(cost, schedules=self._lines())
+        self.plans = plan_session(
             config.planner, self.start, cost, config.train.grad_accum_steps * roles.size(roles.data)
         )
         self.uncounted = build_planner(config.planner)  # for what is no decision: its counters are read by nobody
+
+    def _lines(self) -> tuple[ScheduleLine, ...]:
+        """Return what layers wait for under each schedule that this mesh, model and dtype allow."""
+        model, roles, moe = self.config.model, self.roles, self.config.moe
+        item = np.dtype(model.dtype).itemsize
+        sizes = layer_sizes(moe, roles, self._tokens(), None, model.model_dim, item)
+        sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel)
+        cluster = cluster_named(self.config.planner.cluster, roles.device_kind)
+        cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
+        one_piece = model.prefetch != "none" or model.overlap == "halves" or moe.dispatch_dtype != COMPUTE
+        return schedule_lines(roles, sizes, cluster, one_piece)
 
     def first_shape(self) -> PlanShape:
         """Return what the first step is compiled for: even homes, and slots for what is decided after the gate."""
@@ -139,14 +156,18 @@ class Replanner:
         cut_over_members = several and any(cuts)
         return BucketRows(own=most if cut_over_members else worst, node=most, far=most)
 
-    def sizes(self, shape: PlanShape) -> LayerSizes:
+    def _tokens(self) -> int:
+        """Return the tokens of an MP group in a microbatch."""
         train, roles = self.config.train, self.roles
         tokens = train.batch_size * self.config.data.sequence_length // train.grad_accum_steps
-        tokens = tokens * roles.size(roles.model) // roles.num_devices
-        return layer_sizes(self.config.moe, roles, tokens, shape)
+        return tokens * roles.size(roles.model) // roles.num_devices
+
+    def sizes(self, shape: PlanShape) -> LayerSizes:
+        return layer_sizes(self.config.moe, self.roles, self._tokens(), shape)
 
     def grow(self, shape: PlanShape, placement: Placement) -> PlanShape:
         """Return a shape that the placement fits and plans like it, with buckets at least as large as predicted."""
+        shape = for_program(shape, placement)
         if not fits(shape, placement):
             several_levels = 1 < self.start.devices_per_node < self.start.devices  # nodes of several devices
             first, need = shape.ahead is None, build_shape(placement, by_node=several_levels).ahead
@@ -176,7 +197,7 @@ class Replanner:
         The planner sees the same loads as often as its predictor looks back.
         """
         for _ in range(self.config.planner.window):
-            self.plans.predictor.observe(loads)
+            self.plans.observe(loads)
         placement = self.plans.propose(self.plans.config.interval)
         return self.grow(self.first_shape(), placement), placement
 

@@ -23,10 +23,11 @@ from support.prefetch_cases import (
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning.plan_shape import fits
 
+# name -> by node, mesh, schedule, rows of buckets; 'auto:NAME' is the schedule that plans of 'auto' name
 SHAPES = {
-    "flat": (False, {"expert": 8}, "deepspeed", None),
-    "by_node_s1_mp2_esp2": (True, {"expert": 4, "expert_shard": 2, "model": 2}, "s1", None),
-    "by_node_overflow": (True, {"expert": 8}, "deepspeed", BucketRows(own=16, node=8, far=8)),
+    "flat": (False, {"expert": 8}, "auto:ring", None),
+    "by_node_s2_mp2_esp2": (True, {"expert": 4, "expert_shard": 2, "model": 2}, "auto:s2", None),
+    "by_node_overflow": (True, {"expert": 8}, "auto:pairwise", BucketRows(own=16, node=8, far=8)),
     "flat_data2": (False, {"expert": 4, "data": 2}, "deepspeed", None),
 }
 
@@ -37,7 +38,11 @@ SHAPES = {
 def test_random_placements_equal_reference_without_compiling(name):
     (by_node, mesh, schedule, rows), config = SHAPES[name], model_config(layers=2)
     placements, shape = placements_of(by_node, 2, mesh["expert"], 17, rules="any", replica_slots=3)
-    shape = dataclasses.replace(shape, bucket_rows=rows)
+    schedule, _, named = schedule.partition(":")
+    program = f"{named}/3" if named else ""
+    shape = dataclasses.replace(shape, bucket_rows=rows, program=program)
+    assert shape.schedule == named
+    placements = [placement.replace(program=program) for placement in placements]
     assert all(fits(shape, placement) for placement in placements)
     with jax.enable_x64(True):
         wants = {routing: reference(config, routing) for routing in ROUTINGS}

@@ -171,10 +171,14 @@ def test_swap_after_is_exact(started):
     assert [shape.ahead is not None for shape, *_ in seen].index(True) == 1 + 3
 
 
-@pytest.mark.parametrize("segments, cut", [((), 2), ((), 6), (SEGMENTS, 9)])
-def test_resume_continues_with_the_same_plans(started, segments, cut):
+AUTO = {"name": "auto", "schedule": "auto", "auto_steps": 4, "auto_margin": 0.0, "cluster": FLAT}
+
+
+@pytest.mark.parametrize("own, cut", [({}, 2), ({}, 6), ({"segments": SEGMENTS}, 9), (AUTO, 3), (AUTO, 7), (AUTO, 12)])
+def test_resume_continues_with_the_same_plans(started, own, cut):
+    segments = own.get("segments", ())
     loads = list(segment_loads(16) if segments else drifting_loads(16))
-    settings = {"name": "hecate", "shard_every": 4, "swap_after": 3, "segments": segments}
+    settings = {"name": "hecate", "shard_every": 4, "swap_after": 3, **own}
     whole = started(**settings)
     want = drive(whole, loads, whole=True)
     first = started(**settings)
@@ -183,8 +187,24 @@ def test_resume_continues_with_the_same_plans(started, segments, cut):
     got = drive(second, loads[cut:], first=cut, whole=True)
     for (shape, placement, record), (shape_, placement_, record_) in zip(want[cut:], got, strict=True):
         assert shape == shape_ and placement == placement_ and record["plan_id"] == record_["plan_id"]
-    assert all(len(own.replicas) for own in want[-1][1].values())
+    if own is AUTO:
+        programs = [placement[ONE].program for _, placement, _ in want]
+        assert programs[0] == "" != programs[-1], "no change was made"
+        assert all(shape[ONE].program == placement[ONE].program for shape, placement, _ in want)
+    else:
+        assert all(len(placement.replicas) for placement in want[-1][1].values())
     assert len(want[-1][1]) == max(len(segments), 1)
+
+
+def test_auto_is_left_for_another_planner_with_a_step_of_its_own(started):
+    first = started(**AUTO, swap_after=1)
+    drive(first, drifting_loads(16))
+    assert first.shape[ONE].program
+    second = started(first.state(), name="topk_all", schedule="s1", swap_after=1)
+    assert second.shape[ONE].program == "" and "PlannerConfig.name was 'auto'" in second.left_out
+    assert len(drive(second, drifting_loads(6))[-1][1].replicas)
+    with pytest.raises(UserError, match="MoEConfig.schedule = 'auto' is chosen by PlannerConfig.name = 'auto', not"):
+        session_of(schedule="auto", name="topk_all")
 
 
 def test_plan_of_another_mesh_is_left_out_and_named():

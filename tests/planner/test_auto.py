@@ -1,0 +1,134 @@
+"""`auto`: what it chooses, what it judges by, and when it leaves things as they are."""
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from moe_jax.cluster import Cluster
+from moe_jax.cluster.layer_seconds import LayerShape, ScheduleLine, schedule_line
+from moe_jax.planning.auto import AutoSession, Setting, build_settings, step_seconds
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost, home_seconds
+from moe_jax.planning.placement import Placement
+
+L, D, E = 2, 4, 8
+CLUSTER = Cluster(name="test", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
+COST = Cost(cluster=CLUSTER, model_dim=512, hidden_dim=128, replica_slots=2, overlap_degree=8)
+START = Placement.even(L, E, D, 2)
+ROWS = LayerShape(schedule="s1", tokens=4000, model_dim=2048, rows=1, ep_size=D, members_in_node=2)
+LINES = (schedule_line(ROWS, CLUSTER), ScheduleLine("ring", 12e-3, 0.0))  # even loads take 8 ms, hot ones 23
+
+
+def loads_of(kind, steps, seed=0):
+    """Loads int [steps, L, D, E] of 4,000 choices a device."""
+    rng, loads = np.random.default_rng(seed), np.full((steps, L, D, E), 500)
+    for step in range(steps):
+        hot = {"even": None, "hot": 3, "moving": int(rng.integers(E))}[kind]
+        if hot is not None:
+            loads[step] = 200
+            loads[step, :, :, hot] = 2600
+    return loads
+
+
+def run(session, loads, first=0):
+    """Return the plan after each step's loads."""
+    plans = []
+    for step, now in enumerate(loads, first):
+        session.observe(now)
+        plans.append(session.propose(step + 1))
+    return plans
+
+
+def session_of(cost=COST, **fields):
+    return AutoSession(PlannerConfig(name="auto", auto_steps=8, **fields), START, cost)
+
+
+def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
+    loads, session = loads_of("hot", 20), session_of()
+    with caplog.at_level(logging.WARNING):
+        plans = run(session, loads)
+    assert [bool(plan.program) for plan in plans].index(True) == 8  # judged from the second step's loads on
+    chosen = step_seconds(plans[-1], loads[0], session.cost, session.in_force.ahead)
+    taken = [step_seconds(START, loads[0], COST, None)]
+    for setting in build_settings(PlannerConfig(name="auto"), START, COST):
+        for now in loads[:8]:
+            setting.session.observe(now)
+            setting.propose(1)
+        taken += setting.seconds(loads[0])
+    assert chosen <= min(taken) * 1.01 < taken[0] * 0.9
+    (table,) = [record.message for record in caplog.records]
+    assert "mean of 8 steps" in table and " chosen" in table and " in force" in table
+
+
+def test_even_loads_are_left_alone_and_cost_no_planning(caplog):
+    session = session_of()
+    with caplog.at_level(logging.WARNING):
+        plans = run(session, loads_of("even", 20))
+    assert all(plan.program == "" and plan == START for plan in plans)
+    assert not session.judged and session.waits == 2 and not caplog.records
+
+
+def test_loads_that_cannot_be_predicted_are_judged_by_what_plans_cost():
+    """A plan for the expert that was hot does nothing for the next one, and its transfer is paid."""
+    loads = loads_of("moving", 60)
+    session = session_of()
+    seconds, plain, plan, ahead = 0.0, 0.0, START, None
+    for step, now in enumerate(loads):
+        seconds += step_seconds(plan, now, session.cost, ahead)
+        plain += step_seconds(START, now, COST, None)
+        session.observe(now)
+        plan = session.propose(step + 1)
+        ahead = session.in_force.ahead
+    assert seconds <= 1.01 * plain
+
+
+def test_a_schedule_whose_time_no_skew_changes_wins_under_skew():
+    cost = dataclasses.replace(COST, schedules=LINES, schedule="s1", replica_slots=0)
+    assert run(session_of(cost), loads_of("hot", 12))[-1].program == "ring/0"
+    assert run(session_of(cost), loads_of("even", 12))[-1].program == ""
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 13])
+def test_what_a_checkpoint_holds_goes_on_alike(cut):
+    loads = loads_of("moving", 18, seed=1)
+    loads[:, :, :, 2] += 3000
+    whole, first, second = session_of(), session_of(), session_of()
+    want = run(whole, loads)
+    run(first, loads[:cut])
+    second.restore(json.loads(json.dumps(first.state(), default=lambda array: array.tolist())))
+    got = run(second, loads[cut:], cut)
+    assert got == want[cut:] and want[-1].program
+    assert second.state()["auto"] == whole.state()["auto"]
+
+
+def test_lines_are_those_of_the_layer_and_a_pipeline_hides_the_shorter_side():
+    line, received = LINES[0], np.array([[300.0, 600, 0, 0]])
+    np.testing.assert_allclose(line.seconds(200), 4 * COST.exchange(received)[0])
+    assert line.start == pytest.approx(0.0, abs=1e-15)
+    lines = (line, line._replace(name="pairwise", groups=2))
+    plain = dataclasses.replace(COST, schedules=lines, schedule="s1")
+    computed, zero = np.array([[9e4, 9e4, 9e4, 9e4]]), np.zeros(1)
+    m, f = COST.exchange(received)[0], COST.forward(computed)[0]
+    both = [cost.parts(computed, received, None, trans=zero)["others"][0] for cost in (plain, plain.under("pairwise"))]
+    np.testing.assert_allclose(both, [4 * m + 3 * f, max(2 * m, m + f) + max(2 * m, m + 2 * f)])
+
+
+def test_a_setting_pays_for_homes_that_move():
+    cost = dataclasses.replace(COST, replica_slots=0)
+    setting = Setting(PlannerConfig(name="smartmoe", replica_slots=0, interval=1000), START, cost)
+    homes = [START.home]
+    for step in range(2):
+        now = np.full((L, D, E), 100)
+        now[:, :, homes[-1][0] == 0] = 4000  # all that are together on the first device of layer 0
+        setting.session.observe(now)
+        setting.propose(1000 * step)
+        homes.append(setting.plans[0].home)
+        paid = float(home_seconds(*homes[-2:], D, cost).sum())
+        assert paid > 0 and setting.moved == (paid if step else 0.0)  # the first move is part of a change
+    want = step_seconds(setting.plans[0], now, cost, None) + paid
+    assert setting.seconds(now) == [want]
+    setting.propose(1001)
+    assert setting.moved == 0.0
