@@ -6,7 +6,7 @@ Traces as `moe_jax.papers.loads` names them, fitted to --nodes x --devices_per_n
 Step s runs with what was planned from the loads up to s - 1, and takes the MoE layers' seconds by the one cost model.
 `auto` is plain until its first plan; a plan that needs a new program waits --compile_seconds in which the old one goes
 on; homes that move are paid. A fixed setting compiles nothing, and begins with its first step. `auto` is followed for
---followed steps, and goes on as in their last repetition; fixed settings for two repetitions, and as in the second.
+--followed steps, and goes on as in their last repetition; fixed settings until their homes have moved once, and as in the last.
 Prints a table and one JSON line, and writes that to DIR/bench_auto.json. NumPy alone; no device.
 """
 
@@ -28,6 +28,7 @@ from moe_jax.planning.auto import AutoSession, Setting, build_settings, config_o
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape
 
 _TRACES = flags.DEFINE_list("traces", list(NAMES), "Names of loads.")
 _CLUSTER = flags.DEFINE_string("cluster", "configs/cluster/flat_3gbs_30tflops.gin", "Cluster file.")
@@ -70,20 +71,22 @@ def fixed_settings(config: PlannerConfig, start: Placement, cost: Cost) -> list[
 def run_fixed(setting: Setting, loads: np.ndarray) -> dict[str, float]:
     """Return {split's name: seconds of all steps} of a setting that never changes."""
     plain, cost, period = setting.session.placement, setting.session.cost, len(loads)
-    seconds = []
-    for step in range(2 * period):
+    seconds, every = [], setting.session.planner.reshard_every
+    repeats = 2 + -(-every // period)  # homes have been moved before the last
+    for step in range(repeats * period):
         now = loads[step % period]
         seconds.append(setting.seconds(now) or [step_seconds(plain, now, cost, None)] * len(setting.splits))
         setting.session.observe(now)
         setting.propose(step + 1)
-    first, again = np.array(seconds).reshape(2, period, -1).sum(axis=1)
-    return dict(zip(setting.names, first + again * (_STEPS.value / period - 1), strict=True))
+    *early, last = np.array(seconds).reshape(repeats, period, -1).sum(axis=1)
+    return dict(zip(setting.names, sum(early) + last * (_STEPS.value / period - len(early)), strict=True))
 
 
 def run_auto(config: PlannerConfig, start: Placement, cost: Cost, loads: np.ndarray) -> dict:
     """Return the seconds of `auto`, the settings it ran with, and what it cost the host."""
     session, period = AutoSession(config, start, cost), len(loads)
     running, ahead, under, ready_at = start, None, cost.schedule, None
+    most = build_shape(start)
     seconds, clock, changes, host = [], 0.0, [], 0.0
     for step in range(_FOLLOWED.value // period * period):
         now = loads[step % period]
@@ -92,8 +95,10 @@ def run_auto(config: PlannerConfig, start: Placement, cost: Cost, loads: np.ndar
         session.observe(now)
         plan, setting = session.propose(step + 1), session.in_force
         host += time.perf_counter() - began
+        homes = build_shape(plan.replace(replicas=None, shares=None, rule="home"))
         wanted = plan.program, setting.ahead
-        if wanted == (running.program, ahead):
+        same_homes = homes.home_slots <= most.home_slots and homes.bank_rows <= most.bank_rows
+        if wanted == (running.program, ahead) and same_homes:
             ready_at = None
         elif ready_at is None or ready_at[1:] != wanted:
             ready_at = clock + taken + _COMPILE.value, *wanted
@@ -101,6 +106,7 @@ def run_auto(config: PlannerConfig, start: Placement, cost: Cost, loads: np.ndar
         if ready_at is None or clock + taken >= ready_at[0]:
             taken += float(home_seconds(plan.home, running.home, plan.devices, cost).sum())
             running, ahead, under, ready_at = plan, setting.ahead, setting.session.cost.schedule, None
+            most = most if same_homes else homes
         clock += taken
         seconds.append(taken)
     last = float(np.sum(seconds[-period:])) / period
