@@ -6,7 +6,7 @@ Traces as `moe_jax.papers.loads` names them, fitted to --nodes x --devices_per_n
 Step s runs with what was planned from the loads up to s - 1, and takes the MoE layers' seconds by the one cost model.
 `auto` is plain until its first plan; a plan that needs a new program waits --compile_seconds in which the old one goes
 on; homes that move are paid. A fixed setting compiles nothing, and begins with its first step. `auto` is followed for
---followed steps, and goes on as in their last repetition; fixed settings until their homes have moved once, and as in the last.
+--followed steps, and goes on as in their last repetition; fixed settings until their homes have moved once, likewise.
 Prints a table and one JSON line, and writes that to DIR/bench_auto.json. NumPy alone; no device.
 """
 
