@@ -68,7 +68,7 @@ def test_coordinated_is_refused_where_it_means_nothing():
 def test_registry():
     assert {"deepspeed", "dp"} <= set(schedules())
     roles = roles_of()
-    known = "deduplicated, deepspeed, dp"
+    known = "auto, deduplicated, deepspeed, dp"
     with pytest.raises(UserError, match=rf"MoEConfig.schedule \('magic'\) is unknown; choose one of {known}"):
         build_schedule("magic", roles, sizes_of(roles))
     with pytest.raises(AssertionError, match="'dp' is registered twice"):
