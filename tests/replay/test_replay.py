@@ -90,7 +90,7 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--nodes=2", "--planners=best"), "planner 'best' is unknown; use none, balanced, eplb, fastermoe"),
+        (("--nodes=2", "--planners=best"), "planner 'best' is unknown; use none, auto, balanced, eplb, fastermoe"),
         (("--nodes=4", "--planners=pro_prophet", "--transfer=by_node"), "there is one device on a node"),
         (("--nodes=2", "--lag=99"), "lag (99) leaves none of the trace's 12 samples"),
     ],
