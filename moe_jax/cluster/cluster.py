@@ -20,8 +20,9 @@ from moe_jax.cluster.fits import Fit
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import device_named, read_device, target_names
 from moe_jax.errors import UserError
+from moe_jax.shipped import shipped
 
-FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
+FOLDER = shipped("configs/cluster")
 _LOG = logging.getLogger("moe_jax")
 
 
@@ -266,15 +267,15 @@ def cluster_named(path: str, device_kind: str) -> Cluster:
 def read_cluster(path: str | pathlib.Path) -> Cluster:
     """Return the cluster of a `.gin` preset or a `.json` calibration file, or of a device of `devices/` by its name.
 
-    A file that is not here is looked for next to the package.
+    A file that is not here is looked for among those that come with the package.
 
     Raises:
       UserError: no such file, a line that is no binding of Cluster, or a field that Cluster does not have.
     """
     if str(path) in target_names():
         return cluster_of_kind(str(path))
-    path, shipped = pathlib.Path(path), FOLDER.parents[1] / path
-    path = shipped if not path.exists() and shipped.exists() else path
+    path = pathlib.Path(path)
+    path = path if path.exists() or not shipped(str(path)).exists() else shipped(str(path))
     if not path.is_file():
         raise UserError(
             f"cluster file {str(path)!r} does not exist; give a configs/cluster/NAME.gin, calibrate's file, or one of "

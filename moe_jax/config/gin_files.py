@@ -17,6 +17,7 @@ from pathlib import Path
 
 from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, RunConfig, config_text
 from moe_jax.errors import UserError
+from moe_jax.shipped import ROOT, shipped
 
 BINDINGS = "--gin_bindings"
 MODULE = "moe_jax"
@@ -52,7 +53,7 @@ def parse_run_config(
     """Read gin files, then bindings, which win.
 
     Args:
-      gin_files: names of files; relative ones are looked for here, in `search_paths`, then next to the package.
+      gin_files: names of files; relative ones are looked for here, in `search_paths`, then in `ROOT`.
       gin_bindings: lines `Name.field = value`.
       search_paths: folders, for `gin_files` and for `include` lines.
 
@@ -63,8 +64,7 @@ def parse_run_config(
     Raises:
       UserError: whatever is wrong, in one line.
     """
-    root = Path(__file__).resolve().parents[2]
-    folders = ["", *search_paths, *([str(root)] if (root / "configs").is_dir() else [])]
+    folders = ["", *search_paths, *([str(ROOT)] if shipped("configs").is_dir() else [])]
     read = [binding for name in gin_files for binding in _read_file(name, "--gin_file", folders, ())]
     in_files = {binding.target for binding in read}
     read += _read_text("\n".join(gin_bindings), BINDINGS, folders, ())

@@ -271,7 +271,7 @@ def library() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise UserError(
-            "this needs the package 'safetensors', which is not installed; pip install 'moe_jax[hf]'"
+            "this needs the package 'safetensors', which is not installed; pip install safetensors"
         ) from error
     return safetensors
 

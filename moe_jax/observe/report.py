@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib.util
 import json
 import math
 import os
@@ -197,8 +198,20 @@ def _words(value: Any) -> str:
     return str(value)
 
 
+def has_report(run: RunFolder) -> bool:
+    """Say whether a finished run's report is there, and the pictures too, where they can be drawn."""
+    missing = importlib.util.find_spec("matplotlib") is not None and not any(run.plots.glob("*.png"))
+    return run.report.exists() and not missing
+
+
 def draw_all(folder: str | os.PathLike[str]) -> list[Path]:
-    """Draw loss.png, device_load.png and, of recorded loads, expert_load.png: what the run has data for."""
+    """Draw loss.png, device_load.png and, of recorded loads, expert_load.png: what the run has data for.
+
+    Without matplotlib there is one line that says so, and no picture.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no pictures: matplotlib is not installed; pip install matplotlib, then give the same command again")
+        return []
     run = RunFolder(folder)
     metrics, evaluations = (read_metrics(run, file_name=name, most=MOST_RECORDS) for name in (METRICS, EVALUATIONS))
     with disk_errors_named(run.plots):

@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import pathlib
 import statistics
 import time
 
@@ -46,8 +45,9 @@ from moe_jax.papers.systems import DEEPSPEED, Model, Setting, run
 from moe_jax.papers.table import Beside, Found, Inputs, MissingResults, Tables
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import ep_degree
+from moe_jax.shipped import shipped
 
-TRAINED = pathlib.Path(__file__).parents[2] / "docs" / "bench" / "train_sizes.json"
+TRAINED = shipped("docs/bench/train_sizes.json")
 ITEM, VOCABULARY = 2, 50304  # the authors train and serve in float16; GPT-2's vocabulary, padded
 
 _MOS = (

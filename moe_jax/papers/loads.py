@@ -24,9 +24,10 @@ import scipy.optimize
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace, read_loads
 from moe_jax.observe.run_folder import RunFolder
+from moe_jax.shipped import shipped
 
 SHIPPED = ("top_1", "top_2")
-TRACES = pathlib.Path(__file__).parents[2] / "configs" / "trace"
+TRACES = shipped("configs/trace")
 SAMPLES, LAYERS, SOURCES, EXPERTS, CHOICES = 50, 12, 32, 32, 2048  # of synthetic loads; choices of one source
 EVERY = 10  # iterations from sample to sample, as in the shipped ones
 ZIPF = 1.0  # exponent of popularity by rank

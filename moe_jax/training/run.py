@@ -20,7 +20,7 @@ from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
 from moe_jax.observe.lease import Lease
 from moe_jax.observe.metrics_file import summarize_run
-from moe_jax.observe.report import draw_all, write_report
+from moe_jax.observe.report import draw_all, has_report, write_report
 from moe_jax.observe.run_folder import RunFolder, environment_record, write_atomically
 from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
@@ -62,6 +62,8 @@ def run(
             latest, past = newest_checkpoint(checkpoints, folder, config_text, below=latest)
             if latest is not None and latest >= config.train.steps:
                 say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
+                if hosts.is_main and not has_report(folder):
+                    report(folder)
                 return True
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
             session, compared = start_session(settled, hosts)

@@ -1,5 +1,6 @@
 """The page and the pictures of a run."""
 
+import importlib.util
 import re
 import struct
 import subprocess
@@ -13,6 +14,7 @@ from moe_jax.observe.loads import LoadsTrace
 from moe_jax.observe.report import (
     device_load_figure,
     draw_all,
+    has_report,
     load_grid,
     loss_figure,
     without_absolute_paths,
@@ -90,6 +92,19 @@ def test_drawing_does_not_import_pyplot(tmp_path):
         "assert len(o.draw_all(sys.argv[1])) == 2; assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+def test_without_matplotlib_a_run_has_a_report_and_its_pictures_later(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path, layers=1, experts=2)
+    with monkeypatch.context() as without:
+        without.setattr(importlib.util, "find_spec", lambda name: None)
+        assert not has_report(run)
+        assert draw_all(run) == [] and "<img" not in write_report(run, []).read_text()
+        assert capsys.readouterr().out.startswith("no pictures: matplotlib is not installed")
+        assert has_report(run)
+    assert not has_report(run)  # now they can be drawn
+    write_report(run, draw_all(run))
+    assert has_report(run)
 
 
 def test_load_grid_divides_by_the_even_share_and_holds_over_gaps():
