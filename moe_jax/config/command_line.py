@@ -18,6 +18,7 @@ from absl import flags
 
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
+BROKEN_PIPE = 141  # as shells say it of SIGPIPE
 EXIT_CODES = {UserError: 2, NonFiniteError: 3, HostLostError: 4, KeyboardInterrupt: 130}
 COMPILING = "moe_jax compiling"  # name of threads that write nothing, and that the end of a command does not wait for
 
@@ -52,7 +53,12 @@ def run_command(command: Callable[[list[str]], int | None]) -> None:
       command: takes the program's name and its arguments; returns the exit code, None for 0.
     """
     try:
-        sys.exit(command(sys.argv))
+        code = command(sys.argv)
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:  # who read stdout, such as `head`, has left; nothing more can be written there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
     except (UserError, NonFiniteError, HostLostError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(exit_code_of(error))

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
+from moe_jax.models.counts import parameter_counts
 from moe_jax.observe.lease import Lease
 from moe_jax.observe.metrics_file import summarize_run
 from moe_jax.observe.report import draw_all, has_report, write_report
@@ -67,6 +68,7 @@ def run(
                 return True
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
             session, compared = start_session(settled, hosts)
+            say(hosts, banner(session, folder, latest))
             engine = build_engine(session)
             # the stepper alone holds the state: a step donates it
             state = starting_state(session, checkpoints, latest, hosts, init_from, init_from_ema, engine)
@@ -93,6 +95,22 @@ def run(
         elif hosts.is_main:
             report(folder)
         return finished
+
+
+def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
+    """Return what a run is, before its first step compiles: text, model, devices, steps."""
+    config, meta, axes = session.config, session.feed.cache.meta, session.roles.mesh.shape
+    total, active, *_ = parameter_counts(config.model, config.moe, session.model.vocab_size)
+    train, mesh = config.train, ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "one device"
+    where = config.data.path or "the sources of Python's library"
+    return (
+        f"text    {where}: {meta.tokens:,} tokens in {meta.documents:,} documents, tokenizer "
+        f"{config.data.tokenizer!r}\n"
+        f"model   {total:,} parameters, {active:,} of them for a token; {config.model.layers} layers\n"
+        f"mesh    {mesh}; schedule {config.moe.schedule}, planner {config.planner.name}\n"
+        f"run     {folder.path}, step {latest or 0} of {train.steps}, {train.batch_size} sequences of "
+        f"{config.data.sequence_length} tokens each; compiling the step"
+    )
 
 
 def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str) -> None:

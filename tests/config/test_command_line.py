@@ -35,3 +35,11 @@ def test_an_unknown_flag_names_the_way_to_the_list():
     assert line.endswith("python -m moe_jax.replay --help lists all flags")
     stray = run("moe_jax.replay", "trace.npz")
     assert stray.returncode == 2 and "trace.npz" in stray.stderr and len(stray.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    code = "from moe_jax.config.command_line import run_command; run_command(lambda argv: print('x\\n' * 10**6))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        assert writer.stdout.read(2) == b"x\n"
+        writer.stdout.close()
+        assert (writer.wait(timeout=60), writer.stderr.read()) == (141, b"")

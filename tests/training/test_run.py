@@ -125,6 +125,7 @@ def test_steps_and_mesh_may_differ(finished, capsys):
     assert run_here(finished, finished / "work", EMA, "train.steps = 8", "MeshConfig.data = 2")
     out = capsys.readouterr().out
     assert "resuming at step 6" in out
+    assert "mesh    data 2, expert 4; schedule deepspeed, planner" in out and ", step 6 of 8, " in out  # the banner
     assert "recorded loads: samples of other meshes up to step 6 are kept as they are: 3 of (data 1 x expert 8" in out
     after = read_loads(finished / "work" / "loads.npz")
     assert after.iterations.tolist() == [2, 4, 6, 8] and after.sources.tolist() == [8, 8, 8, 4]
