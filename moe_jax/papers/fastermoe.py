@@ -210,7 +210,8 @@ def of_models(found: np.ndarray) -> list[tuple]:
         "T_comp / T_comm of EP (text: above 1)",
         "best TFLOP/s (text: above semi-ideal)",
     )),
-    notes=("The text names neither the model nor a coordinate.",),
+    notes=("The text names neither the model nor a coordinate, but says what claims have in brackets: ours contradicts "
+           "it where it is not above.",),
 )  # fmt: skip
 def figure_5(inputs):
     """Compute the DDL-Roofline, with the semi-ideal curve P x / (1 + x)."""

@@ -6,7 +6,8 @@ which stay visible but count once. A verdict is never chosen: it follows from th
     within a fifth      a number: ours is within a fifth; a range: its ends and ours are; cells: their ends, their
                         geometric mean, and at least half of them, each beside its own, are
     explained by        an experiment that changes one named cause closes at least half of the gap, which is the largest
-                        of these differences
+                        of these differences (all but a fifth of one that no ratio measures, ours being 0 or less), and
+                        leaves within a fifth what else of its table was there
     unexplained         neither
     no number           the paper's text has none
 
@@ -87,16 +88,20 @@ class Claim:
             gaps += [(own - its).mean(), np.quantile(abs(own - its), 0.5, method="lower")]
         return float(np.abs(gaps).max())
 
+    def fits(self, ours: Figures) -> bool:
+        """Say whether such figures of ours are within a fifth; any are where the text has no number."""
+        return self.paper is None or self.gap(ours) <= math.log(FIFTH)
+
     @property
     def verdict(self) -> str:
         """What the numbers say, in the words of this file's head."""
         if self.paper is None:
             return NO_NUMBER
-        gap = self.gap(self.ours)
-        if gap <= math.log(FIFTH):
+        if self.fits(self.ours):
             return WITHIN
+        gap = self.gap(self.ours)
         least, cause = min(((self.gap(then), cause) for cause, then in self.experiments.items()), default=(gap, ""))
-        if not math.isfinite(least) or least > gap / 2:
+        if least > (gap / 2 if math.isfinite(gap) else math.log(FIFTH)):
             return UNEXPLAINED
         return f"{EXPLAINED} {cause}: {range_of(self.experiments[cause])}"
 
@@ -201,10 +206,7 @@ class Tables(dict[str, Callable[[Inputs], Table]]):
                 if any(claim.verdict == UNEXPLAINED for claim in claims):
                     changes = self.experiments if experiments is None else experiments
                     tried = {cause: [*map(figures, find(inputs, change).ours)] for cause, change in changes.items()}
-                    claims = tuple(
-                        dataclasses.replace(claim, experiments={cause: then[at] for cause, then in tried.items()})
-                        for at, claim in enumerate(claims)
-                    )
+                    claims = explained(claims, tried)
                 said = (*notes, *found.notes, *(self.remarks(find, inputs, paper) if self.remarks else ()))
                 rows = {level: own.rows for level, own in by_level.items()}
                 return Table(title, kind or self.kind, columns, rows, claims, said, found.draw or draw)
@@ -221,6 +223,19 @@ def judged(paper: Mapping[str, Any], by_level: Sequence[Sequence[Figures]]) -> t
     return tuple(
         Claim(name, None if its is None else figures(its), own[0], isinstance(its, list), own)
         for (name, its), own in rows
+    )
+
+
+def explained(claims: Sequence[Claim], tried: Mapping[str, Sequence[Figures]]) -> tuple[Claim, ...]:
+    """Return claims with those experiments, {cause: ours of each claim}, that take no other claim out of its fifth."""
+    kept = {
+        cause: then
+        for cause, then in tried.items()
+        if all(claim.fits(own) for claim, own in zip(claims, then, strict=True) if claim.fits(claim.ours))
+    }
+    return tuple(
+        dataclasses.replace(claim, experiments={cause: then[at] for cause, then in kept.items()})
+        for at, claim in enumerate(claims)
     )
 
 

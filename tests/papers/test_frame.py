@@ -13,7 +13,19 @@ from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads, round_shares
 from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, machine, pipelined, run
-from moe_jax.papers.table import LEVELS, NO_NUMBER, UNEXPLAINED, WITHIN, Beside, Claim, Found, Inputs, Tables, counted
+from moe_jax.papers.table import (
+    LEVELS,
+    NO_NUMBER,
+    UNEXPLAINED,
+    WITHIN,
+    Beside,
+    Claim,
+    Found,
+    Inputs,
+    Tables,
+    counted,
+    explained,
+)
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
@@ -95,6 +107,18 @@ def test_a_verdict_follows_from_the_numbers():
     assert Claim("a", (2.0,), (1.0,), experiments=far).verdict == UNEXPLAINED
     assert Claim("a", (2.0,), (1.0,), experiments=far | near).verdict.startswith("explained by near")
     assert Claim("a", None, (1.0,)).verdict == NO_NUMBER
+    # no ratio measures a gap from 0: only what comes within a fifth explains it
+    anything, right = {"anything": (1e-6, 1e9)}, {"right": (7.5, 16.0)}
+    assert Claim("a", (7.5, 16.9), (0.0, 0.0), experiments=anything).verdict == UNEXPLAINED
+    assert Claim("a", (7.5, 16.9), (0.0, 0.0), experiments=anything | right).verdict.startswith("explained by right")
+
+
+def test_a_cause_that_takes_another_row_out_of_its_fifth_explains_none():
+    claims = (Claim("far", (2.0,), (1.0,)), Claim("near", (1.0,), (1.1,)), Claim("none", None, (1.0,)))
+    tried = {"good": [(1.9,), (1.0,), (9.0,)], "bad": [(2.0,), (1.5,), (1.0,)]}
+    far, near, _ = explained(claims, tried)
+    assert list(far.experiments) == ["good"] and far.verdict.startswith("explained by good")
+    assert near.verdict == WITHIN and explained(claims, {"bad": tried["bad"]})[0].verdict == UNEXPLAINED
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,10 @@ def test_t_is_the_papers_formula_and_a_zero_says_why():
     assert {t for *_, t, _ in rows} >= {0, 2}
 
 
-def test_what_does_not_hide_behind_attention_is_exposed():
+def test_what_does_not_hide_behind_attention_is_exposed(monkeypatch):
     """Sections 3.1 and 3.2: t experts cross each node's link, next to attention, and twice under re-materialization."""
-    changed = dataclasses.replace(hecate.SMALL, batch=1, change=hecate.MATERIALIZED, every=24)
+    monkeypatch.setitem(hecate.CHANGES, "t = 10", lambda of: dataclasses.replace(of, overlap_degree=10))
+    changed = dataclasses.replace(hecate.SMALL, batch=1, change="t = 10", every=24)
     attention = 2048 * (8 * 768**2 + 4 * 2048 * 768) / (MATMULS * 312e12)
     trans = 10 * (2 * 768 * 1536 * 2) / (LINKS * 50e9)
     steps = [hecate.step_of(INPUTS, changed, name) for name in ("Hecate", "Hecate-RM")]
@@ -62,3 +63,12 @@ def test_sharpened_loads_give_ten_of_sixty_four_experts_three_quarters(name, sha
     top = (totals[..., -5:].sum(axis=2) / totals.sum(axis=2)).mean()  # of 32
     assert top == pytest.approx(share, rel=0.01)
     np.testing.assert_array_equal(after.sum(axis=3), trace.loads.sum(axis=3))
+
+
+def test_an_experiment_in_float32_has_a_batch_that_fits():
+    """Section 5.1 takes the largest batch that fits: activations of 32 bits leave room for fewer sequences."""
+    halves, floats = (
+        hecate.batch_of(hecate.setting_of(INPUTS, dataclasses.replace(hecate.SMALL, change=change)))
+        for change in ("", next(cause for cause in hecate.CHANGES if cause.startswith("float32")))
+    )
+    assert halves / 3 < floats <= halves / 2
