@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.cluster.collectives import received_seconds
-from moe_jax.papers.loads import sharpened, with_loads_before
+from moe_jax.papers.loads import fit_loads, sharpened, with_loads_before
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, PRO_PROPHET, Model, Setting, Step, System, machine, run
 from moe_jax.papers.table import Found, Inputs, Tables
@@ -80,8 +80,10 @@ def setting_of(inputs: Inputs, row: Row, change: str = "") -> Setting:
         cluster, item = dataclasses.replace(cluster, flops=cluster.flops * FLOAT32_RATE[cluster.device]), 4
     sizes = {"tokens": row.tokens, "top_k": row.top_k, "experts": cluster.devices, "item": item}
     trace = inputs.loads(row.top_k)
-    trace = with_loads_before(sharpened(trace, 3 / 16, 0.5) if change == "skew" else trace, 1)
-    return Setting(cluster=cluster, model=MODELS[row.model], trace=trace, every=2, **sizes)
+    if change == "skew":  # of 16 experts, as the figure has them: more or fewer would be another skew
+        of_16, _ = fit_loads(trace, devices=16, experts=16, choices=row.tokens * row.top_k // 16)
+        trace = sharpened(of_16, 3 / 16, 0.5)
+    return Setting(cluster=cluster, model=MODELS[row.model], trace=with_loads_before(trace, 1), every=2, **sizes)
 
 
 @functools.cache

@@ -34,3 +34,9 @@ def test_float32_doubles_the_bytes_and_takes_the_gpus_float32_rate():
     half, whole = setting_of(INPUTS, ROW), setting_of(INPUTS, ROW, "float32")
     assert (half.item, whole.item) == (2, 4)
     np.testing.assert_allclose([half.cluster.flops, whole.cluster.flops], [0.7 * 71e12, 0.7 * 35.6e12])
+
+
+def test_figure_3s_skew_is_that_of_a_rows_sixteen_experts():
+    loads = setting_of(INPUTS, ROW, "skew").fitted()[0].loads.sum(axis=2)
+    heaviest = np.sort(loads / loads.sum(axis=-1, keepdims=True), axis=-1)[..., -3:]
+    np.testing.assert_allclose(heaviest.sum(axis=-1).mean(), 0.5, atol=0.02)
