@@ -23,7 +23,7 @@ BELOW = {
     "papers": ("analysis",),
     "analysis": ("training",),
     "inference": ("training",),
-    "training": ("config", "observe"),
+    "training": ("config", "observe", "recovery"),
     "config": ("models", "data"),
     "models": ("moe",),
     "moe": ("moe.schedules",),
@@ -37,6 +37,7 @@ BELOW = {
     "cluster": (),
     "data": (),
     "observe": (),
+    "recovery": ("observe",),
     "foundation": (),
 }
 MOE_PARTS = ("routing", "permute")  # what the layer and the routers are built from
@@ -180,7 +181,7 @@ def test_host_packages_never_import_jax(package):
             assert not ARRAY_LIBRARIES & {name.split(".")[0] for name in names}, module
 
 
-@pytest.mark.parametrize("package", ["data", "observe"])
+@pytest.mark.parametrize("package", ["data", "observe", "recovery"])
 def test_packages_that_import_without_jax(package):
     for module, names in imports(everywhere=False).items():
         if package_of(module) == package:
@@ -189,7 +190,7 @@ def test_packages_that_import_without_jax(package):
 
 def test_host_packages_import_with_jax_blocked():
     """Whatever the files say: with jax out of reach every module of the host packages still imports."""
-    light = (*HOST_PACKAGES, "data", "observe")
+    light = (*HOST_PACKAGES, "data", "observe", "recovery")
     modules = [module for module in imports(everywhere=False) if package_of(module) in light]
     modules.remove("moe_jax.data.train_tokenizer")  # a command, whose flags another run of it would define again
     code = f"""

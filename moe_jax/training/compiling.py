@@ -30,8 +30,8 @@ from moe_jax.cluster.targets import Target, device_named, read_device, target_na
 from moe_jax.cluster.timeline import scheduler_profile, unguided_share
 from moe_jax.data.user_cache import check_own_folder, read_cached, user_cache_folder, user_key, write_cached
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.training.job_secret import seal, unseal
-from moe_jax.training.rendezvous import VERSIONS
+from moe_jax.recovery.job_secret import seal, unseal
+from moe_jax.recovery.rendezvous import VERSIONS
 
 _LOG = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ import jax
 
 from moe_jax.config.command_line import EXIT_CODES, exit_code_of, exit_now
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.recovery.job_secret import derive_key, read_secret
+from moe_jax.recovery.relay import Relay
+from moe_jax.recovery.rendezvous import MalformedMessage, Peer, Place, connect, gather_peers, machine_id
 from moe_jax.training.compiling import ALONE, trust_programs
-from moe_jax.training.job_secret import derive_key, read_secret
-from moe_jax.training.relay import Relay
-from moe_jax.training.rendezvous import MalformedMessage, Peer, Place, connect, gather_peers, machine_id
 
 _JAX_LATER_SECONDS = 30
 _LONGEST_SECONDS = 10**6

@@ -20,9 +20,9 @@ from support.tiny_run import finish, finish_pair, start, start_pair
 
 from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.recovery.rendezvous import machine_id
 from moe_jax.training import hosts as hosts_module
 from moe_jax.training.hosts import Hosts, HostsConfig, StopSignal, resolve_hosts, start_hosts
-from moe_jax.training.rendezvous import machine_id
 
 WORKER, HERE = Path(__file__).with_name("hosts_worker.py"), socket.gethostname()
 

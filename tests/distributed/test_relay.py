@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.training import relay as relay_module
-from moe_jax.training.job_secret import seal
-from moe_jax.training.relay import Relay
-from moe_jax.training.rendezvous import Place
+from moe_jax.recovery import relay as relay_module
+from moe_jax.recovery.job_secret import seal
+from moe_jax.recovery.relay import Relay
+from moe_jax.recovery.rendezvous import Place
 
 TOKEN = b"of the job"
 

@@ -12,9 +12,9 @@ import pytest
 from support.ports import free_port
 
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.training import rendezvous
-from moe_jax.training.job_secret import read_secret, seal, unseal
-from moe_jax.training.rendezvous import MalformedMessage, Peer, Place, connect, gather_peers
+from moe_jax.recovery import rendezvous
+from moe_jax.recovery.job_secret import read_secret, seal, unseal
+from moe_jax.recovery.rendezvous import MalformedMessage, Peer, Place, connect, gather_peers
 
 TOKEN = b"of the job"
 

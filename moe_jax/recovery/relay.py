@@ -30,8 +30,8 @@ import threading
 from collections.abc import Sequence
 
 from moe_jax.errors import UserError
-from moe_jax.training.job_secret import seal, unseal
-from moe_jax.training.rendezvous import HELLO_SECONDS, MAX_HELLO_BYTES, Place, most_strangers, note_stranger
+from moe_jax.recovery.job_secret import seal, unseal
+from moe_jax.recovery.rendezvous import HELLO_SECONDS, MAX_HELLO_BYTES, Place, most_strangers, note_stranger
 
 # When process 0 dies, jax would abort this process within milliseconds: so long the watchdog has to name it first.
 _HOLD_SECONDS = 5.0

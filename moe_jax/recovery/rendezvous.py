@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.training.job_secret import FILE_VARIABLE, VARIABLE, seal, unseal
+from moe_jax.recovery.job_secret import FILE_VARIABLE, VARIABLE, seal, unseal
 
 _LOG = logging.getLogger(__name__)
 
