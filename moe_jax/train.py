@@ -19,6 +19,7 @@ _GIN_PATHS = flags.DEFINE_multi_string(
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder; the same command on the same folder resumes.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, mesh, parameters, bytes and FLOPs, then stop.")
+_ALL = flags.DEFINE_bool("all", False, "With --dry_run: print the bindings that are defaults too.")
 _TARGET = flags.DEFINE_string(
     "target", "", "With --dry_run: the GPUs it is for, DEVICE:NODESxDEVICES, such as h200:4x8."
 )
@@ -51,7 +52,7 @@ def command(argv: list[str]) -> int:
     if _DRY_RUN.value:
         from moe_jax.analysis.dry_run import dry_run
 
-        print(dry_run(config, _HOST_DEVICES.value, _TARGET.value, bound_in(config_text)), end="")
+        print(dry_run(config, _HOST_DEVICES.value, _TARGET.value, bound_in(config_text), _ALL.value), end="")
         return 0
     if _TARGET.value:
         raise UserError(

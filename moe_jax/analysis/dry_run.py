@@ -6,42 +6,32 @@ Sizes are checked as a run checks them, but no data is read, no array is made an
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 
-import jax
 import jax.numpy as jnp
 
-from moe_jax.analysis.compile_ahead import on_target
+from moe_jax.analysis.memory import Needs, count_bytes, lay_out, verdict
 from moe_jax.cluster import cluster_named
 from moe_jax.cluster.layer_seconds import pairwise_seconds
-from moe_jax.cluster.targets import MEMORY_SHARE, Target, parse_target
-from moe_jax.config.run_config import RunConfig, config_text
-from moe_jax.data.tokenizer import build_tokenizer
+from moe_jax.cluster.targets import Target
+from moe_jax.config.run_config import BOUND, RunConfig, config_text
 from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.float8 import E4M3
-from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.config import segments_of, with_experts
-from moe_jax.models.counts import device_bytes, flops_per_token, half_work, parameter_counts, shapes_and_layout
-from moe_jax.models.loss import check_step
-from moe_jax.moe.build import check_router, layer_sizes, make_schedule
+from moe_jax.models.counts import flops_per_token, half_work, parameter_counts
+from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
-from moe_jax.parallel.mesh import Roles, build_mesh
-from moe_jax.planning.plan_shape import build_shape
-from moe_jax.training.feed import padded_vocabulary
-from moe_jax.training.optimizer import state_bytes
+from moe_jax.parallel.mesh import Roles
 from moe_jax.training.overlap import compare_halves, why_not_halves
-from moe_jax.training.plan_cost import most_shapes, settle_memory
-from moe_jax.training.replanner import Replanner, build_replanners
-from moe_jax.training.segments import build_model, initial_placement, segment_runs, sizes_of
-from moe_jax.training.teacher import mesh_experts, teacher_checkpoint, teacher_model
+from moe_jax.training.replanner import Replanner
+from moe_jax.training.segments import segment_runs
+from moe_jax.training.teacher import teacher_checkpoint
 
-MOST_SHARE = 0.9  # of a GPU's memory that jax may take: NCCL, CUDA and its graphs take theirs besides
 OPTIMIZER_STATES = {
     "adamw": "AdamW, two moments",
     "adafactor": "Adafactor, rows and columns of second moments",
@@ -60,8 +50,10 @@ GROUP_NAMES = {
 }
 
 
-def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound: Collection[str] = ()) -> str:
-    """Describe a run.
+def dry_run(
+    run: RunConfig, devices: int | None = None, target: str = "", bound: Collection[str] = (), everything: bool = False
+) -> str:
+    """Describe a run: whether the devices have the memory for it, and what to change, comes first.
 
     Args:
       run: the config.
@@ -70,55 +62,30 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
       target: DEVICE:NODESxDEVICES that the run is for, as `python -m moe_jax.inspect` takes it: their number and node
         size, and what each 'auto' is there. '' describes a run on CPU devices.
       bound: the bindings that the user set, which are marked as in config.gin.
+      everything: show the bindings that are defaults too.
 
     Raises:
       UserError: sizes that do not fit together, as the run itself would raise it.
     """
-    if devices is not None and devices < 1:
-        raise UserError(f"--host_devices ({devices}) must be at least 1")
-    described = parse_target(target) if target else None
-    if described is not None:
-        if devices is not None:
-            raise UserError(f"--target={target} and --host_devices={devices} both count devices; give one of them")
-        run, devices = on_target(run, described), described.devices
-    mesh, count = run.mesh, devices
-    if devices is None:  # the least that the sizes given can be built on; `expert` = -1 counts as 1
-        count = mesh.data * mesh.expert_shard * max(mesh.expert, 1)
-        count = count if mesh.expert != -1 else math.lcm(count, mesh.model, mesh.devices_per_node or 1)
-    roles = build_mesh(run.mesh, count, mesh_experts(run, count), "" if described is None else described.device)
-    tokenizer = build_tokenizer(run.data)
-    vocab_size = padded_vocabulary(tokenizer, run.model)
-    replanners = check_sizes(run, roles, vocab_size, described)
-    teacher = teacher_model(run, roles, tokenizer, vocab_size, described)
+    plan = lay_out(run, devices, target)
+    given, run, roles, described, teacher = run, plan.run, plan.roles, plan.target, plan.teacher
+    needs = count_bytes(plan)
+    shown = config_text(run, bound).splitlines()
+    if not everything:
+        shown = [line for line in shown if line.endswith(BOUND)] + [f"{len(shown)} bindings in all: --all"]
     sections = {
-        "Config": config_text(run, bound).splitlines(),
-        "Choices": _choice_lines(run, roles, described, tokenizer.end_id, replanners),
+        "Memory": [verdict(plan, needs.held.total, given)],
+        "Config": shown,
+        "Choices": _choice_lines(run, roles, described, plan.end_id, plan.replanners),
         "Mesh": _mesh_lines(run, roles, given=devices is not None),
         "Segments": _segment_lines(run, roles),
         "Schedule": _schedule_lines(run, roles, described),
-        "Parameters": _parameter_lines(run, vocab_size),
+        "Parameters": _parameter_lines(run, plan.vocab_size),
         "Teacher": _teacher_lines(run, teacher) if teacher else [],
-        "Bytes on each device": _byte_lines(run, roles, vocab_size, described, teacher),
-        "FLOPs": _flop_lines(run, roles, vocab_size, teacher),
+        "Bytes on each device": _byte_lines(run, needs),
+        "FLOPs": _flop_lines(run, roles, plan.vocab_size, teacher),
     }
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines) + "\n"
-
-
-def check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> dict[str, Replanner]:
-    """Raise the UserError that building the run would raise; return the planner of each segment, {} without any."""
-    find_schedule(run.moe.schedule)
-    shards, length = roles.size(roles.dense), run.data.sequence_length
-    rows = run.train.microbatch_size
-    resolved = dataclasses.replace(run, model=resolve_attention(run.model, target))
-    check_step(build_model(resolved, roles, vocab_size), rows, length, run.train.grad_accum_steps)
-    replanners = {}
-    if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
-        replanners = build_replanners(run, roles)
-    for own, own_roles in segment_runs(run, roles).values():
-        check_router(own.moe, own_roles, rows // shards * length, length, run.planner.decides_late)
-        x = jax.ShapeDtypeStruct((rows // shards * length, run.model.model_dim), run.model.dtype)
-        make_schedule(own.moe, own_roles, x, split_tokens=run.model.sequence_parallel)
-    return replanners
 
 
 def _choice_lines(
@@ -290,33 +257,8 @@ def billions(number: float) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
-def _byte_lines(
-    run: RunConfig, roles: Roles, vocab_size: int, target: Target | None, teacher: LanguageModel | None
-) -> list[str]:
-    train, dtype = run.train, run.model.param_dtype
-    resolved, moe = resolve_attention(run.model, target), run.moe
-    if target is not None and moe.expert_dtype != E4M3:
-        dims = (run.model.model_dim, run.model.hidden_dim // roles.size(roles.expert_shard))
-        chosen = choose_implementation(moe.grouped_matmul, target, jnp.dtype(run.model.dtype), dims)
-        moe = dataclasses.replace(moe, grouped_matmul=chosen)
-    sizes = sizes_of(dataclasses.replace(run, model=resolved, moe=moe), roles, vocab_size)
-    shapes, layout = shapes_and_layout(sizes.model)
-    state = state_bytes(train, shapes, layout.state, dict(roles.mesh.shape))
-    plan, stages = None, f"ZeRO {train.zero_stage} of the dense parameters"
-    if layout.dp_stage is not None:
-        stages += f", {layout.dp_stage} of the experts"
-    moves_tokens = find_schedule(run.moe.schedule).moves_tokens
-    if moves_tokens and run.planner.name != "none":  # with as many replicas as the planner may have
-        _, costs = settle_memory(run, roles)
-        plan = most_shapes(run, roles, costs)
-    elif moves_tokens:
-        runs = segment_runs(run, roles)
-        plan = {name: build_shape(initial_placement(*own)) for name, own in runs.items()}
-    taught = None
-    if teacher is not None:  # it reads the batches and chunks of its student
-        config = dataclasses.replace(teacher.config, loss_chunk=run.model.loss_chunk)
-        taught = dataclasses.replace(sizes, model=dataclasses.replace(teacher, config=config), ema=False)
-    held = device_bytes(sizes, plan, state, taught)
+def _byte_lines(run: RunConfig, needs: Needs) -> list[str]:
+    train, dtype, held = run.train, run.model.param_dtype, needs.held
     first_moment = f", first moment {train.first_moment_dtype}" if train.first_moment_dtype else ""
     rows = [
         ("parameters", held.parameters, dtype),
@@ -324,33 +266,19 @@ def _byte_lines(
         ("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}"),
         ("gradients", held.gradients, dtype),
         ("cast and gathered", held.compute_weights, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
-        ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {resolved.attention!r}"),
+        ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {needs.attention!r}"),
         ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
         ("float8", held.float8, "copies of experts' weights, the most of them"),
         ("teacher", held.teacher, "its parameters and one layer's forward, estimate"),
         ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]
-    lines = [stages]
+    lines = [needs.stages]
     for name, size, note in rows:
         if size or name not in ("averaged parameters", "float8", "teacher"):
             binary = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
             lines.append(f"{name:22}{size:>20,}  {binary}  ({note})")
-    return lines + ([_room_line(held.total, target)] if target is not None and target.whole_memory else [])
-
-
-def _room_line(needed: int, target: Target) -> str:
-    """Say whether a device has so many bytes for jax, and what to change where it has not."""
-    line = f"{target.usable_memory / 2**30:.1f} GiB of {target.device}'s {target.whole_memory / 2**30:.1f} are jax's"
-    if needed <= target.usable_memory:
-        return f"fits: {line} ({MEMORY_SHARE})"
-    change = f"set {MEMORY_SHARE}={MOST_SHARE}, as scripts/launch does"
-    if needed > MOST_SHARE * target.whole_memory:
-        change = (
-            "raise train.grad_accum_steps, lower DataConfig.sequence_length or train.batch_size, set ModelConfig.remat "
-            "= 'block', train.zero_stage = 3 or train.first_moment_dtype = 'bfloat16', or take more devices"
-        )
-    return f"does not fit: {line}, {(needed - target.usable_memory) / 2**30:.1f} GiB too few; {change}"
+    return lines
 
 
 def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int, teacher: LanguageModel | None) -> list[str]:

@@ -120,9 +120,9 @@ def test_only_transfers_by_node_need_nodes(other):
 
 def test_dry_run_has_all_sections():
     run, text, _ = parse_run_config(["configs/run/demo.gin"])
-    out = dry_run(run, 8, bound=bound_in(text))
+    short, out = (dry_run(run, 8, bound=bound_in(text), everything=everything) for everything in (False, True))
     for line in text.splitlines():
-        assert line in out
+        assert line in out and (f"  {line}\n" in short) == line.endswith("# set")
     for part in ("8 devices = data 1 x expert 8 x expert_shard 1", "total ", "active per token", "as the papers count",
                  "optimizer state", "activations", "estimate", "forward per token", "training per token"):  # fmt: skip
         assert part in out, part
@@ -271,19 +271,52 @@ def test_dry_run_refuses_what_a_run_would_refuse(file, bindings, devices, part):
     assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_dry_run_says_whether_a_device_has_the_memory(monkeypatch):
-    def said(*bindings, target="h100:1x8"):
-        lines = dry_run(config_of("run/qwen3_30b_h100", *bindings), target=target).splitlines()
-        (line,) = [line.strip() for line in lines if " are jax's" in line]
-        return line
+SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    assert said() == "fits: 71.2 GiB of NVIDIA H100 80GB HBM3's 79.1 are jax's (XLA_PYTHON_CLIENT_MEM_FRACTION)"
-    for bindings in (["DataConfig.sequence_length = 16384"], ["train.grad_accum_steps = 2"]):
-        assert said(*bindings).startswith("does not fit: ") and "too few; raise train.grad_accum_s" in said(*bindings)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    assert said().startswith("does not fit: 59.3 GiB of ") and "; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.9, " in said()
-    assert said(target="b200:1x8").startswith("fits: ")
+
+def memory_of(file, *bindings, target):
+    """Return the first line of what a dry run says."""
+    title, line, *_ = dry_run(config_of(file, *bindings), target=target).splitlines()
+    assert title == "Memory"
+    return line.strip()
+
+
+def test_dry_run_says_whether_a_device_has_the_memory(monkeypatch):
+    run, where = "run/qwen3_30b_h100", "needed on each of 8 NVIDIA H100 80GB HBM3, 71.2 of 79.1 GiB are jax's"
+    monkeypatch.setenv(SHARE, "0.9")
+    assert memory_of(run, target="h100:1x8") == f"fits: 69.7 GiB {where} ({SHARE})"
+    monkeypatch.delenv(SHARE)
+    said = memory_of(run, target="h100:1x8")
+    assert said.startswith("does not fit: ") and said.endswith(f"; {SHARE}=0.9, as scripts/launch sets it, would do")
+    assert memory_of(run, target="b200:1x8").startswith("fits: ")
+
+
+@pytest.mark.parametrize(
+    ("file", "target", "changes"),
+    [
+        ("model/mixtral_8x7b", "h200:4x8", 1),
+        ("model/mixtral_8x7b", "h100:4x8", 2),
+        ("model/qwen3_30b_a3b", "h100:1x8", 3),
+    ],
+)
+def test_the_changes_that_a_dry_run_names_suffice(file, target, changes, monkeypatch):
+    monkeypatch.delenv(SHARE, raising=False)
+    said = memory_of(file, target=target)
+    named = said.partition("; ")[2].partition(" would do: ")[0].split(" and ")
+    share = [change for change in named if change.startswith(SHARE)]
+    bindings = [change for change in named if change not in share]
+    assert said.startswith("does not fit: ") and len(bindings) == changes
+    monkeypatch.setenv(SHARE, "0.9" if share else "0.75")
+    assert memory_of(file, *bindings, target=target).startswith("fits: ")
+    for left_out in bindings:  # no fewer do
+        assert not memory_of(file, *(set(bindings) - {left_out}), target=target).startswith("fits: ")
+
+
+def test_a_run_that_no_change_makes_fit_says_so():
+    said = memory_of("model/mixtral_8x7b", target="h100:1x8")
+    assert "no 3 changes of train.grad_accum_steps, " in said and said.endswith(
+        ": take more devices, a smaller model or shorter sequences"
+    )
 
 
 def test_dry_run_touches_no_device():
