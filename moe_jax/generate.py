@@ -2,16 +2,17 @@
 
     python -m moe_jax.generate --workdir=runs/demo --prompt='def main(' --max_new_tokens=64 --host_devices=8
 
-Text streams to the terminal; several prompts follow one another, each when it has ended. With --out a JSON file gets
-{"prompt_ids", "token_ids", "text", "stopped"}, a list of each with an entry per prompt. The mesh is the run's own
-unless bindings say otherwise, such as --gin_bindings='MeshConfig.model = 2'. Several processes are started as
-those of moe_jax.train. Exit codes: 0, 2 a user's mistake, 4 a process of the job that was lost.
+Each prompt and its text stream to the terminal; several follow one another, each when it has ended. With --out a JSON
+file gets {"prompt_ids", "token_ids", "text", "stopped"}, a list of each with an entry per prompt. The mesh is the run's
+own unless bindings say otherwise, such as --gin_bindings='MeshConfig.model = 2'. Several processes are started as those
+of moe_jax.train. Exit codes: 0, 2 a user's mistake, 4 a process of the job that was lost.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+import sys
 
 from absl import flags, logging
 
@@ -90,6 +91,7 @@ def generate(prompts, sampling, hosts) -> None:
         decode=_DECODE.value,
     )  # fmt: skip
     ends = () if _IGNORE_EOS.value else generator.end_ids
+    before = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
     said: list[int] = []  # of the first prompt, whose text appears while it comes
     printed = ""
 
@@ -98,6 +100,8 @@ def generate(prompts, sampling, hosts) -> None:
         if index:
             return
         said.append(token_id)
+        if len(said) == 1:
+            print(before[0], end="")
         text = " ".join(map(str, said)) if generator.tokenizer is None else generator.text_of(said, ends)
         stable = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
         if stable.startswith(printed):
@@ -115,7 +119,10 @@ def generate(prompts, sampling, hosts) -> None:
         return
     first, *others = found.text or [" ".join(map(str, ids)) for ids in found.token_ids]
     rest = first[len(printed) :] if first.startswith(printed) else ""
-    print("\n---\n".join([rest, *others]), flush=True)
+    print("\n---\n".join([rest, *(a + b for a, b in zip(before[1:], others, strict=True))]), flush=True)
+    for index, why in enumerate(found.stopped):
+        if why == "max_length":
+            print(f"prompt {index} ends at the model's length, {generator.longest} tokens", file=sys.stderr)
     if _OUT.value:
         record = {name: getattr(found, name) for name in ("prompt_ids", "token_ids", "text", "stopped")}
         try:

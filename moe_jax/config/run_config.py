@@ -58,6 +58,7 @@ class RunConfig:
     distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
 
     def __post_init__(self):
+        self.planner.check_knobs()
         if self.moe.schedule == "auto" and self.planner.name != "auto":
             raise UserError(
                 f"MoEConfig.schedule = 'auto' is chosen by PlannerConfig.name = 'auto', not {self.planner.name!r}; set "

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,19 @@ def check_inside(folder: str | os.PathLike[str], name: str) -> Path:
     return path
 
 
+FILE = "tokenizer.json"  # by this name in a run folder, and in those of transformers
 END_FILES = ("generation_config.json", "config.json")  # the first that names an id decides
+
+
+# what goes with a tokenizer from folder to folder
+CARRIED = (FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", *END_FILES)
+
+
+def carry_files(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer, of generation, and config.json, where they are there."""
+    for name in CARRIED:
+        if check_inside(source, name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def read_end_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -141,6 +154,7 @@ class HuggingFaceTokenizer:
             self._marks[size] = "<|mask|>"
             size += 1
         self.vocab_size = size
+        self.file, self.text = file, text
         self.name = "tokenizer.json " + hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -167,3 +181,26 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Build the tokenizer that config.tokenizer names; a UserError where it is neither 'byte' nor a tokenizer.json."""
     return ByteTokenizer() if config.tokenizer == "byte" else HuggingFaceTokenizer(config.tokenizer)
+
+
+def find_tokenizer(config: DataConfig, folder: Path, trained_with: str | None) -> Tokenizer | None:
+    """Return the tokenizer of a run: the file in its folder, else what config.tokenizer names; None where none is left.
+
+    Args:
+      folder: the run folder.
+      trained_with: name of the tokenizer that a checkpoint was trained with, None where it does not say.
+
+    Raises:
+      UserError: the tokenizer that is there now is another one.
+    """
+    if config.tokenizer == "byte":
+        return ByteTokenizer()
+    paths = (folder / FILE, Path(config.tokenizer).expanduser())
+    path = next((path for path in paths if path.exists()), None)
+    found = None if path is None else HuggingFaceTokenizer(str(path))
+    if found is not None and trained_with not in (None, found.name):
+        raise UserError(
+            f"{path} is not the tokenizer that {folder} was trained with ({found.name.split()[-1]}, not "
+            f"{trained_with.split()[-1]}); put that one back at {paths[0]}"
+        )
+    return found

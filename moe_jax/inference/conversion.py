@@ -21,7 +21,7 @@ import numpy as np
 
 from moe_jax.config.run_config import RunConfig, config_differences, config_text
 from moe_jax.data.corpus import DataConfig
-from moe_jax.data.tokenizer import build_tokenizer, check_inside
+from moe_jax.data.tokenizer import FILE, carry_files, check_inside, find_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.families import (
     BACK,
@@ -44,11 +44,6 @@ from moe_jax.observe.run_folder import RunFolder, disk_errors_named, write_atomi
 from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
 from moe_jax.training.feed import padded_vocabulary
 
-TOKENIZER = "tokenizer.json"
-CARRIED = (
-    TOKENIZER, "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "config.json",
-)  # fmt: skip
 # tensors that say nothing: tables that are computed, and a head that is the token table
 NOT_NEEDED = (".rotary_emb.inv_freq",)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -105,8 +100,8 @@ def import_folder(
     assert not by_leaf, f"no leaf is called {next(iter(by_leaf))}"
 
     data = DataConfig()  # bytes, where the checkpoint has no tokenizer
-    if (source / TOKENIZER).exists():
-        data = DataConfig(tokenizer=str(Path(workdir).expanduser().absolute() / TOKENIZER))
+    if (source / FILE).exists():
+        data = DataConfig(tokenizer=str(Path(workdir).expanduser().absolute() / FILE))
     run = RunConfig(model=model, moe=moe, data=data)
     # what differs from the defaults is marked as set in config.gin
     text = config_text(run, bound={binding for binding, *_ in config_differences("", config_text(run))})
@@ -115,7 +110,7 @@ def import_folder(
         host = {"config": text, "parameters_only": True}
         write_params(folder / "checkpoints", leaves, host)
         write_atomically(RunFolder(folder, create=False).config, text)
-        _carry(source, folder)
+        carry_files(source, folder)
     return run
 
 
@@ -170,9 +165,11 @@ def export_folder(
     dtype = dtype or run.model.dtype
     if dtype not in DTYPES:
         raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(DTYPES)}")
-    vocabulary = run.model.vocab_size or padded_vocabulary(build_tokenizer(run.data), run.model)
+    checkpoints = Checkpointer(folder.checkpoints, keep=1)
+    step = checkpoints.choose()
+    tokenizer = find_tokenizer(run.data, folder.path, checkpoints.read_host(step).get("tokenizer"))
+    vocabulary = padded_vocabulary(tokenizer, run.model)
     model = dataclasses.replace(run.model, vocab_size=vocabulary, dtype=dtype)
-    step = Checkpointer(folder.checkpoints, keep=1).choose()
     family = find_export_family(model, run.moe)
     places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
     parts = read_parts(folder.checkpoints, step, [(place.leaf, place.index) for place in places])
@@ -182,9 +179,9 @@ def export_folder(
         named = ((place.name, place.to_tensor(part).astype(of_file)) for place, part, of_file in every)
         write_tensors(out, named, shard_bytes)
         # files to be carried: the run's own, or those of the tokenizer that it was trained with
-        own = (folder.path / TOKENIZER).exists() or run.data.tokenizer == "byte"
+        own = (folder.path / FILE).exists() or run.data.tokenizer == "byte"
         source = folder.path if own else Path(run.data.tokenizer).expanduser().parent
-        _carry(source, out)
+        carry_files(source, out)
         has_keys = check_inside(source, "config.json").exists()
         keys = read_json(source / "config.json") if has_keys else {}
         keys = {key: value for key, value in keys.items() if key in HARMLESS}
@@ -255,13 +252,6 @@ def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]
             shape = (own.config.moe_layers, own.moe.num_experts, *shape[1:])
         found[f"params/{name}"] = shape
     return found
-
-
-def _carry(source: Path, target: Path) -> None:
-    """Copy the files of the tokenizer, of generation, and config.json."""
-    for name in CARRIED:
-        if check_inside(source, name).exists():
-            shutil.copyfile(source / name, target / name)
 
 
 def library() -> Any:

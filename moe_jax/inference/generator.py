@@ -8,7 +8,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import numpy as np
 
 from moe_jax.cluster import Cluster
 from moe_jax.config.run_config import RunConfig
-from moe_jax.data.tokenizer import END_FILES, Tokenizer, build_tokenizer, read_end_ids
+from moe_jax.data.tokenizer import END_FILES, Tokenizer, find_tokenizer, read_end_ids
 from moe_jax.errors import UserError
 from moe_jax.inference.few_tokens import quantize_bank
 from moe_jax.inference.programs import (
@@ -47,7 +46,6 @@ from moe_jax.training.checkpoint import Checkpointer, run_config
 from moe_jax.training.feed import padded_vocabulary
 
 MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
-TOKENIZER = "tokenizer.json"
 
 
 def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:
@@ -99,7 +97,11 @@ def load(
     config, folder = run_config(workdir, bindings), RunFolder(workdir, create=False)
     with contextlib.closing(Checkpointer(folder.checkpoints, keep=1)) as checkpoints:
         step = checkpoints.choose(step)
-        tokenizer = find_tokenizer(config, folder.path)
+        converted = config.model.vocab_size > 0 and (folder.path / END_FILES[-1]).exists()
+        # A conversion of a checkpoint without a tokenizer leaves 'byte', whose ids the model's are not.
+        is_known = config.data.tokenizer != "byte" or not converted
+        name = checkpoints.read_host(step).get("tokenizer")
+        tokenizer = find_tokenizer(config.data, folder.path, name) if is_known else None
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
         abstract = jax.tree.map(
             lambda leaf, spec: leaf.update(sharding=model.roles.sharding(*spec)),
@@ -145,20 +147,6 @@ def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | Non
         zero_stage=0,
         expert_zero_stage=0,
     )
-
-
-def find_tokenizer(config: RunConfig, folder: Path) -> Tokenizer | None:
-    """Return the run's tokenizer, that of its folder where its own path is gone; None where neither is there.
-
-    A conversion of a checkpoint without a tokenizer leaves 'byte' in the config; its vocabulary is not that of bytes.
-    """
-    named, inside = config.data.tokenizer, folder / TOKENIZER
-    if named == "byte":
-        converted = config.model.vocab_size > 0 and (folder / END_FILES[-1]).exists()
-        return None if converted else build_tokenizer(config.data)
-    if os.path.exists(os.path.expanduser(named)):
-        return build_tokenizer(config.data)
-    return build_tokenizer(dataclasses.replace(config.data, tokenizer=str(inside))) if inside.exists() else None
 
 
 def is_matrix(path) -> bool:

@@ -116,6 +116,16 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
         knob = BALANCERS[self.name].decides_again
         return self.when == "after_gate" or (knob is not None and bool(getattr(self.settled(), knob)))
 
+    def check_knobs(self) -> None:
+        """Raise a UserError for a knob that was set and that only other planners read.
+
+        'auto' reads those of all, and 'none' switches planning off, whatever is set.
+        """
+        for field in _KNOBS.keys() - BALANCERS[self.name].knobs.keys() if self.name not in ("auto", "none") else ():
+            if getattr(self, field) != _KNOBS[field][1].default:
+                readers = [planner.name for planner in BALANCERS.values() if field in planner.knobs]
+                self.refuse(field, f"is read by {', '.join(readers)}, not by {self.name!r}; leave it out, or choose it")
+
     def settled(self) -> PlannerConfig:
         """Return the same, each field that was left at None at the planner's own default."""
         own = {**DEFAULTS, **BALANCERS[self.name].defaults}

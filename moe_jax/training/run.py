@@ -17,12 +17,19 @@ import jax.numpy as jnp
 
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.config.train_config import DistillationConfig
+from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, carry_files, find_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.models.counts import parameter_counts
 from moe_jax.observe.lease import Lease
 from moe_jax.observe.metrics_file import summarize_run
 from moe_jax.observe.report import draw_all, has_report, write_report
-from moe_jax.observe.run_folder import RunFolder, environment_record, write_atomically
+from moe_jax.observe.run_folder import (
+    RunFolder,
+    atomic_file,
+    disk_errors_named,
+    environment_record,
+    write_atomically,
+)
 from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.hosts import Hosts
@@ -76,6 +83,7 @@ def run(
         del state
         if hosts.is_main:
             write_atomically(folder.config, config_text)
+            keep_tokenizer(session.feed.tokenizer, folder)
             write_atomically(folder.operative_config, operative_text)
             mesh, node = session.roles.mesh, session.roles.config.devices_per_node
             found = [{"platform": d.platform, "kind": d.device_kind} for d in mesh.devices.flat]
@@ -88,7 +96,7 @@ def run(
         if session.teacher is not None:
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
         counts = {name: past.get(name, 0) for name in ("skipped_steps", "overflowed_updates")}
-        host = {"config": config_text, **counts, "teacher": identity}
+        host = {"config": config_text, **counts, "teacher": identity, "tokenizer": session.feed.tokenizer.name}
         finished = Loop(stepper, host, latest, folder, checkpoints, hosts).run()
         if not finished:
             say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
@@ -113,11 +121,21 @@ def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
     )
 
 
+def keep_tokenizer(tokenizer: Tokenizer, folder: RunFolder) -> None:
+    """Copy a tokenizer's file into a run folder, and those next to it that go with it."""
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.file.resolve() != (folder.path / FILE).resolve():
+        with disk_errors_named(folder.path):
+            carry_files(tokenizer.file.parent, folder.path)
+        with atomic_file(folder.path / FILE) as file:  # last, and as it was read
+            file.write(tokenizer.text)
+
+
 def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str) -> None:
     """Print the held-out loss of the last checkpoint of a run folder, also of parameters alone; errors as of `run`."""
     config = dataclasses.replace(config, distillation=DistillationConfig())  # needs no teacher
     with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints):
-        latest, _ = newest_checkpoint(checkpoints, folder, config_text, evaluates=True)
+        latest, past = newest_checkpoint(checkpoints, folder, config_text, evaluates=True)
+        find_tokenizer(config.data, folder.path, past.get("tokenizer"))  # for its error
         session, _ = start_session(config, hosts)
         if latest is None:
             raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")

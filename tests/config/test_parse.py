@@ -245,3 +245,14 @@ def test_may_differ_names_real_bindings():
         assert pattern.endswith(".*") or pattern in bindings, pattern
     for binding in ("train.seed", "train.batch_size", "MoEConfig.top_k", "DataConfig.path"):
         assert not may_differ(binding)
+
+
+@pytest.mark.parametrize("name, refused", [("pro_prophet", True), ("hecate", False), ("auto", False), ("none", False)])
+def test_a_knob_that_the_planner_does_not_read_is_refused(name, refused):
+    """`auto` reads the knobs of all, and without planning nothing is read."""
+    bindings = ["PlannerConfig.shard_every = 5", f"PlannerConfig.name = {name!r}"]
+    if not refused:
+        assert parse_run_config((), bindings)[0].planner.shard_every == 5
+        return
+    with pytest.raises(UserError, match=r"PlannerConfig.shard_every \(5\) is read by hecate, not by 'pro_prophet'"):
+        parse_run_config((), bindings)

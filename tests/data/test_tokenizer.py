@@ -1,6 +1,7 @@
 """What every tokenizer does, what is special to each, and the command that makes one."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from moe_jax.data.cache import build_cache
 from moe_jax.data.corpus import DataConfig
-from moe_jax.data.tokenizer import ByteTokenizer, build_tokenizer
+from moe_jax.data.tokenizer import ByteTokenizer, build_tokenizer, carry_files, find_tokenizer
 from moe_jax.data.train_tokenizer import train_tokenizer
 from moe_jax.errors import UserError
 
@@ -66,6 +67,23 @@ def word_file(tmp_path):
     }
     (tmp_path / "words.json").write_text(json.dumps({**content, **dict.fromkeys(absent)}))
     return str(tmp_path / "words.json")
+
+
+def test_a_run_takes_the_tokenizer_of_its_folder_and_no_other(word_file, tmp_path):
+    """The named file may change or go; what the run trained with is the copy, and a changed copy is refused."""
+    config, folder = DataConfig(tokenizer=word_file), tmp_path / "run"
+    folder.mkdir()
+    name = build_tokenizer(config).name
+    assert find_tokenizer(config, folder, name).name == name == find_tokenizer(config, folder, None).name
+    carry_files(tmp_path, folder)
+    assert not list(folder.iterdir())  # of the usual names none
+    shutil.move(word_file, folder / "tokenizer.json")
+    assert find_tokenizer(config, folder, name).name == name
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    with pytest.raises(UserError, match=f"is not the tokenizer that {folder} was trained with .*; put that one back"):
+        find_tokenizer(config, folder, name)
+    (folder / "tokenizer.json").unlink()
+    assert find_tokenizer(config, folder, name) is None
 
 
 def test_hugging_face_tokenizer_appends_missing_marks_after_the_largest_id_and_never_truncates(word_file):

@@ -317,6 +317,8 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     assert run(config, text, text, Hosts(), workdir=str(tmp_path / "run"), init_from=str(made))
     said = capsys.readouterr().out
     assert f"starting from the parameters of {made}, step 0" in said
+    for name in ("tokenizer.json", "config.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (made / name).read_bytes()
     cache = build_cache(config.data)
     assert cache.ends.size == DOCUMENTS and np.flatnonzero(cache.tokens == 2).tolist() == (cache.ends - 1).tolist()
     export_folder(tmp_path / "run", tmp_path / "back", dtype="float16")

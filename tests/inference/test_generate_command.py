@@ -11,12 +11,8 @@ from support.generation_cases import recorded_logits
 from support.ports import free_port
 from support.tiny_run import finish, run_here, start
 
-from moe_jax.config.run_config import RunConfig
-from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.inference import Sampling, load
-from moe_jax.inference.generator import find_tokenizer
-from moe_jax.models import ModelConfig
 
 GREEDY = Sampling(temperature=0)
 BFLOAT16 = ["ModelConfig.dtype = 'bfloat16'", "MoEConfig.top_k = 8"]  # all experts, so no rounding changes a choice
@@ -72,19 +68,14 @@ def test_bfloat16_decodes_what_it_would_compute_anew(workdir):
     assert np.max(np.abs(anew - decoded)) < 0.05 * np.max(np.abs(decoded))
 
 
-def test_files_next_to_the_run(workdir, tmp_path):
-    """A tokenizer that is gone is looked for in the run folder; a conversion may have none; files name the ends."""
-
-    def found(tokenizer, vocab_size=0):
-        model = ModelConfig(vocab_size=vocab_size)
-        return find_tokenizer(RunConfig(data=DataConfig(tokenizer=tokenizer), model=model), tmp_path)
-
-    assert found("byte").name == "byte" and found(str(tmp_path / "gone.json")) is None
-    (tmp_path / "config.json").write_text("{}")
-    assert found("byte", 512) is None and found("byte").name == "byte"
+def test_files_next_to_the_run(workdir):
+    """Files name the ends; the 'byte' of a conversion without a tokenizer is none."""
     for name, text, ends in (("config", "7", (7,)), ("generation_config", "[5, 6]", (5, 6))):
         (workdir / f"{name}.json").write_text(f'{{"eos_token_id": {text}}}')
         assert load(workdir, **ONE).end_ids == ends
+    assert load(workdir, **ONE).tokenizer.name == "byte"
+    bound = [*ONE["bindings"], "ModelConfig.vocab_size = 384"]
+    assert load(workdir, **ONE | {"bindings": bound}).tokenizer is None
     for name in ("config", "generation_config"):
         (workdir / f"{name}.json").unlink()
 
@@ -135,12 +126,20 @@ def started(workdir, folder, *flags):
 
 def test_command_writes_json_and_refuses(workdir, many, tmp_path):
     asked = started(workdir, tmp_path)
-    empty = start([sys.executable, "-m", "moe_jax.generate", f"--workdir={workdir}", "--host_devices=2", "--prompt="])
+    common = [sys.executable, "-m", "moe_jax.generate", f"--workdir={workdir}", "--host_devices=2"]
+    empty = start([*common, "--prompt="])
+    long = start([*common, "--prompt=12", "--prompt=7", "--max_new_tokens=99", "--temperature=0", "--ignore_eos"])
     code, text, errors = finish(asked)
     assert code == 0, errors
     found, want = json.loads((tmp_path / "out.json").read_text()), many.generate([[49, 50], [55]], 5, GREEDY)
     assert found == {name: getattr(want, name) for name in ("prompt_ids", "token_ids", "text", "stopped")}
     assert text == f"{want.text[0]}\n---\n{want.text[1]}\n"
+    code, text, errors = finish(long)
+    new = many.generate(["12", "7"], 99, GREEDY, ignore_eos=True).text
+    assert code == 0 and text == f"12{new[0]}\n---\n7{new[1]}\n"
+    assert [f"prompt {index} ends at the model's length, {many.longest} tokens" in errors for index in (0, 1)] == [
+        True
+    ] * 2
     code, _, errors = finish(empty)
     assert code == 2 and errors.strip().splitlines()[-1].startswith("error: prompt 0 is empty")
 

@@ -58,7 +58,8 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
     counts = (2, EXPERTS) if segments else (EXPERTS,)
     roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard], experts=counts)
     sizes = {"layers": 3 if segments else LAYERS, "model_dim": 32, "heads": 4, "hidden_dim": 32, "max_length": 32}
-    planner = {"replica_slots": 2, "overlap_degree": 4, "interval": 1, "calibrate": False, **planner}
+    own = {"calibrate": False} if planner.get("name") in ("hecate", "auto") else {}
+    planner = {"replica_slots": 2, "overlap_degree": 4, "interval": 1, **own, **planner}
     config = RunConfig(
         train=TrainConfig(batch_size=8),
         data=DataConfig(sequence_length=32),
@@ -220,7 +221,10 @@ def test_plan_of_another_mesh_is_left_out_and_named():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"name": "smartmoe", "cluster": FLAT}, "plan: PlannerConfig.name was 'hecate' and is 'smartmoe'; homes"),
+        (
+            {"name": "smartmoe", "cluster": FLAT, "shard_every": None},
+            "plan: PlannerConfig.name was 'hecate' and is 'smartmoe'; homes",
+        ),
         ({"materialize": False}, "plan: PlannerConfig.materialize was True and is False"),
         ({"transfer": "by_node"}, "plan: PlannerConfig.transfer was 'flat' and is 'by_node'"),
     ],
