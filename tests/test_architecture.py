@@ -42,7 +42,7 @@ BELOW = {
 }
 MOE_PARTS = ("routing", "permute")  # what the layer and the routers are built from
 MOE_TOP = ("build", "flax_layer")  # modules of `moe` that know of all schedules; the rest is the layer itself
-FOUNDATION = ("errors", "shipped")  # modules that every package may import, and that import none
+FOUNDATION = ("errors", "plugins", "shipped")  # modules that every package may import, and that import none
 PACKAGES = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py"))[1:]
 HOST_PACKAGES = ("cluster", "planning")
 BY_TEXT = ("import_module", "__import__", "resolve_name", "run_module")

@@ -1,7 +1,7 @@
 """A command: its flags, `--help`, and its end: an error that users can fix is one line and an exit code.
 
-Inputs: the arguments of a command line. Outputs: absl's flags, set, and the exit code. Nothing else is imported, so
-that a command can still choose its devices afterwards.
+Inputs: the arguments of a command line. Outputs: absl's flags, set, the plugins that they name, and the exit code.
+Nothing else is imported, so that a command can still choose its devices afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from absl import flags
 
+from moe_jax import plugins
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
 BROKEN_PIPE = 141  # as shells say it of SIGPIPE
@@ -92,6 +93,8 @@ def parse_flags(argv: list[str], command: str, flag: str) -> None:
     Raises:
       UserError: for an unknown flag, a wrong value, or arguments that are no flags.
     """
+    if "plugin" not in flags.FLAGS:
+        flags.DEFINE_multi_string("plugin", [], "Package with planners.py, routers.py or schedules.py; may repeat.")
     words = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
     if any(word in HELP + HELP_FULL for word in words):
         about = (sys.modules["__main__"].__doc__ or f"python -m {command}").strip()
@@ -105,3 +108,4 @@ def parse_flags(argv: list[str], command: str, flag: str) -> None:
         raise UserError(f"{str(error).splitlines()[0]}; python -m {command} --help lists all flags") from None
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is no flag; did you mean --{flag}={rest[1]}?")
+    plugins.choose(flags.FLAGS["plugin"].value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moe_jax import plugins
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import COMPUTE, DTYPES, E4M3, bytes_of_row
 from moe_jax.moe.routers import find, router_knobs
@@ -11,7 +12,7 @@ from moe_jax.moe.routers.options import RouterOptions
 from moe_jax.parallel.exchange import TRANSPORTS
 
 RESIDUALS = ("sum", "learned")
-_KNOBS = router_knobs()
+_KNOBS = (*router_knobs(), *(knobs for module in plugins.load("knobs") for knobs in module.KNOBS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

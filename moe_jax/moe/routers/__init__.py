@@ -3,9 +3,13 @@
 import importlib
 import pkgutil
 
+from moe_jax import plugins
+
 # Every file is imported, so that one which declares a router is known by being there.
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+
+plugins.load("routers")
 
 from moe_jax.moe.routers.contract import (  # noqa: E402
     Router,
