@@ -13,6 +13,9 @@ from moe_jax.errors import UserError
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
+_OVERRIDE = flags.DEFINE_multi_string(
+    "override", [], "Binding that a started run goes on with, such as 'train.learning_rate = 1e-4'; may repeat."
+)
 _GIN_PATHS = flags.DEFINE_multi_string(
     "gin_search_paths", [], "Folder in which config files are looked for; may repeat."
 )
@@ -46,9 +49,10 @@ def command(argv: list[str]) -> int:
     parse_flags(argv, "moe_jax.train", "gin_file")
     logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
     from moe_jax.config.gin_files import parse_run_config
-    from moe_jax.config.run_config import bound_in
+    from moe_jax.config.run_config import bound_in, overridden
 
-    config, config_text, operative_text = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
+    changed, bindings = overridden(_OVERRIDE.value), [*_GIN_BINDINGS.value, *_OVERRIDE.value]
+    config, config_text, operative_text = parse_run_config(_GIN_FILES.value, bindings, _GIN_PATHS.value)
     if _DRY_RUN.value:
         from moe_jax.analysis.dry_run import dry_run
 
@@ -78,7 +82,7 @@ def command(argv: list[str]) -> int:
         if _EVAL_ONLY.value:
             evaluate_run(config, config_text, hosts, _WORKDIR.value)
             return 0
-        start = {"init_from": _INIT_FROM.value, "init_from_ema": _INIT_FROM_EMA.value}
+        start = {"init_from": _INIT_FROM.value, "init_from_ema": _INIT_FROM_EMA.value, "changed": changed}
         finished = run(config, config_text, operative_text, hosts, workdir=_WORKDIR.value, **start)
     return 0 if finished else _PREEMPT_EXIT_CODE.value
 

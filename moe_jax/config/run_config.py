@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from moe_jax.config.train_config import DistillationConfig, TrainConfig
@@ -40,6 +40,12 @@ MAY_DIFFER = (
     "train.optimistic", "train.deterministic", "train.zero_stage", "train.expert_zero_stage",
     "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every", "train.evaluate_windows",
     "train.loads_every", "train.log_every", "train.profile_steps",
+)  # fmt: skip
+# Bindings that --override may change besides, at a resume: the optimizer's state goes on.
+OVERRIDABLE = (
+    "train.learning_rate", "train.learning_rate_schedule", "train.warmup_steps", "train.final_learning_rate",
+    "train.decay_shape", "train.batch_size", "train.grad_accum_steps", "train.weight_decay", "train.clip_norm",
+    "DataConfig.path", "DataConfig.field",
 )  # fmt: skip
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
@@ -114,23 +120,38 @@ def may_differ(binding: str) -> bool:
     return any(fnmatch.fnmatchcase(binding, pattern) for pattern in MAY_DIFFER)
 
 
-def check_resumable(old_text: str, new_text: str, workdir: str = "") -> None:
+def overridden(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the bindings that lines of --override set; a UserError for one that a run cannot change."""
+    names = tuple(line.partition("=")[0].strip() for line in lines)
+    for line, name in zip(lines, names, strict=True):
+        if name not in OVERRIDABLE:
+            raise UserError(
+                f"--override={line!r} cannot be: a started run may change {', '.join(OVERRIDABLE)}, and by "
+                "--gin_bindings what does not change its numbers"
+            )
+    return names
+
+
+def check_resumable(old_text: str, new_text: str, workdir: str = "", changed: Collection[str] = ()) -> None:
     """Raise UserError where a started run may not go on; it names each binding that differs with both values.
 
     Args:
       old_text: config text of the folder or checkpoint.
       new_text: config text of this command.
       workdir: the run folder as the user named it, for the message.
+      changed: bindings that were changed on purpose.
     """
     differences = config_differences(old_text, new_text)
-    listed = "; ".join(f"{name} was {old} and is {new} now" for name, old, new in differences if not may_differ(name))
+    kept = [entry for entry in differences if not may_differ(entry[0]) and entry[0] not in changed]
+    listed = "; ".join(f"{name} was {old} and is {new} now" for name, old, new in kept)
     if not listed:
         return
     raise UserError(
         f"{workdir or 'the work folder'} holds a run with another config: {listed}. To resume or evaluate it, set "
-        f"these back (--gin_file={workdir or 'DIR'}/config.gin does); else name another --workdir, or start a "
-        f"new run from its parameters with --init_from={workdir or 'DIR'}. Mesh, schedule, planner, step count, how "
-        "it is compiled and what is written down may differ"
+        f"these back (--gin_file={workdir or 'DIR'}/config.gin does); change rates, batch size or text on purpose with "
+        f"--override; else name another --workdir, or start a new run from its parameters with "
+        f"--init_from={workdir or 'DIR'}. Mesh, schedule, planner, step count, how it is compiled and what is written "
+        "down may differ"
     )
 
 

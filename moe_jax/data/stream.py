@@ -4,13 +4,13 @@ Windows are int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Do
 """
 
 # Windows lie Sq apart and share one token, so each token is a target once an epoch, but for the first and the fewer
-# than Sq that fill no window at the end. Nothing here is state: a batch is a function of (corpus, sequence_length,
-# batch_size, seed, step), so the order cannot depend on hosts, devices or threads, and a resumed run needs its step
-# only.
+# than Sq that fill no window at the end. A batch is a function of (corpus, sequence_length, batch_size, seed, step), so
+# the order cannot depend on hosts, devices or threads, and a resumed run needs its step only; one whose batch size or
+# text was changed on the way also needs how many windows were read before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -78,8 +78,8 @@ class TokenStream:
     """Give the batch of any step, in an order shuffled anew each epoch.
 
     Row r of step s is window number s B + r of an endless sequence of epochs, so a batch (B rows over all hosts) may
-    cross from one epoch into the next and may be larger than the corpus. A UserError where the training part is shorter
-    than one window.
+    cross from one epoch into the next and may be larger than the corpus. After `resume` with another B it goes on from
+    the window after the last one read. A UserError where the training part is shorter than one window.
     """
 
     def __init__(self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int):
@@ -96,11 +96,12 @@ class TokenStream:
         self.seed = seed
         self._span = span
         self._content = cache.meta.content
+        self._before = 0  # windows that were read before the step 0 that these sizes would have had
 
     def batch(self, step: int, rows: slice | np.ndarray | None = None) -> np.ndarray:
         """Return rows of a step (from 0), int32 [b, Sq + 1]: those of the B global ones that `rows` picks, or all."""
         row = np.arange(self.batch_size, dtype=np.int64)[slice(None) if rows is None else rows]
-        epoch, place = np.divmod(step * self.batch_size + row, self.windows)
+        epoch, place = np.divmod(self._before + step * self.batch_size + row, self.windows)
         window = shuffled(place, self.windows, _ORDER, self.seed, epoch)
         out = np.empty((row.size, self.sequence_length + 1), np.int32)
         for i, start in enumerate((window * self.sequence_length).tolist()):
@@ -109,17 +110,27 @@ class TokenStream:
 
     def position(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint keeps about the data before `step`: plain values, for JSON."""
+        read = self._before + step * self.batch_size
         return {
             "step": step,
-            "epoch": step * self.batch_size // self.windows,
+            "epoch": read // self.windows,
+            "windows_read": read,
             "content": self._content,
             "sequence_length": self.sequence_length,
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
 
-    def check_position(self, saved: dict[str, Any]):
-        """Refuse to go on from a checkpoint whose next batch would be another one."""
+    def resume(self, saved: dict[str, Any], changed: Collection[str] = ()) -> None:
+        """Go on after the windows that a checkpoint's run has read, or in other text from its first window.
+
+        Args:
+          saved: what `position` returned.
+          changed: bindings that were changed on purpose.
+
+        Raises:
+          UserError: the next batch would be another one, and not on purpose.
+        """
         bindings = {
             "content": "DataConfig.path or DataConfig.tokenizer (hash of the tokens)",
             "sequence_length": "DataConfig.sequence_length",
@@ -127,12 +138,15 @@ class TokenStream:
             "seed": "train.seed",
         }
         now = self.position(0)
+        other_text = saved.get("content") != now["content"]
         for key, binding in bindings.items():
-            if saved.get(key) != now[key]:
+            if saved.get(key) != now[key] and not any(name in binding for name in changed):
                 raise UserError(
                     f"{binding} was {saved.get(key)} in the checkpoint and is {now[key]} now, so the data would not "
                     "go on where it stopped; set it back, or start a new run with --init_from"
                 )
+        read = saved.get("windows_read", saved["step"] * saved["batch_size"])
+        self._before = (0 if other_text else read) - saved["step"] * self.batch_size
 
 
 def held_out_batches(

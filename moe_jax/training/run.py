@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def say(hosts: Hosts, text: str):
 
 def run(
     config: RunConfig, config_text: str, operative_text: str, hosts: Hosts, *, workdir: str, init_from: str = "",
-    init_from_ema: bool = False,
+    init_from_ema: bool = False, changed: Collection[str] = (),
 ) -> bool:  # fmt: skip
     """Train to the last step of the config; return False if a signal stopped the run before it, else True.
 
@@ -59,6 +59,7 @@ def run(
       workdir: the run folder.
       init_from: run folder whose parameters a new run starts from, or ''.
       init_from_ema: start from the moving average of that run's parameters instead.
+      changed: bindings that a started run goes on with another value of, as --override asks.
 
     Raises:
       UserError: a folder of another config, a checkpoint of another model, data that cannot be read, and the like.
@@ -67,7 +68,7 @@ def run(
     with open_run(config, config_text, hosts, workdir) as (folder, checkpoints):
         latest = state = None
         while state is None:  # until a checkpoint proves whole
-            latest, past = newest_checkpoint(checkpoints, folder, config_text, below=latest)
+            latest, past = newest_checkpoint(checkpoints, folder, config_text, latest, changed=changed)
             if latest is not None and latest >= config.train.steps:
                 say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
                 if hosts.is_main and not has_report(folder):
@@ -78,7 +79,7 @@ def run(
             say(hosts, banner(session, folder, latest))
             engine = build_engine(session)
             # the stepper alone holds the state: a step donates it
-            state = starting_state(session, checkpoints, latest, hosts, init_from, init_from_ema, engine)
+            state = starting_state(session, checkpoints, latest, hosts, init_from, init_from_ema, engine, changed)
         stepper = Stepper(session, state, engine, overflows=past.get("overflows"))
         del state
         if hosts.is_main:
@@ -97,6 +98,9 @@ def run(
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
         counts = {name: past.get(name, 0) for name in ("skipped_steps", "overflowed_updates")}
         host = {"config": config_text, **counts, "teacher": identity, "tokenizer": session.feed.tokenizer.name}
+        host["changes"] = past.get("changes", []) + changes_since(past, config_text, changed, latest)
+        for change in host["changes"]:
+            say(hosts, "from step {step} on: {binding} is {is}, and was {was}".format(**change))
         finished = Loop(stepper, host, latest, folder, checkpoints, hosts).run()
         if not finished:
             say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
@@ -119,6 +123,16 @@ def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
         f"run     {folder.path}, step {latest or 0} of {train.steps}, {train.batch_size} sequences of "
         f"{config.data.sequence_length} tokens each; compiling the step"
     )
+
+
+def changes_since(past: dict, config_text: str, changed: Collection[str], step: int | None) -> list[dict]:
+    """Return a record of each binding of `changed` that differs from the checkpoint with host data `past`."""
+    differences = config_differences(past["config"], config_text) if past else ()
+    return [
+        {"step": step, "binding": binding, "was": old, "is": new}
+        for binding, old, new in differences
+        if binding in changed
+    ]
 
 
 def keep_tokenizer(tokenizer: Tokenizer, folder: RunFolder) -> None:
@@ -182,8 +196,9 @@ def open_run(
 
 
 def newest_checkpoint(
-    checkpoints: Checkpointer, folder: RunFolder, config_text: str, below: int | None = None, evaluates: bool = False
-) -> tuple[int | None, dict]:
+    checkpoints: Checkpointer, folder: RunFolder, config_text: str, below: int | None = None, evaluates: bool = False,
+    changed: Collection[str] = (),
+) -> tuple[int | None, dict]:  # fmt: skip
     """Return the step of the newest checkpoint, None before the first, and its host data, which fits the config.
 
     Args:
@@ -208,7 +223,7 @@ def newest_checkpoint(
             for text in (held, config_text)
         )
     if held is not None:
-        check_resumable(held, config_text, str(folder.path))
+        check_resumable(held, config_text, str(folder.path), changed)
     return latest, past
 
 
@@ -243,7 +258,7 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
 
 def starting_state(
     session: Session, checkpoints: Checkpointer, latest: int | None, hosts: Hosts, init_from: str = "",
-    init_from_ema: bool = False, engine: RejitEngine | None = None,
+    init_from_ema: bool = False, engine: RejitEngine | None = None, changed: Collection[str] = (),
 ) -> dict | None:  # fmt: skip
     """Return the state to go on from: the last checkpoint, another run's parameters, or a fresh one.
 
@@ -265,7 +280,7 @@ def starting_state(
             say(hosts, f"{found}; the one before it is taken")
             return None
         checkpoints.set_aside(latest)
-        session.feed.stream.check_position(host["data"])
+        session.feed.stream.resume(host["data"], changed)
         decay = session.config.train.ema_decay
         if decay and "ema" not in state:
             start = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=session.state_shardings.state["ema"])

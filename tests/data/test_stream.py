@@ -103,14 +103,34 @@ def test_position_is_checked_on_resume(small, tmp_path):
 
     saved = stream().position(5)
     assert (saved["step"], saved["epoch"]) == (5, 3)  # 10 rows, 3 windows an epoch
-    stream().check_position(saved)
+    stream().resume(saved)
     for other, words in (
         (stream(seed=1), r"train.seed was 0 in the checkpoint and is 1 now"),
         (stream(batch_size=4), r"train.batch_size was 2 in the checkpoint and is 4 now"),
         (stream(corpus(tmp_path, "abcdefghijkl", 0.2)), r"DataConfig.path or DataConfig.tokenizer \(hash of the tok"),
     ):
         with pytest.raises(UserError, match=words):
-            other.check_position(saved)
+            other.resume(saved)
+
+
+def test_no_window_is_skipped_or_read_twice_after_a_change_of_the_batch(small, tmp_path):
+    """Rows of steps 0 to 2 by twos, 3 and 4 by threes, 5 and on by twos are the endless order; another text begins."""
+
+    def stream(batch_size, cache=small):
+        return TokenStream(cache, sequence_length=3, batch_size=batch_size, seed=0)
+
+    want = np.concatenate([stream(1).batch(step) for step in range(18)])
+    first, second, third = stream(2), stream(3), stream(2)
+    second.resume(first.position(3), ["train.batch_size"])
+    third.resume(second.position(5), ["train.batch_size"])
+    again = stream(2)
+    again.resume(third.position(6))
+    steps = [(first, 0), (first, 1), (first, 2), (second, 3), (second, 4), (third, 5), (again, 6), (again, 7)]
+    np.testing.assert_array_equal(np.concatenate([part.batch(step) for part, step in steps]), want)
+    other = stream(3, corpus(tmp_path, "abcdefghijkl", 0.2))
+    fresh = other.batch(0)
+    other.resume(again.position(8), ["train.batch_size", "DataConfig.path"])
+    np.testing.assert_array_equal(other.batch(8), fresh)
 
 
 def test_held_out_batches_count_each_target_once(eight_held_out):

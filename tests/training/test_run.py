@@ -1,6 +1,7 @@
 """A run from its folder to its last line: new, resumed, finished, evaluated, started from another, refused."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ import pytest
 from support.tiny_run import assert_same_run, evaluate_here, run_here
 
 from moe_jax.analysis.replay_inputs import build_inputs
+from moe_jax.config.run_config import overridden
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.training import step
+from moe_jax.training.checkpoint import Checkpointer
 
 EMA = "train.ema_decay = 0.75"
 
@@ -88,6 +91,27 @@ def test_eval_only_gives_the_last_evaluation_also_of_averaged_parameters(finishe
     evaluate_here(finished, finished / "work", EMA)
     shown = f"{last['held_out_loss']:.4f}, {last['held_out_loss_ema']:.4f} with averaged parameters"
     assert f"step 6: held-out loss {shown}" in capsys.readouterr().out
+
+
+def test_a_rate_and_a_batch_are_changed_on_the_way(finished, tmp_path, capsys):
+    """The optimizer's state goes on, the data after the last window read, and the run says what was changed when."""
+    work = tmp_path / "work"
+    shutil.copytree(finished / "work", work)
+    changes = ("train.batch_size = 16", "train.learning_rate = 0.001")
+    names = overridden(changes)
+    with pytest.raises(UserError, match="train.batch_size was 8 and is 16 now; .* change .* with --override"):
+        run_here(finished, work, EMA, "train.steps = 8", *changes)
+    assert run_here(finished, work, EMA, "train.steps = 8", *changes, changed=names)
+    assert "from step 6 on: train.learning_rate is 0.001, and was 0.003" in capsys.readouterr().out
+    before, host = read_metrics(finished / "work"), Checkpointer(work / "checkpoints", keep=1).read_host(8)
+    assert read_metrics(work)[:6] == before and read_metrics(work)[-1]["learning_rate"] < 1e-3
+    assert host["data"]["windows_read"] == 6 * 8 + 2 * 16
+    assert [(change["step"], change["binding"], change["is"]) for change in host["changes"]] == [
+        (6, "train.batch_size", "16"), (6, "train.learning_rate", "0.001")
+    ]  # fmt: skip
+    assert run_here(finished, work, EMA, "train.steps = 8", *changes, changed=names)  # the same command: finished
+    with pytest.raises(UserError, match="--override='ModelConfig.layers = 1' cannot be: a started run may change "):
+        overridden(["ModelConfig.layers = 1"])
 
 
 @pytest.mark.parametrize(("average", "word"), [(False, "parameters"), (True, "averaged parameters")])
