@@ -12,8 +12,6 @@ is one line, exit code 2.
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
 import pathlib
 
 from absl import flags
@@ -66,16 +64,10 @@ def command(argv: list[str]) -> None:
             write_points(points, cluster, out.with_suffix(".csv"))
             r2 = {name: fit.r2 for name, fit in cluster.fits if fit.r2 is not None}
             least = min(r2, key=lambda name: r2[name])
-            answer = {
-                "out": str(out),
-                "fits": len(r2),
-                "least_r2": [least, round(r2[least], 4)],
-                "below_0.98": sorted(name for name, value in r2.items() if value < 0.98),
-                "devices": cluster.devices,
-                "device": cluster.device,
-                "date": datetime.date.today().isoformat(),
-            }
-            print(json.dumps(answer), flush=True)
+            print(
+                f"{out}: {len(r2)} fits of seconds over bytes or FLOPs; the least R^2 is {r2[least]:.4f}, of {least}; "
+                f"below 0.98: {', '.join(name for name, value in r2.items() if value < 0.98) or 'none'}"
+            )
 
 
 if __name__ == "__main__":

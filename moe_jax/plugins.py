@@ -25,6 +25,8 @@ def choose(names: Sequence[str]) -> None:
     Raises:
       UserError: one cannot be found, or what it adds to was imported already.
     """
+    if names and list(names) == _chosen:
+        return
     if names and "moe_jax.planning" in sys.modules:
         raise UserError(
             f"plugin {names[0]!r} comes too late: choose plugins before other parts of moe_jax are imported"
@@ -37,6 +39,13 @@ def choose(names: Sequence[str]) -> None:
             files = ", ".join(f"{kind}.py" for kind in KINDS)
             raise UserError(f"--plugin={name} has none of the files {files}; add one to that folder")
     _chosen[:] = names
+
+
+def named_in(argv: Sequence[str]) -> list[str]:
+    """Return the plugins that a command line names, for a command whose flags are made of their knobs."""
+    words = (*argv, "")
+    given = [word.partition("=") for word in words]
+    return [value or after for (flag, _, value), after in zip(given, words[1:], strict=False) if flag == "--plugin"]
 
 
 def load(kind: str) -> list[ModuleType]:

@@ -7,7 +7,8 @@
 RUN is a run folder: its loads.npz says M, F, dtype, mesh, devices of a node and the cluster that the run named, so no
 other flag is needed; one that is given wins. Where the run named no cluster every device gets a link of 3 GB/s and
 30 TFLOP/s, which is printed. A trace file without these figures needs --cluster.
-Prints a table and, last, one JSON line; writes it and the pictures to --out. A user's mistake is one line, exit code 2.
+Prints a table with its legend; --out gets all figures (replay.json) and pictures. A user's mistake is one line, exit
+code 2.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ import typing
 
 from absl import flags
 
-from moe_jax.analysis import replay_inputs as inputs
-from moe_jax.analysis import replay_report as report
-from moe_jax.analysis import simulate
+from moe_jax import plugins
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
-from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.balancer import BALANCERS, build_planner
-from moe_jax.planning.config import PREDICTORS, PlannerConfig
-from moe_jax.planning.cost import FORMS, PRICES, Cost
-from moe_jax.planning.placement import Placement
+
+plugins.choose(plugins.named_in(sys.argv))  # before planners, whose knobs are flags here, are imported
+
+from moe_jax.analysis import replay_inputs as inputs  # noqa: E402
+from moe_jax.analysis import replay_report as report  # noqa: E402
+from moe_jax.analysis import simulate  # noqa: E402
+from moe_jax.parallel.transfer_shape import TransferShape  # noqa: E402
+from moe_jax.planning.balancer import BALANCERS, build_planner  # noqa: E402
+from moe_jax.planning.config import PREDICTORS, PlannerConfig  # noqa: E402
+from moe_jax.planning.cost import FORMS, PRICES, Cost  # noqa: E402
+from moe_jax.planning.placement import Placement  # noqa: E402
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string(
@@ -180,12 +185,11 @@ def replay() -> dict:
 
 
 def command(argv: list[str]) -> None:
-    """Carry out the command line; the last line that it prints is the answer, as JSON."""
+    """Carry out the command line."""
     parse_flags(argv, "moe_jax.replay", "trace")
-    line = json.dumps(replay())
+    answer = replay()
     if FLAGS.out is not None:
-        (pathlib.Path(FLAGS.out) / "replay.json").write_text(line + "\n", encoding="utf-8")
-    print(line)
+        (pathlib.Path(FLAGS.out) / "replay.json").write_text(json.dumps(answer) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

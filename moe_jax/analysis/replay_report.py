@@ -154,39 +154,24 @@ def _sent(records: Records) -> dict:
     return found
 
 
+# title, key of a summary, what it is multiplied by, what it says
+COLUMNS = (
+    ("load", "max_over_mean", 1.0, "tokens of the fullest device over the mean, mean of layers and samples"),
+    ("layer ms", "layer_seconds", 1e3, "one MoE layer, forward and backward, modelled"),
+    ("over EP", "speedup_over_ep", 1.0, "speed-up of the layer over plain expert parallelism"),
+    ("moved GB", "bytes_moved", 1e-9, "parameters, gradients and states of experts sent in a step, all layers"),
+    ("plan us", "planner_us_per_layer", 1.0, "search for one layer's plan on this host, not part of the layer"),
+)
+
+
 def table(summaries: dict[str, dict]) -> str:
-    """Return a table of the main columns, one planner a line."""
-    columns = (
-        ("max/mean", "max_over_mean"),
-        ("p95", "max_over_mean_p95"),
-        ("from 10", "max_over_mean_from_10"),
-        ("RB", "rb"),
-        ("replicas/dev", "replicas_per_device"),
-        ("sent", "sent_experts"),
-        ("across", "sent_experts_across"),
-        ("received", "received_experts"),
-        ("least", "sent_experts_least"),
-        ("form", "transfer_form"),
-        ("hiding", "hiding"),
-        ("lambda", "lambda"),
-        ("GB moved", "bytes_moved"),
-        ("layer ms", "layer_seconds"),
-        ("over EP", "speedup_over_ep"),
-        ("orig. ms", "original_seconds_per_layer"),
-        ("plan us", "planner_us_per_layer"),
-        ("shapes", "shape_changes"),
-    )
-    scale = {"bytes_moved": 1e-9, "layer_seconds": 1e3, "original_seconds_per_layer": 1e3}
-    widths = [max(13 if key == "hiding" else 11, len(title) + 2) for title, key in columns]
-    lines = ["planner".ljust(30) + "".join(title.rjust(w) for (title, _), w in zip(columns, widths, strict=True))]
+    """Return a table of the main figures, one planner a line, and what its columns are."""
+    width = max(map(len, summaries), default=0) + 2
+    lines = ["planner".ljust(width) + "".join(title.rjust(11) for title, *_ in COLUMNS)]
     for name, summary in summaries.items():
-        cells = []
-        for (_, key), width in zip(columns, widths, strict=True):
-            value = summary.get(key)
-            text = value if isinstance(value, str) else None if value is None else f"{value * scale.get(key, 1):.4g}"
-            cells.append((text or "-").rjust(width))
-        lines.append(name.ljust(30) + "".join(cells))
-    return "\n".join(lines)
+        cells = ("-" if summary[key] is None else f"{summary[key] * scale:.4g}" for _, key, scale, _ in COLUMNS)
+        lines.append(name.ljust(width) + "".join(cell.rjust(11) for cell in cells))
+    return "\n".join([*lines, "", *(f"{title:10}{what}" for title, _, _, what in COLUMNS)])
 
 
 def plot_layer(records: Records, layer: int, folder: pathlib.Path) -> None:

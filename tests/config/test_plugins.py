@@ -70,13 +70,13 @@ SMALL = ("ModelConfig.layers = 1", "ModelConfig.model_dim = 32", "ModelConfig.he
 def started(tmp_path):
     """Return what starts the training command in a folder that holds the plugin `mine`, with other files of it."""
 
-    def run(*words, bindings=(), **files):
+    def run(*words, bindings=(), module="moe_jax.train", **files):
         folder = tmp_path / "mine"
         folder.mkdir(exist_ok=True)
         for name, text in (FILES | files).items():
             (folder / f"{name}.py").write_text(text)
-        given = [f"--gin_bindings={binding}" for binding in (*SMALL, *bindings)]
-        command = [sys.executable, "-m", "moe_jax.train", "--host_devices=2", *words, *given]
+        given = ["--host_devices=2", *(f"--gin_bindings={binding}" for binding in (*SMALL, *bindings))]
+        command = [sys.executable, "-m", module, *words, *(given if module == "moe_jax.train" else ())]
         environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
 
@@ -92,6 +92,13 @@ def test_a_run_trains_with_a_router_a_planner_and_a_schedule_of_a_plugin(started
     done = started("--plugin=mine", f"--workdir={tmp_path / 'run'}", bindings=(*MINE, "DataConfig.path = 'text.txt'"))
     assert done.returncode == 0 and "schedule plain, planner still" in done.stdout, done.stderr
     assert "MoEConfig.my_factor = 2.0  # set" in (tmp_path / "run" / "config.gin").read_text()
+
+
+def test_a_planner_of_a_plugin_is_replayed(started, tmp_path):
+    trace = f"--trace={ROOT / 'configs/trace/top_1.npz'}"
+    cluster = (f"--cluster={ROOT / 'configs/cluster/hpwnv.gin'}", "--nodes=8", "--every=10")
+    done = started("--plugin=mine", trace, *cluster, "--planners=none,still", "--patience=5", module="moe_jax.replay")
+    assert done.returncode == 0 and "\nstill " in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,16 @@ def trace_flags(tmp_path):
     return f"--trace={tmp_path / 'loads.npz'}", f"--cluster={FLAT}"
 
 
-def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path, capsys):
+def test_cli_prints_a_table_and_writes_figures_and_pictures(tmp_path, capsys):
     out, names = tmp_path / "out", ["balanced", "fastermoe_after_gate"]
     sizes = "--nodes=2", "--devices_per_node=2"
     lines = replayed(capsys, *trace_flags(tmp_path), f"--planners={','.join(names)}", *sizes, f"--out={out}")
-    answer = json.loads(lines[-1])
-    assert json.loads((out / "replay.json").read_text()) == answer and list(answer["planners"]) == names
+    answer = json.loads((out / "replay.json").read_text())
+    assert list(answer["planners"]) == names
+    start = lines.index(next(line for line in lines if line.startswith("planner ")))
+    layer = 1e3 * answer["planners"][names[1]]["layer_seconds"]
+    assert lines[start].split() == ["planner", "load", "layer", "ms", "over", "EP", "moved", "GB", "plan", "us"]
+    assert lines[start + 2].split()[:3:2] == [names[1], f"{layer:.4g}"] and lines[-1].startswith("plan us   search for")
     for name in names:
         assert any(line.startswith(name) for line in lines)
         assert (out / f"device_load_{name}.png").exists() and (out / f"replicas_{name}.png").exists()
@@ -80,8 +84,8 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, capsys):
     assert again.loads.dtype == np.int64 and again.iterations.tolist() == [0, 1, 2, 3]
     names = ["fastermoe_after_gate", "pro_prophet", "balanced"]
     cluster = f"--cluster={ROOT / 'docs/bench/cluster_lab.json'}"
-    lines = replayed(capsys, f"--trace={tmp_path / 'loads.npz'}", cluster, f"--planners={','.join(names)}")
-    answer = json.loads(lines[-1])
+    replayed(capsys, f"--trace={tmp_path / 'loads.npz'}", cluster, f"--planners={','.join(names)}", f"--out={tmp_path}")
+    answer = json.loads((tmp_path / "replay.json").read_text())
     assert answer["cluster"] == "calibrated" and list(answer["planners"]) == names
     for summary in answer["planners"].values():
         assert summary["layer_seconds"] > 0 and summary["original_seconds_per_layer"] is not None
@@ -205,13 +209,13 @@ def inputs_of(trace, **flags):
 
 def test_run_folder_needs_no_other_flag(tmp_path, capsys):
     write_run(tmp_path / "run")
-    lines = replayed(capsys, f"--trace={tmp_path / 'run'}")
+    lines = replayed(capsys, f"--trace={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
     assert lines[0] == (
         "trace: M 16, F 32, K 2, bfloat16, mesh data 2 x expert 4, 2 devices of an expert-parallel group on a node"
     )
     assert "assumed because the run named none; --cluster names one" in lines[1]
     assert read_cluster(FLAT) == UNNAMED and read_cluster("configs/cluster/host_devices.gin") == HOST
-    answer = json.loads(lines[-1])
+    answer = json.loads((tmp_path / "out" / "replay.json").read_text())
     assert answer["trace"] == {"name": "loads.npz", "shape": [6, 2, 4, EXPERTS]}
     assert answer["model"] == {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype_bytes": 2} | answer["model"]
     assert set(answer["planners"]) == set(simulate.EVERY_NAME) >= set(NAMES)
