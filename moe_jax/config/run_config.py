@@ -45,7 +45,7 @@ MAY_DIFFER = (
 OVERRIDABLE = (
     "train.learning_rate", "train.learning_rate_schedule", "train.warmup_steps", "train.final_learning_rate",
     "train.decay_shape", "train.batch_size", "train.grad_accum_steps", "train.weight_decay", "train.clip_norm",
-    "DataConfig.path", "DataConfig.field",
+    "DataConfig.path", "DataConfig.field", "DataConfig.weights",
 )  # fmt: skip
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import shutil
+import sys
 import time
 import uuid
 import zlib
@@ -114,7 +114,7 @@ class TokenSpan:
         self._ends = np.cumsum(runs[:, 1] - runs[:, 0])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if self._ends.size else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens start to before stop, int32; fewer where the span ends earlier."""
@@ -129,7 +129,7 @@ class TokenSpan:
         return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
 
-FORMAT = 2
+FORMAT = 3
 BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once
 LOCK_SECONDS = 600.0  # the longest wait for another builder; after it both build, which is correct but repeats work
 ABANDONED_SECONDS = 86400.0  # a builder's folder untouched for so long has no builder
@@ -147,6 +147,7 @@ class CacheMeta:
     source_files: int
     source_bytes: int  # as they lie on the disk
     max_id: int  # the largest in tokens.bin
+    entries: list[int]  # tokens up to the end of each entry of DataConfig.path
     content: str  # a hash of the ids and the ends of the documents, equal on any two machines with the same text
     crc32: int  # of the two files, one after the other
 
@@ -159,9 +160,14 @@ class TokenCache:
         self.tokens = np.memmap(folder / "tokens.bin", np.dtype(meta.dtype), "r")  # uint16 or uint32 [meta.tokens]
         # int64 [meta.documents], one past the last token of each
         self.ends = np.memmap(folder / "documents.bin", np.dtype("<i8"), "r")
-        self.train, self.held_out = (
-            TokenSpan(self.tokens, runs) for runs in split_documents(self.ends, held_out_fraction)
-        )
+        train, held_out = split_documents(self.ends, held_out_fraction)
+        self.train, self.held_out = TokenSpan(self.tokens, train), TokenSpan(self.tokens, held_out)
+        borders = [0, *meta.entries]
+        # the part of each entry of the path that is trained on
+        self.train_entries = [
+            TokenSpan(self.tokens, np.clip(train[(train[:, 0] < end) & (train[:, 1] > start)], start, end))
+            for start, end in zip(borders, meta.entries, strict=False)
+        ]
 
 
 def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab_size: int | None = None) -> TokenCache:
@@ -182,7 +188,7 @@ def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab
     digest = hashlib.blake2b(f"{FORMAT}\n{tokenizer.name}\n{tokenizer.end_id}\n".encode(), digest_size=16)
     for source in sources:
         digest.update(os.fsencode(os.path.realpath(source.path)))
-        digest.update(f"\n{source.size}\n{source.mtime_ns}\n{source.field}\n".encode())
+        digest.update(f"\n{source.size}\n{source.mtime_ns}\n{source.field}\n{source.entry}\n".encode())
     root = Path(os.path.expanduser(config.cache_dir)) if config.cache_dir else user_cache.cache_root()
     if root is None:
         raise UserError("DataConfig.cache_dir ('') needs a home folder and this user has none; name a folder there")
@@ -290,8 +296,9 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer) -> Cache
     content = hashlib.blake2b(digest_size=16)
     tokens = documents = 0
     end, max_id = np.array([tokenizer.end_id], np.int32), tokenizer.end_id
+    entries = [0] * (1 + max(source.entry for source in sources))
     with open(building / "tokens.bin", "wb") as token_file, open(building / "documents.bin", "wb") as end_file:
-        pieces = itertools.chain.from_iterable(source.pieces() for source in sources)
+        pieces = ((*piece, source.entry) for source in sources for piece in source.pieces())
         while True:
             batch, characters = [], 0
             for piece in pieces:  # from where the last batch ended
@@ -302,9 +309,11 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer) -> Cache
             if not batch:
                 break
             parts, ends = [], []
-            for ids, (_, ends_document) in zip(tokenizer.encode_batch([text for text, _ in batch]), batch, strict=True):
+            encoded = tokenizer.encode_batch([text for text, *_ in batch])
+            for ids, (_, ends_document, entry) in zip(encoded, batch, strict=True):
                 parts += [ids, end] if ends_document else [ids]
                 tokens += ids.size + ends_document
+                entries[entry] = tokens
                 if ends_document:
                     ends.append(tokens)
             ids = np.concatenate(parts)
@@ -313,7 +322,11 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer) -> Cache
             end_file.write(np.array(ends, "<i8").tobytes())
             content.update(ids.astype("<u4").tobytes())
             documents += len(ends)
+            if sys.stderr.isatty():
+                print(f"\rreading text: {documents:,} documents, {tokens:,} tokens", end="", file=sys.stderr)
             logging.log_every_n_seconds(logging.INFO, "token cache: %d documents so far", 10, documents)
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
         if not documents:
             raise UserError(f"DataConfig.path names {len(sources)} files and none holds any text; name one that does")
         for file in (token_file, end_file):
@@ -329,6 +342,7 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer) -> Cache
         source_files=len(sources),
         source_bytes=sum(source.size for source in sources),
         max_id=max_id,
+        entries=np.maximum.accumulate(entries).tolist(),
         content=content.hexdigest(),
         crc32=_crc(building),
     )

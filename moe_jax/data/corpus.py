@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
+from moe_jax.data.tables import SUFFIXES, column_pieces, training_tables
 from moe_jax.errors import UserError
 
 BLOCK_BYTES = 4 << 20  # a text file is read in blocks, so that one file of many gigabytes needs no such memory
@@ -29,7 +30,10 @@ class DataConfig:
     Args:
       path: a file, a folder (read recursively), a glob, or several of them separated by commas.
         '' means the Python standard library's sources, found at run time.
-      field: the key under which a line of a .jsonl or .jsonl.gz file holds its text.
+      field: the key under which a line of a .jsonl or .jsonl.gz file holds its text, or the column of a .parquet or
+        .arrow file; of a dataset's folder only the training split counts.
+      weights: of a mixture: of all windows of a run the share that comes from each entry of `path`, over their sum; ()
+        takes all text in equal parts.
       sequence_length: targets in a window; a window holds one token more.
       tokenizer: 'byte', or the path of a Hugging Face tokenizer.json.
       held_out_fraction: the share of the tokens that training never sees, above 0 and below 0.5.
@@ -38,6 +42,7 @@ class DataConfig:
 
     path: str = ""
     field: str = "text"
+    weights: tuple[float, ...] = ()
     sequence_length: int = 128
     tokenizer: str = "byte"
     held_out_fraction: float = 0.02
@@ -51,6 +56,12 @@ class DataConfig:
         for name in ("field", "tokenizer"):
             if not getattr(self, name):
                 raise UserError(f"DataConfig.{name} ('') must not be empty; leave it out to get its default")
+        entries = len(self.path.split(","))
+        if self.weights and (len(self.weights) != entries or min(self.weights) < 0 or sum(self.weights) <= 0):
+            raise UserError(
+                f"DataConfig.weights ({self.weights}) must be a number of at least 0 for each of the {entries} entries "
+                "of DataConfig.path, which commas separate, and not all 0"
+            )
         length = self.sequence_length
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise UserError(f"DataConfig.sequence_length ({length!r}) must be a whole number of at least 1; set it so")
@@ -69,7 +80,8 @@ class Source:
     path: str  # as the user wrote it, so that messages repeat it
     size: int  # bytes
     mtime_ns: int  # time of the last change
-    field: str  # the key of the text in each line of a .jsonl file; '' for a file that is one text
+    field: str  # the key of the text in each line of a .jsonl file, or its column; '' for a file that is one text
+    entry: int = 0  # which entry of DataConfig.path named it
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Yield (text, whether it ends its document); a document without any text is left out.
@@ -79,6 +91,9 @@ class Source:
         Raises:
           UserError: naming the file, and the line where there is one.
         """
+        if self.path.endswith(SUFFIXES):
+            yield from column_pieces(self.path, self.field)
+            return
         try:
             opened = gzip.open(self.path, "rb") if self.path.endswith(".gz") else open(self.path, "rb")
             with cast(BinaryIO, opened) as file:
@@ -102,7 +117,7 @@ def find_documents(config: DataConfig) -> list[Source]:
     if not path:
         for name in _files_below(sysconfig.get_path("stdlib"), skip=_NOT_THE_LIBRARY):
             if name.endswith(".py") and not os.path.basename(name).startswith(_MACHINE_MADE):
-                names.append(name)
+                names.append((0, name))
         if not names:
             raise UserError(
                 "DataConfig.path ('') means Python's own sources, and this Python came without them; name a text file, "
@@ -110,28 +125,33 @@ def find_documents(config: DataConfig) -> list[Source]:
             )
     else:
         whole = os.path.expanduser(path)
-        entries = [whole] if os.path.exists(whole) else [os.path.expanduser(part.strip()) for part in path.split(",")]
+        one = os.path.exists(whole) and not config.weights
+        entries = [whole] if one else [os.path.expanduser(part.strip()) for part in path.split(",")]
         if not any(entries):
             raise UserError(f"DataConfig.path ({path!r}) names nothing; give a file, a folder or a glob")
-        for entry in filter(None, entries):
+        for number, entry in enumerate(entries):
+            if not entry:
+                continue
             found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
             if not found:
                 raise UserError(
                     f"DataConfig.path ({path!r}): {entry!r} is no file, no folder and matches nothing here; correct "
                     "it, or leave it out to train on Python's own sources"
                 )
-            files = [file for name in found for file in (_files_below(name) if os.path.isdir(name) else [name])]
+            files = []
+            for name in found:
+                files += training_tables(_files_below(name), name) if os.path.isdir(name) else [name]
             if not files:
                 raise UserError(f"DataConfig.path ({path!r}): {entry!r} holds no files; put text files or .jsonl there")
-            names += files
+            names += [(number, file) for file in files]
     sources: dict[str, Source] = {}
-    for name in names:
+    for number, name in names:
         try:
             stat = os.stat(name)
         except OSError as error:
             raise UserError(f"{name}: cannot be read ({error.strerror}); check DataConfig.path") from error
-        field = config.field if name.endswith((".jsonl", ".jsonl.gz")) else ""
-        source = Source(path=name, size=stat.st_size, mtime_ns=stat.st_mtime_ns, field=field)
+        field = config.field if name.endswith((".jsonl", ".jsonl.gz", *SUFFIXES)) else ""
+        source = Source(path=name, size=stat.st_size, mtime_ns=stat.st_mtime_ns, field=field, entry=number)
         sources.setdefault(os.path.realpath(name), source)
     return list(sources.values())
 

@@ -10,7 +10,7 @@ Windows are int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,22 @@ from moe_jax.data.cache import TokenCache, hash64, shuffled, uniform
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import UserError
 
-_ORDER, _MASKS = 1, 2  # keyed numbers for one purpose are apart from those for another; cache.py has 3
+_ORDER, _MASKS, _MIXTURE = 1, 2, 4  # keyed numbers for one purpose are apart from those for another; cache.py has 3
+
+
+_BLOCK = 1000  # windows in which a mixture has its shares, to a thousandth
+
+
+def _quotas(weights: Sequence[float]) -> list[int]:
+    """Return how many of _BLOCK windows each weight gets, by largest remainders; at least one where it is not 0."""
+    exact = np.asarray(weights, np.float64) / sum(weights) * _BLOCK
+    quotas = np.maximum(np.floor(exact), exact > 0).astype(np.int64)
+    order = np.argsort(quotas - exact, kind="stable")
+    while (left := _BLOCK - int(quotas.sum())) > 0:
+        quotas[order[:left]] += 1
+    while quotas.sum() > _BLOCK:  # many tiny weights took their one
+        quotas[np.argmax(quotas)] -= 1
+    return quotas.tolist()
 
 
 def mask_tokens(
@@ -82,38 +97,62 @@ class TokenStream:
     the window after the last one read. A UserError where the training part is shorter than one window.
     """
 
-    def __init__(self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int):
-        span = cache.train
-        if len(span) < sequence_length + 1:
+    def __init__(
+        self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int, weights: Sequence[float] = ()
+    ):
+        """weights: of the entries of the path in a mixture, () for none."""
+        spans = cache.train_entries if weights else [cache.train]
+        quotas = _quotas(weights or (1.0,))
+        used = [(span, quota) for span, quota in zip(spans, quotas, strict=True) if quota]
+        shortest = min(len(span) for span, _ in used)
+        if shortest < sequence_length + 1:
+            where = "an entry of DataConfig.path" if weights else "the corpus"
             raise UserError(
-                f"the train part of the corpus has {len(span)} tokens, fewer than one window of "
+                f"the train part of {where} has {shortest} tokens, fewer than one window of "
                 f"DataConfig.sequence_length ({sequence_length}) + 1; set DataConfig.sequence_length to at most "
-                f"{max(1, len(span) - 1)} or name more text in DataConfig.path"
+                f"{max(1, shortest - 1)} or name more text in DataConfig.path"
             )
-        self.windows = (len(span) - 1) // sequence_length
+        # windows of an epoch of each part, and its rows among each _BLOCK of a mixture
+        self.windows = [(len(span) - 1) // sequence_length for span, _ in used]
+        self._spans, self._quotas = [span for span, _ in used], [quota for _, quota in used]
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.seed = seed
-        self._span = span
-        self._content = cache.meta.content
+        self._content = cache.meta.content + (f" {tuple(weights)}" if weights else "")
         self._before = 0  # windows that were read before the step 0 that these sizes would have had
 
     def batch(self, step: int, rows: slice | np.ndarray | None = None) -> np.ndarray:
         """Return rows of a step (from 0), int32 [b, Sq + 1]: those of the B global ones that `rows` picks, or all."""
         row = np.arange(self.batch_size, dtype=np.int64)[slice(None) if rows is None else rows]
-        epoch, place = np.divmod(self._before + step * self.batch_size + row, self.windows)
-        window = shuffled(place, self.windows, _ORDER, self.seed, epoch)
+        part, number = self._parts(self._before + step * self.batch_size + row)
         out = np.empty((row.size, self.sequence_length + 1), np.int32)
-        for i, start in enumerate((window * self.sequence_length).tolist()):
-            out[i] = self._span.read(start, start + self.sequence_length + 1)
+        for which, (span, windows) in enumerate(zip(self._spans, self.windows, strict=True)):
+            places = np.flatnonzero(part == which)
+            epoch, place = np.divmod(number[places], windows)
+            window = shuffled(place, windows, _ORDER, self.seed, epoch)
+            for i, start in zip(places.tolist(), (window * self.sequence_length).tolist(), strict=True):
+                out[i] = span.read(start, start + self.sequence_length + 1)
         return out
+
+    def _parts(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which part each window of the mixture comes from, and its number among that part's, int64 [n].
+
+        Each _BLOCK of windows in a row has the quota of each part, in an order of its own.
+        """
+        if len(self._spans) == 1:
+            return np.zeros_like(number), number
+        block, place = np.divmod(number, _BLOCK)
+        slot, ends = shuffled(place, _BLOCK, _MIXTURE, self.seed, block), np.cumsum(self._quotas)
+        part = np.searchsorted(ends, slot, side="right")
+        quota = np.asarray(self._quotas)[part]
+        return part, block * quota + slot - (ends[part] - quota)
 
     def position(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint keeps about the data before `step`: plain values, for JSON."""
         read = self._before + step * self.batch_size
         return {
             "step": step,
-            "epoch": read // self.windows,
+            "epoch": read // sum(self.windows),
             "windows_read": read,
             "content": self._content,
             "sequence_length": self.sequence_length,
@@ -132,7 +171,7 @@ class TokenStream:
           UserError: the next batch would be another one, and not on purpose.
         """
         bindings = {
-            "content": "DataConfig.path or DataConfig.tokenizer (hash of the tokens)",
+            "content": "DataConfig.path, DataConfig.weights or DataConfig.tokenizer (hash of the tokens)",
             "sequence_length": "DataConfig.sequence_length",
             "batch_size": "train.batch_size",
             "seed": "train.seed",

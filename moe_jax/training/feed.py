@@ -18,6 +18,7 @@ import numpy as np
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.cache import TokenCache
+from moe_jax.data.corpus import DataConfig
 from moe_jax.data.stream import TokenStream, document_numbers, held_out_batches, inside_documents, mask_tokens
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.models import Batch, ModelConfig
@@ -32,18 +33,19 @@ class Feed:
     """Batches of one run; a pure function of the step."""
 
     def __init__(
-        self, cache: TokenCache, tokenizer: Tokenizer, train: TrainConfig, model: ModelConfig, sequence_length: int,
+        self, cache: TokenCache, tokenizer: Tokenizer, train: TrainConfig, model: ModelConfig, data: DataConfig,
         batch_shardings: Batch,
     ):  # fmt: skip
         self.cache, self.tokenizer, self.train, self.model = cache, tokenizer, train, model
-        self.sequence_length = sequence_length
+        self.sequence_length = length = data.sequence_length
         # The id after which no target counts: a document's end in a model that keeps them apart. Masked tokens are
         # targets in their own place, whatever precedes them.
         self.boundary_id = tokenizer.end_id if model.document_mask and model.kind == "gpt" else None
-        self.stream = TokenStream(cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed)
+        sizes = {"sequence_length": length, "batch_size": train.batch_size}
+        self.stream = TokenStream(cache, **sizes, seed=train.seed, weights=data.weights)
         # `Batch` of NamedShardings, of arrays [Nm, B / Nm, Sq] and [1, B / Nm, Sq]
         self.batch_shardings, self.rows = batch_shardings, train.microbatch_size
-        indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, sequence_length)).values()
+        indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, length)).values()
         # int64 [b], rows of a microbatch that the devices of this process hold, ascending
         self.own = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))
 

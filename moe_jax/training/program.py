@@ -263,9 +263,9 @@ def build_session(config: RunConfig, devices) -> Session:
     tokenizer = build_tokenizer(config.data)
     program = build_program(config, devices, tokenizer)
     cache = build_cache(config.data, tokenizer, vocab_size=program.model.vocab_size)
-    shardings, length = program.state_shardings, config.data.sequence_length
+    shardings = program.state_shardings
     return Session(
         **{field.name: getattr(program, field.name) for field in dataclasses.fields(program)},
-        feed=Feed(cache, tokenizer, config.train, config.model, length, shardings.batch),
+        feed=Feed(cache, tokenizer, config.train, config.model, config.data, shardings.batch),
         tables=to_devices(program.model.even_tables(), shardings.tables),
     )

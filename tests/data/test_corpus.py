@@ -133,3 +133,66 @@ def test_find_documents_names_what_is_missing(tmp_path, monkeypatch):
 def test_data_config_refuses(binding, text):
     with pytest.raises(UserError, match=text):
         DataConfig(**binding)
+
+
+def write_tables(folder):
+    """Write the rows "one", null, "", "two" as a Parquet file and as both kinds of Arrow file, with another column."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"id": [1, 2, 3, 4], "text": ["one", None, "", "two"]})
+    pq.write_table(table, folder / "t.parquet", row_group_size=2)
+    for name, opened in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
+        with opened(str(folder / f"{name}.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    return pa, pq, table
+
+
+def test_documents_are_the_rows_of_a_column(tmp_path):
+    pa, pq, table = write_tables(tmp_path)
+    assert texts(tmp_path) == ["one", "two"] * 3
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "empty.parquet").write_bytes(b"")
+    (tmp_path / "bad.arrow").write_bytes((tmp_path / "stream.arrow").read_bytes()[:300])
+    pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "other.parquet")
+    for name, field, words in (
+        ("bad.parquet", "text", r"bad.parquet: not a whole table \(.*\); download or write it again$"),
+        ("empty.parquet", "text", r"empty.parquet: not a whole table"),
+        ("bad.arrow", "text", r"bad.arrow: not a whole table"),
+        (
+            "other.parquet",
+            "text",
+            r"has no column 'text' \(it has \['body', 'n'\]\); set DataConfig.field",
+        ),
+        ("other.parquet", "n", r"column 'n' holds int64, not text; set DataConfig.field"),
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            texts(tmp_path / name, field=field)
+        assert "\n" not in str(caught.value)
+
+
+# of the hub, of save_to_disk, without splits, without tables
+FOLDERS = {
+    "README.md data/train-0-of-2.parquet data/train-1-of-2.parquet data/test-0-of-1.parquet": (
+        "data/train-0-of-2.parquet data/train-1-of-2.parquet"
+    ),
+    "dataset_dict.json train/data-0.arrow train/state.json train/cache-12.arrow validation/data-0.arrow": (
+        "train/data-0.arrow"
+    ),
+    "dataset_info.json data-0.arrow": "data-0.arrow",
+    "trained.parquet other.parquet": "other.parquet trained.parquet",
+    "notes.txt a.jsonl": "a.jsonl notes.txt",
+}
+
+
+@pytest.mark.parametrize(("files", "taken"), FOLDERS.items())
+def test_of_a_datasets_folder_the_training_split_counts(tmp_path, files, taken):
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert names(tmp_path, tmp_path) == taken.split()
+
+
+def test_weights_are_one_for_each_entry():
+    assert DataConfig(path="a, b", weights=(1, 0)).weights == (1, 0)
+    for path, weights in (("a, b", (1.0,)), ("a, b", (0.0, 0.0)), ("a", (-1.0,)), ("a,b", (2.0, -1.0))):
+        with pytest.raises(UserError, match=r"DataConfig.weights \(.*\) must be a number of at least 0 for"):
+            DataConfig(path=path, weights=weights)

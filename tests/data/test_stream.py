@@ -12,6 +12,7 @@ from moe_jax.data.cache import build_cache, hash64, uniform
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.stream import (
     TokenStream,
+    _quotas,
     document_numbers,
     held_out_batches,
     held_out_entropy,
@@ -56,7 +57,7 @@ def text_rows(batch):
 def test_batch_windows_share_one_token_and_cover_an_epoch(small):
     stream = TokenStream(small, sequence_length=3, batch_size=3, seed=0)
     # 10 tokens make (10 - 1) // 3 = 3 windows: abc + d, def + g, ghi + j.
-    assert stream.windows == 3
+    assert stream.windows == [3]
     for epoch in range(5):
         batch = stream.batch(epoch)
         assert batch.dtype == np.int32 and batch.shape == (3, 4)
@@ -75,13 +76,13 @@ def test_batch_order_differs_by_seed_and_epoch_and_not_by_readers_or_batch_size(
         return TokenStream(long, sequence_length=16, batch_size=batch_size, seed=seed)
 
     def rows(seed, batch_size):
-        count = 2 * stream().windows
+        count = 2 * stream().windows[0]
         return np.concatenate([stream(seed, batch_size).batch(s) for s in range(count // batch_size)]).tolist()
 
     for step in range(40):  # 320 rows of 134 windows: the second and the third epoch begin inside a batch
         parts = [stream().batch(step, slice(i, i + 1)) for i in range(8)]
         np.testing.assert_array_equal(np.concatenate(parts), stream().batch(step))
-    windows, one = stream().windows, rows(3, 1)
+    (windows,), one = stream().windows, rows(3, 1)
     assert one == rows(3, 2) != rows(4, 1)
     assert one[:windows] != one[windows:] and sorted(one[:windows]) == sorted(one[windows:])
 
@@ -107,7 +108,7 @@ def test_position_is_checked_on_resume(small, tmp_path):
     for other, words in (
         (stream(seed=1), r"train.seed was 0 in the checkpoint and is 1 now"),
         (stream(batch_size=4), r"train.batch_size was 2 in the checkpoint and is 4 now"),
-        (stream(corpus(tmp_path, "abcdefghijkl", 0.2)), r"DataConfig.path or DataConfig.tokenizer \(hash of the tok"),
+        (stream(corpus(tmp_path, "abcdefghijkl", 0.2)), r"DataConfig.path, DataConfig.weights or DataConfig.to"),
     ):
         with pytest.raises(UserError, match=words):
             other.resume(saved)
@@ -131,6 +132,35 @@ def test_no_window_is_skipped_or_read_twice_after_a_change_of_the_batch(small, t
     fresh = other.batch(0)
     other.resume(again.position(8), ["train.batch_size", "DataConfig.path"])
     np.testing.assert_array_equal(other.batch(8), fresh)
+
+
+def test_a_mixture_takes_its_share_of_each_entry_and_repeats_none_before_its_epoch_ends(tmp_path):
+    """Of 3,000 windows 3 of 4 are of the second entry, in any 1,000 in a row within a block; none of the third."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 40_001)
+    paths = ", ".join(str(tmp_path / f"{name}.txt") for name in "abc")
+    cache = build_cache(DataConfig(path=paths, cache_dir=str(tmp_path / "cache"), held_out_fraction=0.01))
+    assert cache.meta.entries == [40_002, 80_004, 120_006]
+    weights = (0.5, 1.5, 0.0)
+
+    def stream(batch_size):
+        return TokenStream(cache, sequence_length=16, batch_size=batch_size, seed=1, weights=weights)
+
+    counts = [np.count_nonzero(stream(1000).batch(step)[:, 0] == ord("b")) for step in range(3)]
+    assert counts == [750, 750, 750] and np.count_nonzero(stream(3000).batch(0) == ord("c")) == 0
+    parts = np.concatenate([stream(7).batch(step) for step in range(30)])
+    np.testing.assert_array_equal(parts, np.concatenate([stream(30).batch(step) for step in range(7)]))
+    part, number = stream(1)._parts(np.arange(10_000))
+    for which, share in ((0, 2500), (1, 7500)):  # the numbers of a part are 0, 1, 2, ..., each once
+        assert sorted(number[part == which].tolist()) == list(range(share))
+    short = r"an entry of DataConfig.path has 40002 tokens, fewer than one window"
+    with pytest.raises(UserError, match=short):
+        TokenStream(cache, sequence_length=50_000, batch_size=1, seed=0, weights=weights)
+
+
+def test_shares_of_a_mixture_add_up():
+    assert _quotas((1, 1, 1)) == [334, 333, 333] and _quotas((0.7, 0, 0.3)) == [700, 0, 300]
+    assert _quotas((1e-9, 1.0)) == [1, 999] and sum(_quotas([1] * 7 + [1e-6] * 3)) == 1000
 
 
 def test_held_out_batches_count_each_target_once(eight_held_out):

@@ -1,0 +1,75 @@
+"""Text in a column of Parquet and Arrow files, as datasets are downloaded and as `save_to_disk` writes them.
+
+Inputs: a file, a column of text. Outputs: the documents in the order of the rows, read a few at a time. pyarrow (extra
+[data]) is imported when the first such file is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from moe_jax.errors import UserError
+
+SUFFIXES = (".parquet", ".arrow")
+_ROWS = 512  # that are in memory at once
+_SPLITS = re.compile(r"(train|validation|valid|dev|test)(?=$|[-_./\d])")
+
+
+def training_tables(files: list[str], folder: str) -> list[str]:
+    """Return the files of a dataset's folder that hold text to train on: all, where it is no dataset.
+
+    Where there are tables or lines of JSON, other files describe them; where some are called after the training split,
+    those of other splits are for evaluation; and `cache-...arrow` is what the library `datasets` computed.
+    """
+    tables = [name for name in files if name.endswith(SUFFIXES) and not os.path.basename(name).startswith("cache-")]
+    if not tables:
+        return files
+    kept = [name for name in files if name in tables or name.endswith((".jsonl", ".jsonl.gz"))]
+    train = [name for name in kept if _split_of(os.path.relpath(name, folder)) == "train"]
+    return train or kept
+
+
+def _split_of(path: str) -> str:
+    """Return the split that a folder or file of a path is called after, as 'data/train-00000-of-00002.parquet' is."""
+    found = [match[1] for part in reversed(path.split(os.sep)) if (match := _SPLITS.match(part))]
+    return found[0] if found else ""
+
+
+def column_pieces(path: str, column: str) -> Iterator[tuple[str, bool]]:
+    """Yield (text, True) for each row whose `column` holds some; a UserError names what is wrong with the file."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(f"{path} needs the package 'pyarrow', which is not installed; pip install pyarrow") from error
+    try:
+        if path.endswith(".parquet"):
+            file = pq.ParquetFile(path)
+            _check_column(path, file.schema_arrow, column, pa)
+            batches = file.iter_batches(_ROWS, columns=[column])
+        else:
+            source = pa.memory_map(path)
+            try:
+                reader = pa.ipc.open_stream(source)  # as `datasets` writes it
+                batches: Iterator[pa.RecordBatch] = iter(reader)
+            except pa.ArrowInvalid:
+                reader = pa.ipc.open_file(source)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            _check_column(path, reader.schema, column, pa)
+        for batch in batches:
+            texts = batch.column(batch.schema.get_field_index(column))
+            for start in range(0, len(texts), _ROWS):
+                yield from ((text, True) for text in texts.slice(start, _ROWS).to_pylist() if text)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        what = " ".join(str(error).split())
+        raise UserError(f"{path}: not a whole table ({what}); download or write it again") from error
+
+
+def _check_column(path: str, schema, column: str, pa) -> None:
+    if column not in schema.names:
+        raise UserError(f"{path}: has no column {column!r} (it has {sorted(schema.names)}); set DataConfig.field")
+    kind = schema.field(column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise UserError(f"{path}: column {column!r} holds {kind}, not text; set DataConfig.field")
