@@ -201,44 +201,6 @@ def _with_floats(value: Any) -> Any:
     return value
 
 
-class TensorBoardWriter:
-    """Write scalars; without tensorboardX this is logged once, and nothing is written."""
-
-    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
-        """Open a new event file; TensorBoard hides what earlier ones say of steps after `resume_step` (None: all)."""
-        self._writer = None
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            _log.warning("no TensorBoard events: tensorboardX cannot be imported (%s); pip install tensorboardX", error)
-            return
-        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # a line per NaN; a skipped step has several
-        path = RunFolder(folder).tensorboard
-        purge_step = 0 if resume_step is None else resume_step + 1
-        with disk_errors_named(path):
-            self._writer = SummaryWriter(os.fspath(path), purge_step=purge_step, flush_secs=10)
-
-    def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """Write the numbers of a step, of a list its mean, min and max; the rest is left to metrics.jsonl."""
-        if self._writer is None:
-            return
-        for name, value in record.items():
-            if name == "step" or value is None or isinstance(value, str | Mapping):
-                continue
-            values, found = np.asarray(value, np.float64), {}
-            if values.ndim == 0:
-                found[name] = float(values)
-            elif values.size:
-                for key, reduce in (("mean", np.mean), ("min", np.min), ("max", np.max)):
-                    found[f"{name}/{key}"] = float(reduce(values))
-            for tag, number in found.items():
-                self._writer.add_scalar(tag, number if math.isfinite(number) else math.nan, step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
 def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Condense the records of a run folder; a number that no record states, or none finite, is None.
 

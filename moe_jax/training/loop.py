@@ -21,8 +21,9 @@ from moe_jax.data.stream import held_out_entropy, prefetch
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.language_model import flatten
+from moe_jax.observe.dashboards import Dashboards
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, sample_every
-from moe_jax.observe.metrics_file import MetricsWriter, TensorBoardWriter
+from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.progress import Progress, with_prefix
 from moe_jax.observe.run_folder import EVALUATIONS, RunFolder
 from moe_jax.training.checkpoint import Checkpointer
@@ -30,6 +31,8 @@ from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.program import Programs, Session
 from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import NoCompleteProgramError, Stepper
+
+_MOST_PICTURES = 40  # of loads, that the dashboards of a run get
 
 
 class Loop:
@@ -85,7 +88,8 @@ class Loop:
             held = 4 * sum(layers for layers, *_ in sizes) * origin.sources * max(experts for _, experts, *_ in sizes)
             every = sample_every(train.loads_every, train.steps, held)
             self.loads = LoadsRecorder(folder, every, resume_step=latest, origin=origin)
-            self.tensorboard = TensorBoardWriter(folder, resume_step=latest)
+            self.pictured: int | None = None  # the last step whose loads the dashboards show as a picture
+            self.dashboards = Dashboards(folder, resume_step=latest, config=host["config"])
             if (older := self.loads.describe_older()) is not None:
                 print(older, flush=True)
 
@@ -105,7 +109,7 @@ class Loop:
                         self.loads.merge()
                     except UserError as error:
                         print(f"loads.npz is not written: {error}", flush=True)
-                    for writer in (self.metrics, self.evaluations, self.tensorboard):
+                    for writer in (self.metrics, self.evaluations, self.dashboards):
                         writer.close()
                 if self.engine is not None:
                     self.engine.close()
@@ -237,9 +241,13 @@ class Loop:
         if not self.is_main:
             return
         self.metrics.write(step, record)
-        self.tensorboard.write(step, record)
+        self.dashboards.write(step, record)
         if self.loads.due(step):
             self.loads.record(step, metrics["loads"])
+            if self.pictured is None or step - self.pictured >= config.train.steps / _MOST_PICTURES:
+                self.pictured = step
+                for name, own in loads.items():
+                    self.dashboards.write_loads(step, name, own)
         if metrics.get("overflowed"):
             self.progress.note(f"step {step}: gradients overflowed, loss scale {record['loss_scale']:g} is halved")
         if record.get("skipped"):
@@ -308,7 +316,7 @@ class Loop:
         if self.is_main:
             if self.evaluations.last_step is None or self.evaluations.last_step < step:
                 self.evaluations.write(step, record)
-                self.tensorboard.write(step, record)
+                self.dashboards.write(step, record)
         self.note(f"held-out loss {record['held_out_loss']:.4f}{averaged}")
         self.clock = time.monotonic()
         self.hosts.touch(step)

@@ -1,7 +1,6 @@
 import json
 import logging
 import math
-import sys
 from contextlib import closing
 
 import ml_dtypes
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe.metrics_file import MetricsWriter, TensorBoardWriter, read_metrics, summarize_run
+from moe_jax.observe.metrics_file import MetricsWriter, read_metrics, summarize_run
 from moe_jax.observe.run_folder import EVALUATIONS
 
 
@@ -126,22 +125,3 @@ def test_summarize_run_by_hand(finished_run, tmp_path):
         writer.write(1, {"tokens_per_second": 5.0, "compile_seconds": 2.0, "loss": math.nan})
     summary = summarize_run(tmp_path)
     assert summary["tokens_per_second"] == 5.0 and summary["loss_last"] is None
-
-
-def test_events_hold_the_tags(tmp_path, caplog):
-    with closing(TensorBoardWriter(tmp_path)) as writer:
-        writer.write(1, {"step": 1, "loss": 1.5, "load": [1.0, 2.0], "plan_id": "even", "none": None, "empty": []})
-        writer.write(2, {"loss": math.nan, "grad_norm": math.inf})
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    data = events.read_bytes()
-    assert all(tag in data for tag in (b"loss", b"load/mean", b"load/max"))
-    assert not any(tag in data for tag in (b"plan_id", b"none", b"empty"))
-    assert caplog.records == []  # tensorboardX has a line for each NaN
-
-
-def test_absent_tensorboard_is_said_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with closing(TensorBoardWriter(tmp_path)) as writer:
-        for step in (1, 2, 3):
-            writer.write(step, {"loss": 1.0})
-    assert caplog.text.count("pip install tensorboardX") == 1 and not (tmp_path / "tensorboard").exists()
