@@ -19,7 +19,7 @@ from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
 from moe_jax.training.plan_cost import base_cost
 from moe_jax.training.segments import segment_runs
 
-MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S; docs/results.md has 2,061
+MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S, compiled for H200
 
 
 def why_not_halves(config: RunConfig, roles: Roles) -> str:
