@@ -32,6 +32,8 @@ def measure(
         raise NotHere("cuDNN attention needs a GPU")
     if moe and context.tiny:
         raise NotHere(f"{next(iter(moe))} needs dims that are multiples of 128")
+    if chunk > 1 and context.tiny:
+        raise NotHere("a tiny loss is one chunk")
     changed = dict(model or {})
     if chunk > 1:
         changed["loss_chunk"] = chunk * ModelConfig().loss_chunk

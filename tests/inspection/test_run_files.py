@@ -31,6 +31,9 @@ SIZES = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.model_dim = 128", "Model
 # the files whose layers are left in one piece: by their schedule, teacher or gate
 WHOLE = ("base", "fastermoe", "gshard", "mos", "topology")
 ON = ("gpt_moe_s_h200", "qwen3_30b_h100")  # the files that set all three themselves
+# the files whose programs differ by more than a planner or a gate
+TRACED = ("deepseek_moe", "fastermoe", "hecate", "mos", "parm", "pr_moe", "pro_prophet", *ON)
+MARKED = [pytest.param(name, marks=() if name in TRACED else pytest.mark.slow) for name in FILES]
 OWN = {"gpt_moe_s_h200": ("ModelConfig.layers = 2", "ModelConfig.model_dim = 768", "ModelConfig.hidden_dim = 1536")}
 
 
@@ -86,35 +89,47 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("wanted", ["as it says", "all three on"])
-def test_programs_are_traced_as_on_gpus(wanted, name, request, cudnn):
-    """What a step starts with as the file says, which is plain but for two; and both programs with all three on."""
+def program_of(wanted, name, request):
+    """Return (program as training builds it for GPUs, its config, whether steps start without later passes)."""
     target = parse_target("h200:4x8" if name == "gpt_moe_s_h200" else "h200:2x4")
     overlap, on = "none" if name in WHOLE else "halves", wanted == "all three on" or name in ON
     bindings = [*bindings_of(name, request), *(all_three(overlap) if wanted == "all three on" else ())]
     config = compile_ahead.on_target(parse_run_config([FILES[name]], bindings)[0], target)
-    program = build_program(config, stand_ins(target))  # as training builds it
+    return build_program(config, stand_ins(target)), config, on and config.moe.capacity_factor is None
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("wanted", ["as it says", "all three on"])
+def test_auto_is_resolved_as_on_gpus(wanted, name, request):
+    """What a step starts with as the file says, which is plain but for two; and with all three on."""
+    program, config, optimistic = program_of(wanted, name, request)
+    on = wanted == "all three on" or name in ON
     inside = name == "gpt_moe_s_h200"  # its rows leave no node, but its experts do
     assert bool(why_not_halves(config, program.roles)) == (inside or name in WHOLE)
-    overflows = config.moe.capacity_factor is None
     assert program.resolved() == {
         "ModelConfig.attention": "cudnn",
         "ModelConfig.overlap": "halves" if on and name not in WHOLE else "none",
         "MoEConfig.grouped_matmul": "hopper",
-        "train.optimistic": on and overflows,
+        "train.optimistic": optimistic,
         "train.guide_scheduler": on,
     }
     stop = mock.patch.object(Program, "trace_step", autospec=True, side_effect=RuntimeError("traced"))
     with stop as traced, pytest.raises(RuntimeError, match="traced"):
-        compile_ahead.compile_step(config, stand_ins(target), skew=1.0, options={}, real=False)
+        compile_ahead.compile_step(config, program.devices, skew=1.0, options={}, real=False)
     of_inspect, shape, starts_common = traced.call_args.args
     assert program.resolved() == of_inspect.resolved()
-    assert program.is_optimistic(shape) == starts_common == (on and overflows)
-    starts = primitives_of(program.trace_step(shape, starts_common))
+    assert program.is_optimistic(shape) == starts_common == optimistic
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("wanted", ["as it says", "all three on"])
+def test_programs_are_traced_as_on_gpus(wanted, name, request, cudnn):
+    program, config, optimistic = program_of(wanted, name, request)
+    shape = compile_ahead.planned_shapes(config, program.roles, 1.0)
+    starts = primitives_of(program.trace_step(shape, optimistic))
     assert "dot_product_attention_bwd_wrapper" in starts  # cuDNN's
     assert "wgmma_ref" in starts  # of the Hopper kernels
-    if wanted == "all three on" and overflows:
+    if wanted == "all three on" and optimistic:
         assert starts.count("cond") < primitives_of(program.trace_step(shape)).count("cond")
 
 

@@ -23,11 +23,8 @@ PUBLISHED = {
 }  # fmt: skip
 # mesh, ZeRO stage, what differs of the layer, of the model
 CASES = {
-    "ep2": ({"expert": 2}, 1, {}, {}),
     "ep4_one_hot": ({"expert": 4}, 0, {}, {}),
-    "ep8_zero_tokens": ({"expert": 8}, 1, {}, {}),
     "ep4_data2_zero3": ({"data": 2, "expert": 4}, 3, {}, {}),
-    "ep2_data4_zero3_one_hot": ({"data": 4, "expert": 2}, 3, {}, {}),
     "ep2_data2_zero0_tokens": ({"data": 2, "expert": 2}, 0, {}, {}),
     "dp8_stage0": (DP8, 0, {"schedule": "dp"}, {}),
     "dp8_stage3_one_hot": (DP8, 3, {"schedule": "dp"}, {}),
@@ -35,17 +32,12 @@ CASES = {
     "capacity_probability_one_hot": (
         {"data": 2, "expert": 2}, 1, {"capacity_factor": 1.0, "min_capacity": 2, "drop": "probability"}, {},
     ),
-    "small_buckets": ({"expert": 4}, 1, {"bucket_slack": 0.3}, {}),
     "pairs_swiglu_rotary_data2": (
         {"data": 2, "expert": 2}, 3, {"bucket_slack": 0.5},
         {"layers": 4, "moe_every": 2, "activation": "swiglu", "positions": "rotary"},
     ),
     "bert_remat_block_data2": ({"data": 2, "expert": 2}, 3, {"bucket_slack": 0.5}, {"kind": "bert", "remat": "block"}),
     "deepspeed_mp2_esp4": ({"expert": 2, "expert_shard": 4, "model": 2}, 1, {"bucket_slack": 0.8}, {}),
-    "s1_mp4_esp2_pairs_zero3": (
-        {"expert": 4, "expert_shard": 2, "model": 4}, 3, {"schedule": "s1", "bucket_slack": 0.8},
-        {"moe_every": 2, "remat": "block"},
-    ),
     "s2_mp4_data2": (
         {"data": 2, "expert": 4, "model": 4}, 1, {"schedule": "s2", "bucket_slack": 0.8}, {"remat": "dots"},
     ),
@@ -53,7 +45,6 @@ CASES = {
         {"expert": 4, "expert_shard": 2, "model": 4}, 3, {"schedule": "s1", **ROOMY},
         {**SPLIT, "moe_every": 2, "remat": "block", "activation": "swiglu", "positions": "rotary"},
     ),
-    "s2_mp2_esp2_split": (MP2_ESP2, 1, {"schedule": "s2", **ROOMY}, {**SPLIT, "remat": "dots"}),
     "deepspeed_mp4_split": ({"data": 2, "expert": 4, "model": 4}, 3, ROOMY, {**SPLIT, "moe_every": 2}),
     "shared_s1_one_device": (
         {}, 1, {"schedule": "s1", "shared_experts": 2, "shared_hidden_dim": 10}, {"activation": "swiglu"},
@@ -79,7 +70,6 @@ CASES = {
 # experts split over `data` (their stage is the number), and tokens that move
 SPLIT_EXPERTS = {
     "stage3_halves_unrolled": ({"data": 2, "expert": 2}, 1, {"bucket_slack": 0.5}, {"overlap": "halves", **UNROLLED}),
-    "stage3_halves": ({"data": 2, "expert": 2}, 1, ROOMY, {"overlap": "halves"}),
     "stage3_esp2_remat": ({"data": 2, "expert": 2, "expert_shard": 2}, 3, {"bucket_slack": 0.5}, {"remat": "block"}),
     "stage2_hecate_unrolled": ({"data": 2, "expert": 4}, 1, ROOMY, {"prefetch": "hecate", **UNROLLED}),
 }  # fmt: skip
@@ -117,7 +107,7 @@ def test_loss_and_gradients_equal_the_reference(case):
     with jax.enable_x64(True):
         config, moe = model_config(**model), moe_config(**layer)
         stats = assert_equal(case, config, moe, mesh, *stages, routing, weighted)
-    if case in ("ep4_one_hot", "small_buckets"):
+    if case == "ep4_one_hot":
         assert int(np.max(stats.passes)) > 1, "this case is here to overflow"
     if "capacity" in case:
         assert int(np.sum(stats.dropped)) > 0, "this case is here to drop"

@@ -5,12 +5,11 @@ loop, form of the transfer and kind of mesh run always; a set in which every two
 """
 
 import dataclasses
-import itertools
 import re
 
 import jax
-import numpy as np
 import pytest
+from support.covering import covering_cases
 from support.prefetch_cases import check, gradient_step, model_config, placements_of
 from support.traced_programs import equations_in, jaxprs_in
 
@@ -129,27 +128,13 @@ def is_valid(case):
     return case["how"][0] != "none" or not case["refetch_replicas"]
 
 
-def covering_cases():
-    """Return cases in which every two values of any two factors meet, by taking the best of some random ones."""
-    rng, cases = np.random.default_rng(0), []
-    wanted = {
-        frozenset({(a, x), (b, y)})
-        for a, b in itertools.combinations(FACTORS, 2)
-        for x, y in itertools.product(FACTORS[a], FACTORS[b])
-    }
-    wanted.discard(frozenset({("how", ("none", "split")), ("refetch_replicas", True)}))
-    while wanted:
-        drawn = [{f: values[rng.integers(len(values))] for f, values in FACTORS.items()} for _ in range(300)]
-        drawn = list(filter(is_valid, drawn))
-        meetings = [{frozenset(two) for two in itertools.combinations(case.items(), 2)} for case in drawn]
-        best = max(range(len(drawn)), key=lambda i: len(meetings[i] & wanted))
-        wanted -= meetings[best]
-        cases.append(drawn[best])
-    return cases
+NEVER = ({"how": ("none", "split"), "refetch_replicas": True},)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", covering_cases(), ids=lambda case: "-".join(str(v) for v in case.values()))
+@pytest.mark.parametrize(
+    "case", covering_cases(FACTORS, is_valid, NEVER), ids=lambda case: "-".join(str(v) for v in case.values())
+)
 def test_covering_set_equals_reference(case):
     (prefetch, part), (schedule, mesh) = case["how"], case["layout"]
     names = ("refetch_replicas", "remat", "stack", "by_node", "rows", "moe_every", "routing", "overlap")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from routers.dense_router import Groups, dense_route
+from support.covering import covering_cases
 from support.layer_cases import PAIRS, assert_near, draw, drop_groups, make_loss, moe_config, reference, roles_of
 from support.program_order import overtaking
 
@@ -26,7 +27,8 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 SCHEDULES = tuple(name for name in schedules() if find_schedule(name).moves_tokens)
 FACTORS = {
     "schedule": SCHEDULES,
-    "pair": tuple(PAIRS),
+    "mp": (1, 2, 4),
+    "esp": (1, 2, 4),
     "top_k": (1, 2),
     "skewed": (False, True),
     "capacity": (False, True),
@@ -38,31 +40,14 @@ FACTORS = {
 
 def is_valid(case):
     """With N_ESP = 4 and two data-parallel groups one expert-parallel member is left, and pairwise refuses."""
-    return not (case["schedule"] == "pairwise" and case["data"] == 2 and case["pair"][1] == 4)
+    return not (case["schedule"] == "pairwise" and case["data"] == 2 and case["esp"] == 4)
 
 
-def meetings(case):
-    return {frozenset(two) for two in itertools.combinations(case.items(), 2)}
-
-
-def covering_cases():
-    """Return one case per (schedule, pair), its other factors chosen so that as many new values as possible meet."""
-    others = list(FACTORS)[2:]
-    rests = [dict(zip(others, values, strict=True)) for values in itertools.product(*(FACTORS[o] for o in others))]
-    met, cases, rng = set(), [], np.random.default_rng(0)
-    for schedule, pair in itertools.product(FACTORS["schedule"], FACTORS["pair"]):
-        choices = [{"schedule": schedule, "pair": pair, **rests[i]} for i in rng.permutation(len(rests))]
-        best = max(filter(is_valid, choices), key=lambda case: len(meetings(case) - met))
-        met |= meetings(best)
-        cases.append(best)
-    return cases
-
-
-CASES = covering_cases()
+CASES = covering_cases(FACTORS, is_valid)
 
 
 def name_of(case):
-    (mp, esp), limit = case["pair"], "capacity" if case["capacity"] else "dropless"
+    mp, esp, limit = case["mp"], case["esp"], "capacity" if case["capacity"] else "dropless"
     skew = "skewed" if case["skewed"] else "uniform"
     rest = f"data{case['data']}-{case['transport']}-{case['gather']}"
     return f"{case['schedule']}-mp{mp}-esp{esp}-k{case['top_k']}-{skew}-{limit}-{rest}"
@@ -71,10 +56,10 @@ def name_of(case):
 def build(case, grouped_matmul):
     """Return (config, roles, compiled step) of a case; the step does not depend on the tokens' skew."""
     changes = {"transport": case["transport"], "gather": case["gather"], "grouped_matmul": grouped_matmul}
-    if case["schedule"] == "pairwise" and case["data"] == 1 and case["pair"][1] == 1:
+    if case["schedule"] == "pairwise" and case["data"] == 1 and case["esp"] == 1:
         changes["pairwise_groups"] = 4  # two members a group
     config = moe_config(case["schedule"], case["top_k"], case["capacity"], **changes)
-    roles = roles_of(*case["pair"], data=case["data"])
+    roles = roles_of(case["mp"], case["esp"], data=case["data"])
     with jax.enable_x64(True):
         loss = jax.jit(jax.value_and_grad(make_loss(config, roles), (0, 1, 2), has_aux=True))
         compiled = loss.lower(*draw(case["skewed"])).compile()
@@ -99,16 +84,9 @@ def which(case, config, roles):
     return build_schedule("parm", roles, layer_sizes(config, roles, 64 // roles.size(roles.dense), None, 4, 8)).name
 
 
-def test_covering_set_is_complete():
-    met = set().union(*map(meetings, CASES))
-    for first, second in itertools.combinations(FACTORS, 2):
-        for a, b in itertools.product(FACTORS[first], FACTORS[second]):
-            assert frozenset({(first, a), (second, b)}) in met, (first, a, second, b)
-
-
 def own_case(schedule, pair, **changes):
     how = {"top_k": 2, "skewed": True, "capacity": False, "data": 1, "transport": "all_to_all", "gather": "saa"}
-    return {"schedule": schedule, "pair": pair, **how, **changes}
+    return {"schedule": schedule, "mp": pair[0], "esp": pair[1], **how, **changes}
 
 
 OWN = [own_case("dp", (1, 1), capacity=capacity, data=8) for capacity in (False, True)]

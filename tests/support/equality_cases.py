@@ -3,6 +3,9 @@
 A model whose layers differ has experts, banks and tables by segment.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +105,21 @@ def noise_of(model, dtype):
     return noise if model.moe.gate_noise else None
 
 
+def what(config, moe):
+    """Return the configs without all that says how to compute, so that cases share a program of the reference."""
+    how = ("remat", "prefetch", "prefetch_case", "refetch_replicas", "stack", "overlap", "sequence_parallel")
+    config = dataclasses.replace(config, **{name: getattr(ModelConfig(), name) for name in how})
+    how = ("schedule", "transport", "pairwise_groups", "gather", "bucket_slack")
+    return config, dataclasses.replace(moe, **{name: getattr(MoEConfig(), name) for name in how})
+
+
+@functools.partial(jax.jit, static_argnames=("config", "moe", "drop_groups", "route"))
+def reference_gradients(params, batch, noise, *, config, moe, drop_groups=1, route=None):
+    """Return ((loss, (cross-entropy, loads)), gradients) of the one-device model; arguments as of `reference_loss`."""
+    loss = functools.partial(reference_loss, config=config, moe=moe, noise=noise, drop_groups=drop_groups, route=route)
+    return jax.value_and_grad(loss, has_aux=True)(params, batch.inputs, batch.targets, batch.weights)
+
+
 def assert_close(got, want, tolerance=1e-10, case=""):
     """Compare trees to a tolerance of each leaf's largest entry."""
     for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
@@ -116,14 +134,11 @@ def assert_equal(
     dtype = jnp.dtype(config.dtype)
     model = build(config, moe, mesh, zero_stage=zero, expert_zero_stage=expert_zero)
     params, batch, noise = reference_params(config, moe, routing), data(dtype, weighted), noise_of(model, dtype)
-
-    def oracle(params):
-        return reference_loss(
-            params, batch.inputs, batch.targets, batch.weights, config, moe, noise=noise,
-            drop_groups=model.roles.num_devices, route=route,
-        )  # fmt: skip
-
-    (want, (_, want_loads)), want_grads = jax.jit(jax.value_and_grad(oracle, has_aux=True))(params)
+    plain, layer = what(config, moe)
+    groups = 1 if moe.capacity_factor is None else model.roles.num_devices
+    (want, (_, want_loads)), want_grads = reference_gradients(
+        params, batch, noise, config=plain, moe=layer, drop_groups=groups, route=route
+    )
     layout = model.layout()
     step = jax.jit(jax.value_and_grad(make_loss(model, layout, BATCH, LENGTH), has_aux=True))
     (got, stats), grads = step(

@@ -12,10 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.equality_cases import BATCH, EXPERTS, KEY, LENGTH, NOISE, VOCAB, assert_close, data, on_mesh
+from support.equality_cases import (
+    BATCH,
+    EXPERTS,
+    KEY,
+    LENGTH,
+    NOISE,
+    VOCAB,
+    assert_close,
+    data,
+    on_mesh,
+    reference_gradients,
+    what,
+)
 from support.placements import random_placement, to_bank
 from support.program_order import overtaking
-from support.reference_model import reference_loss
 
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
@@ -63,29 +74,15 @@ def reference_params(config, routing="general"):
 
 
 @functools.cache
-def reference_step(config):
+def reference(config, routing="general"):
+    """Return (loss, gradients) of the one-device model."""
+    config, moe = what(config, moe_config("s1"))
     ids = jnp.arange(BATCH * LENGTH, dtype=jnp.int32)
     noise = [gate_noise(jax.random.fold_in(KEY, i), ids, EXPERTS, jnp.float64) for i in range(config.moe_layers)]
-
-    def oracle(params):
-        batch = data("float64", False)
-        return reference_loss(params, batch.inputs, batch.targets, batch.weights, config, moe_config("s1"), noise=noise)
-
-    return jax.jit(jax.value_and_grad(oracle, has_aux=True))
-
-
-@functools.cache
-def reference(config, routing="general"):
-    """Return (loss, gradients) of the one-device model; `config` says only what is computed, not how."""
-    (loss, _), grads = reference_step(config)(reference_params(config, routing))
+    (loss, _), grads = reference_gradients(
+        reference_params(config, routing), data("float64", False), noise, config=config, moe=moe
+    )
     return float(loss), jax.tree.map(np.asarray, grads)
-
-
-def what(config):
-    """Return the config without everything that says how to compute."""
-    plain = ModelConfig()
-    how = ("remat", "prefetch", "prefetch_case", "refetch_replicas", "stack", "overlap", "sequence_parallel")
-    return dataclasses.replace(config, **{name: getattr(plain, name) for name in how})
 
 
 def gradient_step(config, schedule, mesh, shape, zero=1, shares=None, routing="general"):
@@ -100,7 +97,7 @@ def gradient_step(config, schedule, mesh, shape, zero=1, shares=None, routing="g
     rest = jax.device_put((data("float64", False), KEY, np.int32(0), np.float64(BATCH * LENGTH)), whole)
 
     def arguments(placement, routing=routing):
-        params = reference_params(what(config), routing)
+        params = reference_params(what(config, moe_config(schedule))[0], routing)
         params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, shape.bank_rows)}
         tables = jax.device_put({"segment_0": fill_tables(shape, placement)}, by_expert)
         return on_mesh(params, layout.params, roles), rest[0], tables, *rest[1:]
@@ -149,7 +146,7 @@ def check(
         placements = [placement.replace(replicas=None, shares=None, rule="home") for placement in placements]
     passes = 1
     with jax.enable_x64(True):
-        want = reference(what(config), routing)
+        want = reference(config, routing)
         run = runner(config, schedule, mesh, shape, zero=zero, shares=shares, routing=routing)
         for placement in placements:
             got = run(placement)
