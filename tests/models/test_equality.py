@@ -24,8 +24,8 @@ PUBLISHED = {
 # mesh, ZeRO stage, what differs of the layer, of the model
 CASES = {
     "ep4_one_hot": ({"expert": 4}, 0, {}, {}),
-    "ep4_data2_zero3": ({"data": 2, "expert": 4}, 3, {}, {}),
-    "ep2_data2_zero0_tokens": ({"data": 2, "expert": 2}, 0, {}, {}),
+    "ep4_data2_zero3": ({"data": 2, "expert": 4}, 3, ROOMY, {}),
+    "ep2_data2_zero0_tokens": ({"data": 2, "expert": 2}, 0, ROOMY, {}),
     "dp8_stage0": (DP8, 0, {"schedule": "dp"}, {}),
     "dp8_stage3_one_hot": (DP8, 3, {"schedule": "dp"}, {}),
     "capacity_position": ({"expert": 4}, 1, {"capacity_factor": 1.0, "min_capacity": 1}, {}),
@@ -51,19 +51,19 @@ CASES = {
     ),
     "residual_two_devices": ({"expert": 2}, 1, RESIDUAL, {}),
     "residual_hecate_s1_mp2_esp2": (
-        MP2_ESP2, 3, {"schedule": "s1", **RESIDUAL}, {"prefetch": "hecate", "remat": "block"},
+        MP2_ESP2, 3, {"schedule": "s1", **RESIDUAL, **ROOMY}, {"prefetch": "hecate", "remat": "block"},
     ),
-    "shared_s2_split": (MP2_ESP2, 1, {"schedule": "s2", "shared_experts": 1}, SPLIT),
-    "residual_pairwise": ({"expert": 8}, 1, {"schedule": "pairwise", **RESIDUAL}, {}),
+    "shared_s2_split": (MP2_ESP2, 1, {"schedule": "s2", "shared_experts": 1, **ROOMY}, SPLIT),
+    "residual_pairwise": ({"expert": 8}, 1, {"schedule": "pairwise", **RESIDUAL, **ROOMY}, {}),
     "shared_ring_mp2": (
         {"expert": 8, "model": 2}, 1, {"schedule": "ring", "shared_experts": 1}, {"stack": "unrolled", "layers": 1},
     ),
     "qwen3_mp2_split_zero3_pairs": (
-        MP2_ESP2, 3, {"schedule": "s1"},
+        MP2_ESP2, 3, {"schedule": "s1", **ROOMY},
         {**PUBLISHED, "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "moe_every": 2, **SPLIT},
     ),
     "olmoe_mp4_hecate": (
-        {"expert": 4, "expert_shard": 2, "model": 4}, 1, {"schedule": "s1", "renormalize": False},
+        {"expert": 4, "expert_shard": 2, "model": 4}, 1, {"schedule": "s1", "renormalize": False, **ROOMY},
         {**PUBLISHED, "qk_norm": "width", "prefetch": "hecate", "remat": "block"},
     ),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
 
 FEW = BucketRows(own=16, node=16, far=8)
+WIDE = BucketRows.even(1000)  # one pass, which compiles faster
 CASES = {
     "hecate_again_overflow": {
         "prefetch": "hecate", "refetch_replicas": True, "rows": FEW, "mesh": {"expert": 8, "devices_per_node": 4},
@@ -25,13 +26,14 @@ CASES = {
     "split_again_block_data2_halves": {
         "prefetch": "pro_prophet", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 2, "data": 2},
         "zero": 3, "shares": {"trans_share": 0.375, "agg_share": 0.75}, "overlap": "halves", "loss_chunk": 3,
+        "rows": WIDE,
     },
     "expert_dots_s1_mp2_esp2_one_hot": {
         "prefetch": "pro_prophet", "prefetch_case": "expert", "remat": "dots", "schedule": "s1", "routing": "one_hot",
-        "mesh": {"expert": 4, "expert_shard": 2, "model": 2}, "by_node": True,
+        "mesh": {"expert": 4, "expert_shard": 2, "model": 2}, "by_node": True, "rows": WIDE,
     },
-    "halves_s2_sequence_parallel_overflow": {
-        "prefetch": "none", "schedule": "s2", "sequence_parallel": True, "rows": FEW, "overlap": "halves",
+    "halves_s2_sequence_parallel": {
+        "prefetch": "none", "schedule": "s2", "sequence_parallel": True, "rows": WIDE, "overlap": "halves",
         "mesh": {"expert": 2, "expert_shard": 2, "model": 2},
     },
     "halves_deduplicated_block_overflow": {
@@ -40,7 +42,7 @@ CASES = {
     },
     "attention_unrolled_again": {
         "prefetch": "pro_prophet", "prefetch_case": "attention", "refetch_replicas": True, "stack": "unrolled",
-        "by_node": True, "routing": "zero",
+        "by_node": True, "routing": "zero", "rows": WIDE,
     },
 }  # fmt: skip
 SLOW = {
@@ -78,8 +80,8 @@ def shadowed(shape):
 
 
 CASES |= {
-    "late_hecate": {"prefetch": "hecate", "late": calibrated},
-    "late_halves": {"prefetch": "hecate", "overlap": "halves", "mesh": {"expert": 4}, "late": calibrated},
+    "late_hecate": {"prefetch": "hecate", "late": calibrated, "rows": WIDE},
+    "late_halves": {"prefetch": "hecate", "overlap": "halves", "mesh": {"expert": 4}, "late": calibrated, "rows": WIDE},
 }
 SLOW |= {
     "late_shadows_pro_prophet_unrolled": {"prefetch": "pro_prophet", "stack": "unrolled", "late": shadowed},

@@ -22,7 +22,6 @@ PYRAMID = (
     "train.optimizer = 'adafactor'",
     "train.min_dim_size_to_factor = 8",
     "train.loads_every = 1",
-    "MoEConfig.bucket_slack = 16.0",  # holds all: compiles faster, and stays as it is
     "train.final_learning_rate = 1.0",  # so that runs of several lengths compare at one rate
 )
 PLANNER = ("PlannerConfig.name = 'balanced'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 1")
