@@ -16,6 +16,7 @@ from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import build_stepper
 
 SIZES = (
+    "MoEConfig.bucket_slack = 1.5",
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",
     "MoEConfig.aux_loss_weight = 0.0", "train.batch_size = 32", "MeshConfig.expert = 4", "train.zero_stage = 0",
 )  # fmt: skip
