@@ -91,7 +91,7 @@ def test_two_processes_swap_when_both_are_ready(tmp_path):
 PLANNER = (
     "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 4",
     "PlannerConfig.shard_every = 4", "PlannerConfig.swap_after = 3", "PlannerConfig.calibrate = False",
-    "PlannerConfig.predictor = 'window'", "MoEConfig.num_experts = 16",
+    "PlannerConfig.predictor = 'window'", "MoEConfig.num_experts = 16", "MoEConfig.bucket_slack = 16.0",
 )  # fmt: skip
 
 
