@@ -50,6 +50,11 @@ def assumed(name: str, level: str) -> float:
     return float(next(row for row in rows_of("assumed") if row["name"] == name)[level])
 
 
+def reached_links(cluster: str) -> dict[str, float]:
+    """Return the links of a cluster's file at what others reached on such machines: fields of `Cluster`, bytes/s."""
+    return {row["link"]: float(row["bytes_per_second"]) for row in rows_of("links") if row["cluster"] == cluster}
+
+
 def relative_fit(columns: np.ndarray, seconds: np.ndarray, signed: bool = False) -> np.ndarray:
     """Return coefficients [c] of columns [n, c] that make the relative errors of seconds [n] small.
 

@@ -2,7 +2,8 @@
 
 A name is one of
 
-    top_1, top_2                    shipped: a run of this project without a balance loss (configs/trace)
+    top_1, top_2, top_2_of_64       shipped: runs of this project without a balance loss, of 32 experts or of 64
+                                    (configs/trace)
     stationary, drifting, bursty    synthetic: Zipf popularity with exponent 1, by seed
     W0_balanced ... W7_burst        the imbalance workloads of Megatron-LM's pull request 7488, by their names and by
                                     what each isolates; shares and lengths are this project's
@@ -26,7 +27,9 @@ from moe_jax.observe.loads import LoadsTrace, read_loads
 from moe_jax.observe.run_folder import RunFolder
 from moe_jax.shipped import shipped
 
-SHIPPED = ("top_1", "top_2")
+OF_64 = "top_2_of_64"
+SHIPPED = ("top_1", "top_2", OF_64)
+RUN_OF_64 = "loads of a run of 64 experts (top_2_of_64) instead of 32 experts of two layers side by side"
 TRACES = shipped("configs/trace")
 SAMPLES, LAYERS, SOURCES, EXPERTS, CHOICES = 50, 12, 32, 32, 2048  # of synthetic loads; choices of one source
 EVERY = 10  # iterations from sample to sample, as in the shipped ones

@@ -3,7 +3,8 @@
 A `Setting` is a row of a paper's table: a cluster, a model, loads. `run` gives a system's seconds, forward and
 backward of one iteration: exchanges link by link, experts by the fullest device, replicas by the volume that the system
 itself sends (Pro-Prophet, equations 4 and 5), hidden as that system hides them. What precedes an MoE layer is added;
-embeddings, the head, the optimizer and sums of dense gradients are left out: all systems have the same.
+embeddings and the optimizer are left out, all systems have the same, as are the head and the sums of dense gradients,
+which papers' files add where a row is of whole iterations.
 Letters: docs/notation.md; n samples.
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 from moe_jax.analysis.simulate import Records, simulate
 from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import preceding_seconds
-from moe_jax.cluster.tables import assumed
+from moe_jax.cluster.tables import assumed, reached_links
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads
 from moe_jax.planning.block_schedule import Prefetch
@@ -24,6 +25,7 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 
+VOCABULARY = 50304  # GPT-2's, padded, as configs/model has it: no text names one
 REPORTED = ("johnny", "trevor")  # clusters whose FLOP/s are those that a paper reports as reached
 
 
@@ -71,6 +73,17 @@ class Setting:
         sizes = {"model_dim": model.model_dim, "length": model.length}
         return preceding_seconds(self.cluster, self.tokens / self.devices, self.item, **sizes, **block)
 
+    @property
+    def head_seconds(self) -> float:
+        """Seconds of the head, forward and backward."""
+        return 6 * self.model.model_dim * VOCABULARY * self.tokens / self.devices / self.cluster.flops
+
+    @property
+    def dense_sum_seconds(self) -> float:
+        """Seconds in which the gradients of attention and embeddings are summed over all devices, on a ring."""
+        dense = 4 * self.model.layers * self.model.model_dim**2 + VOCABULARY * self.model.model_dim
+        return 2 * self.item * dense * (1 - 1 / self.devices) / self.cluster.bandwidth("sums of gradients")
+
     def fitted(self) -> tuple[LoadsTrace, str]:
         """Return the row's loads [n, L, D, E], and how they were made of the trace."""
         choices = self.tokens * self.top_k // self.devices
@@ -107,12 +120,16 @@ PRO_PROPHET = System(planner="pro_prophet", hiding="pro_prophet")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """Seconds of one system: `parts` [n, L] by purpose of MoE layers, `attention` of what precedes one, both ways."""
+    """Seconds of one system, both ways: `parts` [n, L] by purpose of MoE layers, `attention` of what precedes one.
+
+    `outside`: of what an iteration has besides layers.
+    """
 
     records: Records
     parts: dict[str, np.ndarray]
     attention: float
     model: Model
+    outside: float = 0.0
 
     @property
     def layers(self) -> np.ndarray:
@@ -122,7 +139,7 @@ class Step:
     @property
     def iterations(self) -> np.ndarray:
         """Seconds of iterations, [n]; the trace's layers stand for all of the model's."""
-        return self.model.layers * (self.layers.mean(axis=1) + self.attention)
+        return self.model.layers * (self.layers.mean(axis=1) + self.attention) + self.outside
 
 
 def machine(name: str, nodes: int | None = None, level: str = "middle") -> Cluster:
@@ -138,6 +155,11 @@ def machine(name: str, nodes: int | None = None, level: str = "middle") -> Clust
     starts = {"intra_latency": "start", "intra_step": "step", "inter_latency": "node_start", "inter_step": "node_step"}
     given = {field: assumed(price, level) for field, price in starts.items()}
     return dataclasses.replace(own, flops=flops * own.flops, inter_bandwidth=between, **given)
+
+
+def as_reached(cluster: Cluster) -> Cluster:
+    """Return the cluster with those of its links that others measured on such machines at what they reached."""
+    return dataclasses.replace(cluster, **reached_links(cluster.name))
 
 
 def cost_of(system: System, setting: Setting) -> Cost:

@@ -22,9 +22,10 @@ _TOP_K = flags.DEFINE_integer("top_k", 1, "Experts of a token.")
 _OUT = flags.DEFINE_string("out", None, "File to write.", required=True)
 _STEPS = flags.DEFINE_integer("steps", 500, "Optimizer steps.")
 _EVERY = flags.DEFINE_integer("every", 10, "Steps from one sample to the next.")
+_EXPERTS = flags.DEFINE_integer("experts", 32, "Experts of a layer.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of parameters and of the order of the text.")
 
-DEVICES, SEQUENCES, TRAINED, LENGTH, EXPERTS = 32, 8, 32, 128, 32
+DEVICES, SEQUENCES, TRAINED, LENGTH = 32, 8, 32, 128
 
 
 def bindings(sequences: int, record_choices: bool) -> list[str]:
@@ -34,7 +35,7 @@ def bindings(sequences: int, record_choices: bool) -> list[str]:
         "max_length": LENGTH,
     }  # fmt: skip
     moe = {
-        "num_experts": EXPERTS, "top_k": _TOP_K.value, "renormalize": False, "aux_loss_weight": 0.0,
+        "num_experts": _EXPERTS.value, "top_k": _TOP_K.value, "renormalize": False, "aux_loss_weight": 0.0,
         "z_loss_weight": 0.0, "record_choices": record_choices,
     }  # fmt: skip
     train = {
@@ -66,7 +67,7 @@ def main(_):
         one = jax.tree.map(lambda a: a[0], batch)
         choices = loss(params, one, tables, None, jnp.int32(0), jnp.float32(1))[1].choices  # [L, N, K]
         by_device = choices.reshape(choices.shape[0], DEVICES, -1)
-        return jax.nn.one_hot(by_device, EXPERTS, dtype=jnp.int32).sum(axis=2)
+        return jax.nn.one_hot(by_device, _EXPERTS.value, dtype=jnp.int32).sum(axis=2)
 
     step, _ = session.compile_step()
     state, signals, samples, kept = session.fresh_state(), session.host_signals(0), [], []
