@@ -1,6 +1,6 @@
 """Train a GPT-MoE without a balance loss on the demo's text, and keep every tenth step's expert loads of 32 devices.
 
-What it makes is shipped as configs/trace/top_1.npz and top_2.npz:
+What it makes is shipped as configs/trace/top_1.npz, top_2.npz and, of 64 experts, top_2_of_64.npz:
 
     loads       uint16 [51, 12, 32, 32]   choices of each of 32 devices' 1,024 tokens, by layer and expert
     iterations  int64 [51]                0, 10, ..., 500
@@ -9,6 +9,7 @@ One device trains, on 32 sequences of 128 a step. Every tenth step the model as 
 sequences, of which the first 8 are those of device 0: a router does not see where a token lies. Run it as
 
     python scripts/bench/make_trace.py --top_k=1 --out=configs/trace/top_1.npz
+    python scripts/bench/make_trace.py --top_k=2 --experts=64 --out=configs/trace/top_2_of_64.npz
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from support.commands import run_command_here
 
 from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.cluster.tables import reached_links, rows_of
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads, round_shares
@@ -66,6 +67,14 @@ def test_loads_are_fitted_to_a_row_by_one_rule():
     np.testing.assert_allclose(more[:, :, ::2] / 8000, beside / beside.sum(axis=(2, 3), keepdims=True) / 2, atol=1e-3)
     with pytest.raises(UserError, match="4 devices do not fit the table's 3"):
         fit_loads(trace, devices=3, experts=4, choices=8)
+
+
+def test_measured_links_are_slower_ones_of_clusters_that_there_are():
+    for row in rows_of("links"):
+        sold = getattr(read_cluster(f"configs/cluster/{row['cluster']}.gin"), row["link"])
+        named = row["source"].startswith("as ") or "github.com" in row["source"]
+        assert named and reached_links(row["cluster"])[row["link"]] == float(row["bytes_per_second"])
+        assert float(row["bytes_per_second"]) < sold
 
 
 def test_shares_are_rounded_to_their_total():

@@ -55,6 +55,26 @@ def test_what_does_not_hide_behind_attention_is_exposed(monkeypatch):
     np.testing.assert_allclose([one[0] for one in states], [12 * of_layer * (2 + replicas), of_layer * (24 + replicas)])
 
 
+def test_t_of_links_as_sold_exceeds_what_hides_on_links_as_reached():
+    """Four p4d nodes reach 29.6 of 50 GB/s: t experts are sent, which need up to 50 / 29.6 of its time."""
+    cause = next(cause for cause in hecate.CHANGES if cause.startswith("links between nodes"))
+    setting = hecate.setting_of(INPUTS, dataclasses.replace(hecate.SMALL, batch=7, change=cause))
+    cost = hecate.cost_of(hecate.SYSTEMS["Hecate"], setting)
+    assert setting.cluster.inter_bandwidth == 29.6e9
+    assert cost.overlap() == math.floor(cost.attention_seconds * 50e9 / cost.expert_bytes) > 0
+    assert cost.overlap_seconds(cost.overlap()) > cost.attention_seconds
+
+
+def test_rows_of_64_experts_can_have_the_loads_of_a_run_of_64():
+    change = {"change": hecate.RUN_OF_64, "batch": 1, "every": 25}
+    wide, run_of_64 = (
+        hecate.setting_of(Inputs(None, list), dataclasses.replace(hecate.SMALL, **change | own)).fitted()[0].loads
+        for own in ({"change": None}, {})
+    )
+    skews = [(own.max(axis=2) / own.mean(axis=2)).mean() for own in (wide.sum(axis=2), run_of_64.sum(axis=2))]
+    assert wide.shape[1:] == run_of_64.shape[1:] and 1.5 * skews[0] < skews[1]
+
+
 @pytest.mark.parametrize(("name", "share"), [("drifting", 0.75), ("W0_balanced", 5 / 32)])
 def test_sharpened_loads_give_ten_of_sixty_four_experts_three_quarters(name, share):
     trace = find_loads(name)
