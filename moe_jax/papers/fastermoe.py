@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.cluster import exchange_seconds
-from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import OF_64, RUN_OF_64, find_loads
 from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import Model, Setting, machine
@@ -51,8 +50,6 @@ TABLE_3 = {
 }
 EXPERIMENTS = {
     "the authors' measured links and matmul rate (their artifact's predictor) instead of data sheets": "rates",
-    "section 2.4's skew (4 of 16 experts with 20% of the choices each) instead of the trace's": "four",
-    "section 4.1's skew (an expert that half of the tokens choose) instead of the trace's": "half",
     "the artifact's rule (its figure 11: 4 x the compute, 1 / N of a shadow's price) instead of equation 8": "rule",
     RUN_OF_64: "64",
 }
@@ -76,20 +73,11 @@ def setting_of(inputs: Inputs, name: str, change: str = "") -> Setting:
     """Return the row of a model, one expert on each device; `change`: '' or one of `EXPERIMENTS`."""
     place, layers, model_dim, tokens = TASKS[name]
     cluster = machine(f"{place}_measured" if change == "rates" else place, level=inputs.level)
-    trace = stated_skew(change, cluster.devices) if change in ("four", "half") else inputs.loads(TOP_K)
-    if change == "64" and cluster.devices == 64:
-        trace = find_loads(OF_64)
+    of_64 = change == "64" and cluster.devices == 64
+    trace = find_loads(OF_64) if of_64 else inputs.loads(TOP_K)
     sizes = {"tokens": tokens * cluster.devices, "top_k": TOP_K, "experts": cluster.devices, "item": ITEM}
     model = Model(name=name, layers=layers, model_dim=model_dim, hidden_dim=2 * model_dim)
     return Setting(cluster=cluster, model=model, trace=trace, **sizes)
-
-
-def stated_skew(name: str, experts: int) -> LoadsTrace:
-    """Return loads [2, 12, S, S] of a skew of `EXPERIMENTS`, hot experts drawn for every layer."""
-    shares = [0.2] * 4 + [0.2 / 12] * 12 if name == "four" else [0.25] + [0.75 / (experts - 1)] * (experts - 1)
-    of_layer = np.array([np.random.default_rng(layer).permutation(shares) for layer in range(12)])
-    loads = np.broadcast_to(of_layer[None, :, None], (2, 12, len(shares), len(shares)))
-    return LoadsTrace(np.rint(1e6 * loads).astype(np.int64), np.arange(2))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import numpy as np
 import scipy.stats
 
 from moe_jax.cluster import read_cluster
-from moe_jax.papers.loads import OF_64, RUN_OF_64, find_loads, fit_loads, sharpened, with_loads_before
+from moe_jax.papers.loads import OF_64, RUN_OF_64, find_loads, fit_loads, with_loads_before
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import (
     DEEPSPEED,
@@ -58,6 +58,7 @@ MODELS = tuple(  # table 1, and section 5.1: d_ffn twice d_model
 PER_DEVICE, TOP_K = 2, 2  # experts of a device
 BACK = 3  # iterations: where the mean of the five before (w = 5, section 4.2) lies; others then plan from that too
 STATE, FLEXMOE_SLOTS = 12, 4  # bytes of Adam's state a parameter: six times 16 bits (2.3); PlannerConfig's default
+FLOAT32_RATE = {"hecate_a": 15.7 / 125, "hecate_b": 19.5 / 312}  # of float16's: NVIDIA's data sheets
 BASELINES = ("FasterMoE", "SmartMoE", "FlexMoE")
 COMPARED = (*BASELINES, "Hecate")
 ALL = ("EP", *COMPARED, "Hecate-RM")
@@ -89,11 +90,6 @@ SYSTEMS = {
 }
 
 
-def with_flops(setting: Setting, flops: float, **fields) -> Setting:
-    """Return the setting with other FLOP/s of its GPU."""
-    return dataclasses.replace(setting, cluster=dataclasses.replace(setting.cluster, flops=flops), **fields)
-
-
 def with_sold_links(setting: Setting) -> Setting:
     """Return the setting with links as others reached them between such nodes, t by the bandwidth they are sold as."""
     cluster = setting.cluster
@@ -103,17 +99,14 @@ def with_sold_links(setting: Setting) -> Setting:
     return dataclasses.replace(setting, cluster=as_reached(cluster), overlap_degree=t)
 
 
-# Rates: NVIDIA's data sheets; MegatronLMV1 (2020, V100) and Narayanan et al. 2021, table 1, 1.7 B parameters (A100).
-REACHED = {"hecate_a": 62.4e12, "hecate_b": 137e12}
-FLOAT32_RATE = {"hecate_a": 15.7 / 125, "hecate_b": 19.5 / 312}  # of float16's
+def in_float32(setting: Setting) -> Setting:
+    """Return the setting in float32, at the GPU's rate of it."""
+    rate = FLOAT32_RATE[setting.cluster.name] * setting.cluster.flops
+    return dataclasses.replace(setting, cluster=dataclasses.replace(setting.cluster, flops=rate), item=4)
+
+
 CHANGES: dict[str, Callable[[Setting], Setting]] = {
-    "the rate that Megatron-LM published for this GPU": lambda of: with_flops(of, REACHED[of.cluster.name]),
-    "float32, PyTorch's default, as no precision is named": (
-        lambda of: with_flops(of, of.cluster.flops * FLOAT32_RATE[of.cluster.name], item=4)
-    ),
-    "loads as skewed as FlexMoE reports (75% to 10 of 64 experts)": (
-        lambda of: dataclasses.replace(of, trace=sharpened(of.trace, 10 / 64, 0.75))
-    ),
+    "float32, PyTorch's default, as no precision is named": in_float32,
     "links between nodes as NCCL's users measured them (issues 235, 527), t by what they are sold as": with_sold_links,
     RUN_OF_64: dataclasses.replace,  # the trace is chosen in `setting_of`
 }

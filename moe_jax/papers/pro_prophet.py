@@ -9,8 +9,7 @@
     figure_16   VI-C: balance beside FasterMoE's, layer by layer
 
 Plans come from the iteration before, as there: `loads.with_loads_before`. The paper names no precision, sequence length
-or vocabulary. Rows are in float16, whose rates the testbed's GPUs have in the cluster files; the experiment `FLOAT32`
-is PyTorch's default.
+or vocabulary. Rows are in float16, whose rates the testbed's GPUs have in the cluster files; float32 changes no verdict.
 """
 
 from __future__ import annotations
@@ -60,16 +59,11 @@ TABLE_5 = {
 # table I: balancing's share of the time, of it search, place and reduce, and others' share, in percent
 TABLE_1 = {"S": (29.9, 6.8, 11.6, 11.5, 70.1), "M": (29.2, 3.2, 12.5, 12.5, 70.8), "L": (34.5, 2.6, 14.2, 17.7, 64.5),
            "DS": (33.8, 6.1, 13.8, 13.9, 66.2), "DM": (37.1, 6.1, 16.1, 14.9, 62.9)}  # fmt: skip
-FLOAT32 = "float32, PyTorch's default where a paper names none"
-FLOAT32_RATE = {
-    "NVIDIA RTX 3090": 35.6 / 71,
-    "NVIDIA RTX 2080 Ti": 13.4 / 53.8,
-}  # of float16's: whitepapers
 WHOLE = "the head, and sums of dense gradients after the backward (as the engines of DeepSpeed and FastMoE do)"
 COPIES = "GPUs without peer access, whose copies pass through the host: links as measured on such nodes"
 SKEW = "figure 3's skew (3 of 16 experts with half of the choices) instead of the trace's"
 SPAN = "Ours are of all 500 iterations of the trace, the text's of the first 100 of a run."
-TABLES = Tables("simulated", {FLOAT32: "float32", SKEW: "skew", WHOLE: "whole", COPIES: "copies"}, lambda *_: (SPAN,))
+TABLES = Tables("simulated", {SKEW: "skew", WHOLE: "whole", COPIES: "copies"}, lambda *_: (SPAN,))
 PLANNER = System(planner="pro_prophet", knobs=(("scheduler", False),))
 SCHEDULER = dataclasses.replace(PLANNER, hiding="pro_prophet")
 TOP_2, TOP_3 = (System(planner="topk_all", knobs=(("top_k", count), ("bounded", False))) for count in (2, 3))
@@ -91,12 +85,10 @@ class Row(NamedTuple):
 
 def setting_of(inputs: Inputs, row: Row, change: str = "") -> Setting:
     """Return a row's setting; `change`: one of `TABLES.experiments`."""
-    cluster, item = machine(row.cluster, row.nodes, inputs.level), 2
+    cluster = machine(row.cluster, row.nodes, inputs.level)
     if change == "copies":
         cluster = as_reached(cluster)
-    if change == "float32":
-        cluster, item = dataclasses.replace(cluster, flops=cluster.flops * FLOAT32_RATE[cluster.device]), 4
-    sizes = {"tokens": row.tokens, "top_k": row.top_k, "experts": cluster.devices, "item": item}
+    sizes = {"tokens": row.tokens, "top_k": row.top_k, "experts": cluster.devices}
     trace = inputs.loads(row.top_k)
     if change == "skew":  # of 16 experts, as the figure has them: more or fewer would be another skew
         of_16, _ = fit_loads(trace, devices=16, experts=16, choices=row.tokens * row.top_k // 16)
