@@ -14,7 +14,7 @@ import numpy as np
 import scipy.stats
 
 from moe_jax.cluster import read_cluster
-from moe_jax.papers.loads import OF_64, RUN_OF_64, find_loads, fit_loads, with_loads_before
+from moe_jax.papers.loads import fit_loads, with_loads_before
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import (
     DEEPSPEED,
@@ -108,7 +108,6 @@ def in_float32(setting: Setting) -> Setting:
 CHANGES: dict[str, Callable[[Setting], Setting]] = {
     "float32, PyTorch's default, as no precision is named": in_float32,
     "links between nodes as NCCL's users measured them (issues 235, 527), t by what they are sold as": with_sold_links,
-    RUN_OF_64: dataclasses.replace,  # the trace is chosen in `setting_of`
 }
 SAME: Change = dataclasses.replace
 EXPERIMENTS = {cause: functools.partial(dataclasses.replace, change=cause) for cause in CHANGES}
@@ -154,8 +153,7 @@ def setting_of(inputs: Inputs, row: Row) -> Setting:
     """Return a row's setting; its batch is the largest that fits EP's fullest device beside FlexMoE's replicas."""
     cluster, model = machine(row.cluster, row.nodes, inputs.level), row.model
     sizes = {"experts": PER_DEVICE * cluster.devices, "top_k": TOP_K, "every": row.every}
-    of_64 = row.change == RUN_OF_64 and sizes["experts"] == 64
-    own = {"cluster": cluster, "model": model, "trace": find_loads(OF_64) if of_64 else inputs.loads(TOP_K)}
+    own = {"cluster": cluster, "model": model, "trace": inputs.loads(TOP_K)}
     changed = CHANGES.get(row.change, dataclasses.replace)
     setting, batch = Setting(tokens=cluster.devices * model.length, **own, **sizes), row.batch
     setting = dataclasses.replace(setting, item=changed(setting).item)  # what a change does to memory

@@ -29,7 +29,6 @@ from moe_jax.shipped import shipped
 
 OF_64 = "top_2_of_64"
 SHIPPED = ("top_1", "top_2", OF_64)
-RUN_OF_64 = "loads of a run of 64 experts (top_2_of_64) instead of 32 experts of two layers side by side"
 TRACES = shipped("configs/trace")
 SAMPLES, LAYERS, SOURCES, EXPERTS, CHOICES = 50, 12, 32, 32, 2048  # of synthetic loads; choices of one source
 EVERY = 10  # iterations from sample to sample, as in the shipped ones

@@ -69,3 +69,9 @@ def test_public_dump(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="mkdir"):
         find_loads("dump")
     assert not (tmp_path / "run_by_a_pickle").exists()
+
+
+def test_rows_of_64_experts_can_have_the_loads_of_a_run_of_64():
+    both = [fastermoe.setting_of(Inputs(None, list), "BERT-Wide", change).fitted()[0].loads for change in ("", "64")]
+    wide, run_of_64 = ((own.max(axis=2) / own.mean(axis=2)).mean() for own in (loads.sum(axis=2) for loads in both))
+    assert both[0].shape == both[1].shape and 1.5 * wide < run_of_64

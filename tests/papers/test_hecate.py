@@ -65,16 +65,6 @@ def test_t_of_links_as_sold_exceeds_what_hides_on_links_as_reached():
     assert cost.overlap_seconds(cost.overlap()) > cost.attention_seconds
 
 
-def test_rows_of_64_experts_can_have_the_loads_of_a_run_of_64():
-    change = {"change": hecate.RUN_OF_64, "batch": 1, "every": 25}
-    wide, run_of_64 = (
-        hecate.setting_of(Inputs(None, list), dataclasses.replace(hecate.SMALL, **change | own)).fitted()[0].loads
-        for own in ({"change": None}, {})
-    )
-    skews = [(own.max(axis=2) / own.mean(axis=2)).mean() for own in (wide.sum(axis=2), run_of_64.sum(axis=2))]
-    assert wide.shape[1:] == run_of_64.shape[1:] and 1.5 * skews[0] < skews[1]
-
-
 @pytest.mark.parametrize(("name", "share"), [("drifting", 0.75), ("W0_balanced", 5 / 32)])
 def test_sharpened_loads_give_ten_of_sixty_four_experts_three_quarters(name, share):
     trace = find_loads(name)
