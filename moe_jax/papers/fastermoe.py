@@ -22,7 +22,7 @@ from moe_jax.planning.fastermoe import ShadowRates, shadow_search
 
 TOP_K, ITEM = 2, 4  # choices of a token, bytes of a number
 # Machine, MoE layers, M, tokens of a device. Table 2's cells are not in the text: layers, M and tokens on johnny are
-# those of the artifact (fig10.sh), those on trevor and GPT's M are assumed.
+# those of the artifact's figure 10, those on trevor and GPT's M are assumed.
 TASKS = {
     "GPT-S": ("johnny", 12, 1024, 1024),
     "GPT-L": ("johnny", 12, 4096, 1024),
@@ -253,7 +253,7 @@ def figure_5(inputs):
         "FastMoE over ZeRO-3, most (text: better)": None,
     },
     SPEEDUP,
-    ("The text calls it end to end; ours are MoE layers alone, as the artifact's fig10.sh times them.",),
+    ("The text calls it end to end; ours are MoE layers alone, as the artifact's script of figure 10 times them.",),
 )  # fmt: skip
 def figure_10(inputs, change=""):
     layers = models_of(inputs, change)
