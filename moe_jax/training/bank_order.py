@@ -8,9 +8,11 @@ Letters: docs/notation.md; e experts of a layer on one device in the file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.errors import UserError
 from moe_jax.models.language_model import flatten, is_bank, segment_of
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
@@ -68,6 +71,77 @@ def _order(leaf, home: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
     assert experts % devices == 0 and leaf.shape[0] % devices == 0, (home.shape, leaf.shape, devices)
     assert home.max() < devices and rows.max() < leaf.shape[0] // devices, "homes of another mesh"
     return home, rows, not np.array_equal(home, Placement.even(placement.layers, experts, devices).home)
+
+
+def copied(state, home: Homes, copy: Callable[[str, jax.Array], Any]) -> dict[str, Any]:
+    """Return {name: copy(name, leaf as a file holds it)} of a state's leaves, when all is done.
+
+    A leaf of the bank that was reordered is gone before the next one is.
+    """
+    copies = {}
+    for name, leaf in flatten(state).items():
+        own = home_of(name, home)
+        ordered = leaf if own is None else to_file(leaf, own)
+        copies[name] = copy(name, ordered)
+        if ordered is not leaf:
+            jax.block_until_ready(copies[name])
+            ordered.delete()
+    return jax.block_until_ready(copies)
+
+
+def in_host_memory(array: jax.Array) -> jax.Array:
+    """Return a copy of an array in buffers of its own in host memory, which may still be under way."""
+    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+
+
+def described_for_file(needed: dict[str, Any], home: Homes) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return what a file holds for the leaves {name: ShapeDtypeStruct with a NamedSharding} of a state."""
+    owns = {name: home_of(name, home) for name in needed}
+    return {name: leaf if owns[name] is None else stored_as(leaf, owns[name]) for name, leaf in needed.items()}
+
+
+def read_leaves(
+    stored: dict[str, Any], needed: dict[str, Any], tree, home: Homes,
+    source: tuple[str, Callable[[], contextlib.AbstractContextManager]],
+):  # fmt: skip
+    """Return leaves on this run's mesh, in the structure of `tree`.
+
+    Args:
+      stored: {name: object with `dtype`, `shape` and [index].read().result()}, in the order of a file.
+      needed: {name: ShapeDtypeStruct with a NamedSharding}, leaves of `tree`.
+      home: where the experts are to be stored.
+      source: what the leaves are read from, in words, and a context that turns errors of reading into a UserError.
+
+    UserError: the first leaf that differs between `stored` and `needed`.
+    """
+    what, errors_named = source
+    assert all(isinstance(leaf.sharding, NamedSharding) for leaf in needed.values()), "a leaf has no NamedSharding"
+    wanted = described_for_file(needed, home)
+    kinds = [
+        {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in leaves.items()} for leaves in (stored, wanted)
+    ]
+    differing = [name for name in {**wanted, **stored} if kinds[0].get(name) != kinds[1].get(name)]
+    if differing:
+        held, here = (kind.get(differing[0], "absent") for kind in kinds)
+        more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
+        raise UserError(
+            f"{what} is not of this model: {differing[0]} is {held} in the checkpoint and {here} in this run{more}; "
+            "use the model, optimizer and tokenizer that it was trained with, or another --workdir"
+        )
+    leaves = []
+    for name, leaf in needed.items():
+        sharding, shape = wanted[name].sharding, wanted[name].shape
+        parts = {repr(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
+        with errors_named():
+            reading = {part: stored[name][index].read() for part, index in parts.items()}  # all at once
+            held = {part: future.result() for part, future in reading.items()}
+        array = jax.make_array_from_callback(shape, sharding, lambda index, held=held: held[repr(index)])
+        if (own := home_of(name, home)) is not None:
+            array, in_order = from_file(array, leaf, own), array
+            jax.block_until_ready(array)
+            in_order.delete()  # not two banks at once
+        leaves.append(array)
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 @functools.lru_cache(maxsize=128)

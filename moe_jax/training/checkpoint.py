@@ -47,7 +47,6 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from absl import logging as absl_logging
 from etils import epath
-from jax.sharding import NamedSharding
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from moe_jax.config.gin_files import parse_run_config
@@ -55,7 +54,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
 from moe_jax.observe.run_folder import RunFolder, disk_errors_named
-from moe_jax.training.bank_order import Homes, from_file, home_of, stored_as, to_file
+from moe_jax.training.bank_order import Homes, copied, in_host_memory, read_leaves
 
 FORMAT, UNCHECKED_FORMAT = "moe_jax checkpoint 2", "moe_jax checkpoint 1"  # the older one has no CRC, and is still read
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
@@ -113,18 +112,19 @@ class Checkpointer:
                 "answers, then give the same command again"
             ) from error
 
-    def latest(self, below: int | None = None) -> int | None:
+    def latest(self, below: int | None = None, above: int | None = None) -> int | None:
         """Return the step of the newest finished checkpoint, None without any; process 0 decides for all.
 
         One whose folder is not what was written is named and passed over; arrays are checked when they are read.
 
         Args:
           below: only steps before this one count.
+          above: only steps after this one, which the caller has from elsewhere.
 
         Raises:
-          UserError: there are checkpoints, and none of them will do.
+          UserError: there are checkpoints, none of them will do, and `above` is None.
         """
-        newest = self._newest(below) if jax.process_index() == 0 else None
+        newest = self._newest(below, above) if jax.process_index() == 0 else None
         if jax.process_count() > 1:
             name, processes = f"moe_jax latest {self.folder}", set(range(jax.process_count()))
             with _lost_processes_named("agree on a checkpoint"):
@@ -133,16 +133,18 @@ class Checkpointer:
             newest = None if newest < 0 else newest
         return newest
 
-    def _newest(self, below: int | None = None) -> int | None:
+    def _newest(self, below: int | None = None, above: int | None = None) -> int | None:
         """Return what `latest` does, as this process sees the folder."""
         steps = self.steps()
-        for step in reversed([step for step in steps if below is None or step < below]):
+        for step in reversed(steps):
+            if below is not None and step >= below or above is not None and step <= above:
+                continue
             try:
                 self.read_host(step)
                 return step
             except DamagedCheckpointError as error:
                 _log.warning("%s; the one before it is taken", error.args[0])
-        if steps:
+        if steps and above is None:
             raise UserError(
                 f"no checkpoint of {self.folder} is whole, of {len(steps)}; put one back from a copy, or move the "
                 "folder away to train from the start"
@@ -197,11 +199,8 @@ class Checkpointer:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
           DamagedCheckpointError: a part that this process reads is missing, or not what was written.
         """
-        host, stored = self.read_host(step), self._open(step)
-        kept = {name: leaf for name, leaf in stored.items() if not name.startswith("ema/")}
-        if "ema" not in abstract_state or len(kept) == len(stored):
-            stored = kept
-            abstract_state = {name: part for name, part in abstract_state.items() if name != "ema"}
+        host = self.read_host(step)
+        stored, abstract_state = without_ema(self._open(step), abstract_state)
         return self._read(step, stored, flatten(abstract_state), abstract_state, home), host
 
     def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params"):
@@ -225,6 +224,10 @@ class Checkpointer:
             hashed.update(f"{name} {leaf.dtype.name} {leaf.shape}\n".encode())
             hashed.update(np.ascontiguousarray(leaf).view(np.uint8).data)
         return hashed.hexdigest()
+
+    def origin(self) -> str:
+        """Return in words where a state that was restored came from."""
+        return "disk"
 
     def has_ema(self, step: int) -> bool:
         """Say whether a checkpoint holds a moving average of the parameters."""
@@ -261,14 +264,7 @@ class Checkpointer:
             if (free := shutil.disk_usage(self.folder).free) < needed:
                 raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
         host = json.loads(json.dumps(host))  # what it is now, whatever the caller does with it while files are written
-        arrays = {}
-        for name, leaf in flatten(state).items():  # in host buffers of its own
-            own = home_of(name, home)
-            ordered = leaf if own is None else to_file(leaf, own)
-            arrays[name] = jax.device_put(ordered, ordered.sharding.with_memory_kind("pinned_host"))
-            jax.block_until_ready(arrays[name])
-            if ordered is not leaf:
-                ordered.delete()
+        arrays = copied(state, home, lambda _, leaf: in_host_memory(leaf))
         self._pending = step
         args = ocp.args.PyTreeSave(arrays, custom_metadata=_host_record(step, host))
         with self._writing_errors_named(step):
@@ -339,38 +335,8 @@ class Checkpointer:
 
     def _read(self, step: int, stored: dict[str, ts.TensorStore], needed: dict[str, Any], tree, home: Homes):
         """Return the leaves `needed` in the structure of `tree`; UserError names the first that differs."""
-        wanted = {}
-        for name, leaf in needed.items():
-            assert isinstance(leaf.sharding, NamedSharding), f"{name} has no NamedSharding"
-            own = home_of(name, home)
-            wanted[name] = leaf if own is None else stored_as(leaf, own)
-        kinds = [
-            {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in leaves.items()}
-            for leaves in (stored, wanted)
-        ]
-        differing = [name for name in {**wanted, **stored} if kinds[0].get(name) != kinds[1].get(name)]
-        if differing:
-            held, here = (kind.get(differing[0], "absent") for kind in kinds)
-            more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
-            raise UserError(
-                f"checkpoint {self._path(step)} is not of this model: {differing[0]} is {held} in the checkpoint and "
-                f"{here} in this run{more}; use the model, optimizer and tokenizer that it was trained with, or "
-                "another --workdir"
-            )
-        leaves = []
-        for name, leaf in needed.items():
-            sharding, shape = wanted[name].sharding, wanted[name].shape
-            parts = {repr(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
-            with self._reading_errors_named(step):
-                reading = {part: stored[name][index].read() for part, index in parts.items()}  # all at once
-                held = {part: future.result() for part, future in reading.items()}
-            array = jax.make_array_from_callback(shape, sharding, lambda index, held=held: held[repr(index)])
-            if (own := home_of(name, home)) is not None:
-                array, in_file_order = from_file(array, leaf, own), array
-                jax.block_until_ready(array)
-                in_file_order.delete()  # not two banks at once
-            leaves.append(array)
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        named = functools.partial(self._reading_errors_named, step)
+        return read_leaves(stored, needed, tree, home, (f"checkpoint {self._path(step)}", named))
 
     def _sweep_unfinished(self) -> None:
         """Delete what a killed run or a failed save left; for writers only: a reader may run next to a job."""
@@ -427,6 +393,14 @@ class Checkpointer:
                     "disk answers, then give the same command again"
                 ) from error
             raise DamagedCheckpointError(f"checkpoint {self._path(step)} is damaged ({line})") from error
+
+
+def without_ema(stored: dict[str, Any], abstract_state: dict) -> tuple[dict[str, Any], dict]:
+    """Return {name: stored leaf} and the state to read, without the average unless both have it."""
+    kept = {name: leaf for name, leaf in stored.items() if not name.startswith("ema/")}
+    if "ema" in abstract_state and len(kept) < len(stored):
+        return stored, abstract_state
+    return kept, {name: part for name, part in abstract_state.items() if name != "ema"}
 
 
 def _sync(folder: Path) -> None:
