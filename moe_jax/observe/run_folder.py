@@ -6,6 +6,7 @@ environment.json      versions, devices, mesh      loads/ loads.npz   parts whil
 checkpoints/          orbax                        plots/ report.html pictures, and all of it on one page
 tensorboard/          events                       profile/           traces of train.profile_steps
 lease/                the job that writes here     (observe/lease.py)
+run.json              the run's id, and its starts (recovery/copies.py)
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class RunFolder:
         self.loads_parts, self.loads = self.path / "loads", self.path / "loads.npz"
         self.plots, self.profile = self.path / "plots", self.path / "profile"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
-        self.lease = self.path / "lease"
+        self.lease, self.history = self.path / "lease", self.path / "run.json"
         self._made = [folder for folder in (self.path, *self.path.parents) if create and not folder.exists()]
         if create:
             with disk_errors_named(self.path):

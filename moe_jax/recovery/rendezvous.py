@@ -245,7 +245,7 @@ def note_stranger(known: list[str], name: str, port: int, why: str) -> None:
         return
     known.append(name)
     _LOG.warning(
-        "a stranger at the rendezvous port %d from %s was dropped (%s); later ones from there are not mentioned",
+        "a stranger at port %d from %s was dropped (%s); later ones from there are not mentioned",
         *(port, name, why),
     )
 

@@ -94,6 +94,7 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
         hub, host_ids, epoch = connect(place, seconds=config.start_timeout_seconds)
         peers = [hub]
     relay = Relay(place, listeners)
+    own = (peers[0].connection if index else listeners[0]).getsockname()[0]
     hosts = Hosts(
         process_index=index,
         process_count=count,
@@ -102,6 +103,8 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
         lost_seconds=config.lost_after_seconds,
         stall_seconds=config.stall_after_seconds,
         relay=relay,
+        addresses=(own, own if index else host),
+        key=derive_key(place.token, f"this start, {epoch}"),
     )
     trust_programs(derive_key(place.token, f"programs of {epoch}"))
     # XLA reads its flags when a backend first starts. Without this one it shares the timing of kernels among processes:
@@ -263,10 +266,12 @@ class Hosts:
         lost_seconds: float = 30.0,  # silence after which a process counts as lost
         stall_seconds: float = 0.0,  # without a `touch`, after which this process reports itself as stuck; 0 = never
         relay: Relay | None = None,  # of jax's connections
+        addresses: tuple[str, str] = ("127.0.0.1", "127.0.0.1"),  # to listen at, and where others reach that
+        key: bytes = b"",  # that the processes of this start share, and no earlier one
     ):
         self.process_index, self.process_count = process_index, process_count
         self.is_main = process_index == 0  # whether it writes what only one may write
-        self._peers, self.host_ids = tuple(peers), tuple(host_ids)
+        self._peers, self.host_ids, self.addresses, self.key = tuple(peers), tuple(host_ids), addresses, key
         self._lost_seconds, self._stall_seconds, self._relay = lost_seconds, stall_seconds, relay
         self._self = f"process {process_index} ({socket.gethostname()})"
         self._send_lock, self._end_lock = threading.Lock(), threading.Lock()
