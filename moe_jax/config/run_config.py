@@ -38,8 +38,8 @@ MAY_DIFFER = (
     "DistillationConfig.teacher", "DistillationConfig.teacher_step",
     "train.steps", "train.decay_steps", "train.max_skipped_steps", "train.ema_decay", "train.guide_scheduler",
     "train.optimistic", "train.deterministic", "train.zero_stage", "train.expert_zero_stage",
-    "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every", "train.evaluate_windows",
-    "train.loads_every", "train.log_every", "train.profile_steps",
+    "train.checkpoint_every", "train.copy_every", "train.keep_checkpoints", "train.evaluate_every",
+    "train.evaluate_windows", "train.loads_every", "train.log_every", "train.profile_steps",
 )  # fmt: skip
 # Bindings that --override may change besides, at a resume: the optimizer's state goes on.
 OVERRIDABLE = (

@@ -29,6 +29,7 @@ from moe_jax.observe.run_folder import EVALUATIONS, RunFolder
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.program import Programs, Session
+from moe_jax.training.ram_state import RamCopies
 from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import NoCompleteProgramError, Stepper
 
@@ -40,17 +41,18 @@ class Loop:
 
     def __init__(
         self, stepper: Stepper, host: dict, latest: int | None, folder: RunFolder, checkpoints: Checkpointer,
-        hosts: Hosts,
+        copies: RamCopies | None, hosts: Hosts,
     ):  # fmt: skip
         """Open the files that grow while training.
 
         Args:
           host: JSON data for all checkpoints: 'config', its text; 'skipped_steps' and 'overflowed_updates' so far, as
             read from metrics; and 'teacher', its identity, kept after it has left too; None without one.
-          latest: step of the last finished checkpoint, None before the first.
+          latest: step of the last finished checkpoint, None before the first; the stepper may be further, by a copy.
+          copies: of the state in RAM, None without any.
         """
         self.stepper, self.host, self.checkpoint, self.folder = stepper, host, latest, folder
-        self.checkpoints, self.hosts = checkpoints, hosts
+        self.checkpoints, self.copies, self.hosts = checkpoints, copies, hosts
         self.engine, session = stepper.engine, stepper.session
         self.names = list(flatten(stepper.state["params"]))
         self.local_finite = build_local_finite(stepper.state, session.roles.mesh)
@@ -64,8 +66,9 @@ class Loop:
         self.progress = Progress(train.steps, sys.stdout, start_step=stepper.step, every=train.log_every)
         self.is_main = hosts.is_main
         if self.is_main:
-            self.metrics = MetricsWriter(folder, resume_step=latest)
-            self.evaluations = MetricsWriter(folder, resume_step=latest, file_name=EVALUATIONS)
+            resumed = stepper.step or latest
+            self.metrics = MetricsWriter(folder, resume_step=resumed)
+            self.evaluations = MetricsWriter(folder, resume_step=resumed, file_name=EVALUATIONS)
             layers = session.model.expert_segments
             sizes = [(s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in layers]
             preceding = [(segment.config.moe_every, segment.config.ffn_dim) for segment in layers]
@@ -87,9 +90,9 @@ class Loop:
             )
             held = 4 * sum(layers for layers, *_ in sizes) * origin.sources * max(experts for _, experts, *_ in sizes)
             every = sample_every(train.loads_every, train.steps, held)
-            self.loads = LoadsRecorder(folder, every, resume_step=latest, origin=origin)
+            self.loads = LoadsRecorder(folder, every, resume_step=resumed, origin=origin)
             self.pictured: int | None = None  # the last step whose loads the dashboards show as a picture
-            self.dashboards = Dashboards(folder, resume_step=latest, config=host["config"])
+            self.dashboards = Dashboards(folder, resume_step=resumed, config=host["config"])
             if (older := self.loads.describe_older()) is not None:
                 print(older, flush=True)
 
@@ -156,7 +159,8 @@ class Loop:
                 stepper.dispatch(feed.to_devices(batch), int(stop.requested))
                 if stepper.executable is not running and self.compiled_peak is not None:
                     self.compiled_peak = max(self.compiled_peak, compiled_peak(stepper.executable) or 0)
-                for every, do in ((train.checkpoint_every, self.save), (train.evaluate_every, self.evaluate)):
+                turns = (train.copy_every, self.copy), (train.checkpoint_every, self.save)
+                for every, do in (*turns, (train.evaluate_every, self.evaluate)):
                     if every and stepper.step % every == 0 and stepper.step < train.steps:
                         self.read_metrics(stop)
                         do()
@@ -267,8 +271,20 @@ class Loop:
         step = self.stepper.step
         if self.checkpoint == step:
             return
+        self.checkpoints.save(step, *self.what_to_save())
+        self.checkpoint = step
+        self.hosts.touch(step)
+
+    def copy(self):
+        """Start to copy the state to RAM; a NonFiniteError where it is not finite."""
+        if failure := self.copies.save(self.stepper.step, *self.what_to_save()):
+            self.note(failure)
+        self.hosts.touch(self.stepper.step)
+
+    def what_to_save(self) -> tuple[dict, dict, dict]:
+        """Return (state, homes of its experts, host data); a NonFiniteError where the state is not finite."""
         # what no step can go on from would push out what one can
-        held = self.local_finite(jax.tree.leaves(self.stepper.state)).addressable_shards
+        step, held = self.stepper.step, self.local_finite(jax.tree.leaves(self.stepper.state)).addressable_shards
         finite = np.all([np.asarray(shard.data)[0] for shard in held], axis=0)
         if not finite.all():  # a process that raises ends the others' save too
             broken = list(flatten(self.stepper.state))[int(np.argmin(finite))]
@@ -282,10 +298,7 @@ class Loop:
             host["overflows"] = self.stepper.overflows
         if self.engine is not None:
             host["plan"] = self.engine.state()
-        home = self.stepper.session.home if self.engine is None else self.engine.home
-        self.checkpoints.save(step, self.stepper.state, home, host)
-        self.checkpoint = step
-        self.hosts.touch(step)
+        return self.stepper.state, self.stepper.session.home if self.engine is None else self.engine.home, host
 
     def evaluate(self):
         """Evaluate on held-out text and write the result down."""

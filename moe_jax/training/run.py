@@ -30,12 +30,14 @@ from moe_jax.observe.run_folder import (
     environment_record,
     write_atomically,
 )
+from moe_jax.recovery.copies import note_start, read_history
 from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.optimizer import line_on_gates
 from moe_jax.training.program import Session, build_session
+from moe_jax.training.ram_state import RamCopies
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.stepper import Stepper
 from moe_jax.training.teacher import settle_teacher
@@ -66,9 +68,12 @@ def run(
       NonFiniteError: a step whose loss or gradient is not finite.
     """
     with open_run(config, config_text, hosts, workdir) as (folder, checkpoints):
-        latest = state = None
-        while state is None:  # until a checkpoint proves whole
-            latest, past = newest_checkpoint(checkpoints, folder, config_text, latest, changed=changed)
+        history = json.loads(hosts.gather_text("history", json.dumps(read_history(folder.history)))[0])
+        copies = latest = state = None
+        if config.train.copy_every:
+            copies = RamCopies(history, max(checkpoints.steps(), default=-1), hosts)
+        while state is None:  # until a checkpoint or a copy proves whole
+            source, latest, past = newest_state(checkpoints, copies, folder, config_text, latest, changed=changed)
             if latest is not None and latest >= config.train.steps:
                 say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
                 if hosts.is_main and not has_report(folder):
@@ -78,8 +83,17 @@ def run(
             session, compared = start_session(settled, hosts)
             say(hosts, banner(session, folder, latest))
             engine = build_engine(session)
+            if copies is not None:
+                copies.prepare(session.abstract_state(), session.home)
             # the stepper alone holds the state: a step donates it
-            state = starting_state(session, checkpoints, latest, hosts, init_from, init_from_ema, engine, changed)
+            state = starting_state(session, source, latest, hosts, init_from, init_from_ema, engine, changed)
+        if latest is not None:
+            checkpoints.set_aside(latest)
+        saved = latest
+        if source is copies:
+            saved = copies.newest_on_disk if 0 <= copies.newest_on_disk <= latest else None
+        if hosts.is_main:
+            note_start(folder.history, history, latest or 0, -1 if saved is None else saved)
         stepper = Stepper(session, state, engine, overflows=past.get("overflows"))
         del state
         if hosts.is_main:
@@ -101,7 +115,10 @@ def run(
         host["changes"] = past.get("changes", []) + changes_since(past, config_text, changed, latest)
         for change in host["changes"]:
             say(hosts, "from step {step} on: {binding} is {is}, and was {was}".format(**change))
-        finished = Loop(stepper, host, latest, folder, checkpoints, hosts).run()
+        loop = Loop(stepper, host, saved, folder, checkpoints, copies, hosts)
+        finished = loop.run()
+        if copies is not None:
+            loop.note(copies.close())
         if not finished:
             say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
         elif hosts.is_main:
@@ -148,7 +165,7 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
     """Print the held-out loss of the last checkpoint of a run folder, also of parameters alone; errors as of `run`."""
     config = dataclasses.replace(config, distillation=DistillationConfig())  # needs no teacher
     with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints):
-        latest, past = newest_checkpoint(checkpoints, folder, config_text, evaluates=True)
+        _, latest, past = newest_state(checkpoints, None, folder, config_text, evaluates=True)
         find_tokenizer(config.data, folder.path, past.get("tokenizer"))  # for its error
         session, _ = start_session(config, hosts)
         if latest is None:
@@ -195,11 +212,12 @@ def open_run(
         yield folder, stack.enter_context(contextlib.closing(checkpoints))
 
 
-def newest_checkpoint(
-    checkpoints: Checkpointer, folder: RunFolder, config_text: str, below: int | None = None, evaluates: bool = False,
-    changed: Collection[str] = (),
-) -> tuple[int | None, dict]:  # fmt: skip
-    """Return the step of the newest checkpoint, None before the first, and its host data, which fits the config.
+def newest_state(
+    checkpoints: Checkpointer, copies: RamCopies | None, folder: RunFolder, config_text: str, below: int | None = None,
+    evaluates: bool = False, changed: Collection[str] = (),
+) -> tuple[Checkpointer | RamCopies, int | None, dict]:  # fmt: skip
+    """Return what holds the newest state, checkpoints or copies in RAM; its step, None before the first; and its host
+    data, which fits the config.
 
     Args:
       below: only steps before this one count.
@@ -208,8 +226,10 @@ def newest_checkpoint(
     Raises:
       UserError: the folder belongs to a run that this config may not go on with, or no checkpoint will do.
     """
-    latest = checkpoints.latest(below)
-    past = {} if latest is None else checkpoints.read_host(latest)
+    source, latest = copies, None if copies is None else copies.latest(below)
+    if (on_disk := checkpoints.latest(below, above=latest)) is not None or source is None or latest is None:
+        source, latest = checkpoints, on_disk
+    past = {} if latest is None else source.read_host(latest)
     held = past["config"] if past else folder.held_config(config_text)
     # Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
     if past.get("parameters_only"):
@@ -224,7 +244,7 @@ def newest_checkpoint(
         )
     if held is not None:
         check_resumable(held, config_text, str(folder.path), changed)
-    return latest, past
+    return source, latest, past
 
 
 def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
@@ -257,42 +277,40 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
 
 
 def starting_state(
-    session: Session, checkpoints: Checkpointer, latest: int | None, hosts: Hosts, init_from: str = "",
+    session: Session, source: Checkpointer | RamCopies, latest: int | None, hosts: Hosts, init_from: str = "",
     init_from_ema: bool = False, engine: RejitEngine | None = None, changed: Collection[str] = (),
 ) -> dict | None:  # fmt: skip
-    """Return the state to go on from: the last checkpoint, another run's parameters, or a fresh one.
+    """Return the state to go on from: that of `source` at step `latest`, another run's parameters, or a fresh one.
 
-    None on every process where the checkpoint proves damaged on one, which is named.
+    None on every process where what is read proves damaged on one, which is named.
     """
     if latest is not None:
         home = session.home
         if engine is not None:
-            left_out = engine.restore(checkpoints.read_host(latest).get("plan"))
+            left_out = engine.restore(source.read_host(latest).get("plan"))
             if left_out is not None:
                 say(hosts, left_out)
             home = engine.home
         damage = ""
         try:
-            state, host = checkpoints.restore(latest, session.abstract_state(), home)
+            state, host = source.restore(latest, session.abstract_state(), home)
         except DamagedCheckpointError as error:
             damage = error.args[0]
         if found := next(filter(None, hosts.gather_text("damage", damage, RESTORE_SECONDS)), ""):
             say(hosts, f"{found}; the one before it is taken")
             return None
-        checkpoints.set_aside(latest)
         session.feed.stream.resume(host["data"], changed)
         decay = session.config.train.ema_decay
         if decay and "ema" not in state:
             start = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=session.state_shardings.state["ema"])
             state["ema"] = start(state["params"])  # in buffers of its own
             say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {latest}")
-        elif not decay and checkpoints.has_ema(latest):
+        elif not decay and source.has_ema(latest):
             say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {latest} holds is dropped")
-        say(hosts, f"resuming at step {latest}")
+        say(hosts, f"resuming at step {latest} from {source.origin()}")
         return state
     if init_from:
-        source = RunFolder(init_from, create=False)
-        other = Checkpointer(source.checkpoints, keep=1)
+        other = Checkpointer(RunFolder(init_from, create=False).checkpoints, keep=1)
         step = other.latest()
         if step is None:
             raise UserError(f"--init_from={init_from} has no finished checkpoint; give the folder of a run")

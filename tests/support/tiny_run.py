@@ -105,17 +105,17 @@ def command(folder, workdir, *changes: str, devices: int = 2, flags=()) -> list[
     return [sys.executable, "-m", "moe_jax.train", *bindings, *where, *flags]
 
 
-def start(arguments) -> subprocess.Popen:
-    """Start a command from the repository's root with quiet output in pipes."""
+def start(arguments, **changes: str) -> subprocess.Popen:
+    """Start a command from the repository's root with quiet output in pipes; changes: of the environment."""
     root, pipe = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), subprocess.PIPE
-    environment = {"MOE_JAX_JOB_TOKEN": "of all pairs of these tests", **os.environ, "XLA_FLAGS": QUICK}
+    environment = {"MOE_JAX_JOB_TOKEN": "of all pairs of these tests", **os.environ, "XLA_FLAGS": QUICK, **changes}
     return subprocess.Popen(arguments, env=environment, cwd=root, stdout=pipe, stderr=pipe, text=True)
 
 
-def start_pair(arguments) -> list[subprocess.Popen]:
-    """Start a command as the two processes of one job."""
+def start_pair(arguments, changes=({}, {})) -> list[subprocess.Popen]:
+    """Start a command as the two processes of one job; changes: of the environment of each."""
     job = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
-    return [start([*arguments, *job, f"--process_id={index}"]) for index in range(2)]
+    return [start([*arguments, *job, f"--process_id={index}"], **changes[index]) for index in range(2)]
 
 
 def join_job(devices: int):
