@@ -23,6 +23,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
+from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import find_schedule, layout_of
 from moe_jax.parallel.bucket_rows import round_up
@@ -167,8 +168,7 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
 
 def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
     """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
-    counts = expert_counts(config.model, config.moe, config.mesh, target.devices)
-    roles = build_mesh(config.mesh, target.devices, counts, target.device)
+    roles = build_mesh(config.mesh, target.devices, expert_counts(config.model, config.moe), target.device)
     return stated_buckets(config, roles, planned_shapes(config, roles, skew))
 
 
@@ -184,7 +184,7 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
     """
     train, found = config.train, []
     parts = 2 if config.model.overlap == "halves" else 1
-    tokens = train.microbatch_size // roles.size(roles.dense) * config.data.sequence_length
+    tokens = rows_of(config.model, roles, train.microbatch_size) * config.data.sequence_length
     for name, (own, own_roles) in segment_runs(config, roles).items():
         members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
         record = find_schedule(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))

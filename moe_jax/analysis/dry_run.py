@@ -24,13 +24,14 @@ from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import flops_per_token, half_work, parameter_counts
 from moe_jax.models.language_model import flatten
+from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles
 from moe_jax.recovery.copies import RAM_DISK
-from moe_jax.training.bank_order import described_for_file
+from moe_jax.training.bank_order import described_for_file, shapes_in_file
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.overlap import compare_halves, why_not_halves
 from moe_jax.training.ram_state import bytes_of_hosts, layout
@@ -142,6 +143,15 @@ def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
         axes = getattr(roles, name)
         title = "dense data parallel" if name == "dense" else name
         lines.append(f"{title:20} {roles.size(axes):5}  over {' x '.join(axes) or 'no axis'}")
+    sequences = run.train.microbatch_size
+    if (filled := rows_of(run.model, roles, sequences) * roles.size(roles.dense)) > sequences:
+        lines.append(
+            f"{filled - sequences} of {filled} sequences of a microbatch are padding: devices hold as many each"
+        )
+    for own, own_roles in segment_runs(run, roles).values():
+        if own.moe.num_experts % (members := own_roles.size(own_roles.expert)):
+            most = own_roles.most_homes(own.moe.num_experts)
+            lines.append(f"{own.moe.num_experts} experts at home on {members} devices, {most - 1} or {most} on each")
     if not mesh.devices_per_node:
         lines.append(
             "a node is all of them here; a run on several hosts takes the devices of a host, because "
@@ -189,8 +199,7 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
                 f"experts multiply in {E4M3}, forward and for the gradients of rows; gradients of weights in "
                 f"{model.dtype}"
             )
-        rows = own.train.microbatch_size
-        tokens = rows * own.data.sequence_length // own_roles.size(own_roles.dense)  # of an MP group
+        tokens = rows_of(model, own_roles, own.train.microbatch_size) * own.data.sequence_length  # of an MP group
         if moe.schedule == "pairwise":
             said += _pairwise_lines(own, own_roles, tokens)
         else:
@@ -299,7 +308,8 @@ def _copy_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
         state = abstract_state(model, optimizer, build_state_shardings(model, optimizer, train.ema_decay > 0))
         leaves = described_for_file(flatten(state), model.even_homes)
     host_ids = [f"{device // nodes}" for device in range(roles.num_devices)]
-    kept = layout(leaves, lambda device: (device, host_ids[device]), len(host_ids))
+    shapes = shapes_in_file(leaves, model.even_homes)
+    kept = layout(leaves, shapes, lambda device: (device, host_ids[device]), len(host_ids))
     needed = max(bytes_of_hosts(kept, host_ids).values())
     whose = "its part of the state and a partner's" if len(set(host_ids)) > 1 else "the state, and all is lost with it"
     return [

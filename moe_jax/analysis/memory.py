@@ -25,6 +25,7 @@ from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.counts import DeviceBytes, device_bytes, shapes_and_layout
 from moe_jax.models.loss import check_step
+from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import check_router, make_schedule
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles, build_mesh
@@ -96,16 +97,16 @@ def lay_out(run: RunConfig, devices: int | None, target: str) -> Plan:
 def _check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> dict[str, Replanner]:
     """Raise the UserError that building the run would raise; return the planner of each segment, {} without any."""
     find_schedule(run.moe.schedule)
-    shards, length = roles.size(roles.dense), run.data.sequence_length
-    rows = run.train.microbatch_size
+    length, sequences = run.data.sequence_length, run.train.microbatch_size
     resolved = dataclasses.replace(run, model=resolve_attention(run.model, target))
-    check_step(build_model(resolved, roles, vocab_size), rows, length, run.train.grad_accum_steps)
+    check_step(build_model(resolved, roles, vocab_size), sequences, length, run.train.grad_accum_steps)
+    tokens = rows_of(run.model, roles, sequences) * length
     replanners = {}
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         replanners = build_replanners(run, roles)
     for own, own_roles in segment_runs(run, roles).values():
-        check_router(own.moe, own_roles, rows // shards * length, length, run.planner.decides_late)
-        x = jax.ShapeDtypeStruct((rows // shards * length, run.model.model_dim), run.model.dtype)
+        check_router(own.moe, own_roles, tokens, length, run.planner.decides_late)
+        x = jax.ShapeDtypeStruct((tokens, run.model.model_dim), run.model.dtype)
         make_schedule(own.moe, own_roles, x, split_tokens=run.model.sequence_parallel)
     return replanners
 

@@ -250,7 +250,7 @@ def index_transfers(shape: LayerShape, transport: str = "all_to_all") -> list[Tr
     Where there may be several passes, an all-reduce of one number over all devices comes besides.
     """
     schedule = shape.schedule
-    held = shape.experts // shape.ep_size
+    held = -(-shape.experts // shape.ep_size)
     counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held, item=4)  # of rows per expert
     if schedule in ("dp", "deduplicated"):
         out = []

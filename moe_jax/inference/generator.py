@@ -133,7 +133,7 @@ def load(
 def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | None) -> LanguageModel:
     """Return the model of a run on a mesh of `devices`, as it generates; nothing is allocated."""
     model, moe = inference_configs(config.model, config.moe)
-    roles = build_mesh(config.mesh, devices, expert_counts(model, moe, config.mesh, len(devices)))
+    roles = build_mesh(config.mesh, devices, expert_counts(model, moe))
     if tokenizer is None and not model.vocab_size:
         raise UserError(
             f"DataConfig.tokenizer ({config.data.tokenizer!r}) is not there, and only it says how many ids the "

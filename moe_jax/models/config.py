@@ -16,7 +16,7 @@ from typing import Any
 from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.routers import check_knobs
-from moe_jax.parallel.mesh import MeshConfig, Roles, ep_degree
+from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import CASES, SCHEDULES, Prefetch
 
 MODEL_FIELDS = ("layers", "moe_every", "hidden_dim", "dense_hidden_dim")
@@ -348,11 +348,7 @@ class Segment:
         return slice(self.first_layer, self.first_layer + self.config.moe_layers)
 
     def roles(self, roles: Roles) -> Roles:
-        """Return the roles of this segment on the model's mesh.
-
-        Raises:
-          UserError: experts that do not spread evenly over the expert axis.
-        """
+        """Return the roles of this segment on the model's mesh, or raise a UserError where that lacks its experts."""
         return roles.for_experts(self.moe.num_experts) if self.has_experts else roles
 
 
@@ -402,16 +398,6 @@ def with_experts(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(segment for segment in segments if segment.has_experts)
 
 
-def expert_counts(config: ModelConfig, moe: MoEConfig, mesh: MeshConfig, devices: int) -> tuple[int, ...]:
-    """Return E of each segment with experts, for the mesh of so many devices that is to hold them.
-
-    Raises:
-      UserError: E that does not spread evenly over the expert axis, or a mesh of another size.
-    """
-    axis, counts = mesh.resolve(devices).expert, []
-    for index, (segment, run) in enumerate(zip(segments_of(config, moe), config.runs, strict=True)):
-        if segment.has_experts:
-            counts.append(segment.moe.num_experts)
-            with _named(index, run) if len(config.runs) > 1 else contextlib.nullcontext():
-                ep_degree(segment.moe.num_experts, axis)
-    return tuple(counts)
+def expert_counts(config: ModelConfig, moe: MoEConfig) -> tuple[int, ...]:
+    """Return E of each segment with experts, for the mesh that is to hold them."""
+    return tuple(segment.moe.num_experts for segment in with_experts(segments_of(config, moe)))

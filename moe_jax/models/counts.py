@@ -16,6 +16,7 @@ from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
 from moe_jax.kernels.float8 import E4M3
 from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
+from moe_jax.models.model_group import rows_of
 from moe_jax.moe.bank import reads_as_stored
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.config import MoEConfig
@@ -178,6 +179,11 @@ class Sizes:
     grad_accum_steps: int
     ema: bool = False
 
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of an MP group in a microbatch."""
+        return rows_of(self.model.config, self.model.roles, self.batch_size // self.grad_accum_steps) * self.length
+
 
 def _held(shapes, specs, model: LanguageModel) -> int:
     """Return the values of all leaves that a device holds: pytrees of shapes and of their PartitionSpecs."""
@@ -283,8 +289,7 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
     param_itemsize, compute_itemsize = _itemsizes(model.config)
     replicas, overflow, brought_back, copies, largest = 0, 0, max(4, compute_itemsize), 0, 0
     matrices = matrices_of(model.config.activation)
-    group_tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)
-    group_tokens //= 2 if model.config.overlap == "halves" else 1
+    group_tokens = sizes.group_tokens // (2 if model.config.overlap == "halves" else 1)
     for segment in model.expert_segments:
         config, moe, own = segment.config, segment.moe, segment.roles(roles)
         shape = None if plan is None else plan[segment.name]
@@ -307,7 +312,7 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
             # transposed, looked at as integers, and copied once more (by jax 0.12). A scan holds the copies of one
             # matrix. Layers that are written out may hold those of all: they depend on parameters alone, so the
             # compiler is free to make them early, and shares those of forward and backward.
-            groups = moe.num_experts // own.size(own.expert) if shape is None else shape.slots
+            groups = own.most_homes(moe.num_experts) if shape is None else shape.slots
             one = groups * matrix * (compute_itemsize + 1 + brought_back)
             copies = max(copies, one) if config.stack == "scan" else copies + config.moe_layers * matrices * one
             largest = max(largest, groups * matrix)
@@ -318,7 +323,7 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
                 # in branches of the backward the gradients of a layer's experts and replicas, of one pass and their
                 # sum so far, and one pass' rows
                 row = 3 * config.model_dim + (matrices - 1) * config.hidden_dim // own.size(own.expert_shard)
-                groups = moe.num_experts // own.size(own.expert) + (shape.replica_slots if shape else 0)
+                groups = own.most_homes(moe.num_experts) + (shape.replica_slots if shape else 0)
                 summed = 2 * param_itemsize * groups * matrices * matrix
                 overflow = max(overflow, summed + 2 * compute_itemsize * buckets.total * row)
     return replicas, overflow, copies + 3 * brought_back * largest
@@ -331,7 +336,7 @@ def _activations(sizes: Sizes, plan: Shapes | None) -> int:
     """
     whole, roles = sizes.model.config, sizes.model.roles
     item, model, dim = jnp.dtype(whole.dtype).itemsize, roles.size(roles.model), whole.model_dim
-    tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)
+    tokens = sizes.group_tokens
     saved, running = 0.0, 0.0
     for segment in sizes.model.segments:
         config, moe, own_roles = segment.config, segment.moe, segment.roles(roles)

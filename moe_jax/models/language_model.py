@@ -60,7 +60,7 @@ def segment_of(name: str) -> str:
 
 @record
 class Batch:
-    """One global microbatch, rows in the order of the data stream.
+    """One global microbatch, rows in the order of the data stream; of B those that only fill it up come last.
 
     Attributes:
       inputs: int32 [B, Sq] token ids.

@@ -31,7 +31,7 @@ from moe_jax.models.stages import StackConstants, Stages
 from moe_jax.models.transformer import abstract_transformer, add_shared, unit_graph
 from moe_jax.moe.bank import fetch_in_turn, fetch_replicas, open_grad_sink, reads_as_stored, with_row_sums
 from moe_jax.moe.build import make_moe
-from moe_jax.moe.routers import RouterInputs, build_router, find
+from moe_jax.moe.routers import PADDING, RouterInputs, build_router, find
 from moe_jax.moe.routing import local
 from moe_jax.moe.schedule import find_schedule, schedules
 from moe_jax.parallel.bucket_rows import round_up
@@ -80,6 +80,8 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
         dense, bank, sinks = weights
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
+        if group.padded:
+            token_ids = jnp.where(token_ids < (first_row + batch_size) * length, token_ids, PADDING)
         tables = local(tables)
         bank = {
             segment.name: _as_read(bank[segment.name], segment, model.roles_of(segment), plans[segment], layout, dtype)
@@ -201,7 +203,7 @@ def _make_loop(
                 normed, shared = unit.enter_moe(x, group)
                 if dp_stage in (2, 3):
                     bank, grad_sink, tables = _whole(segment.name, layout, roles, bank, grad_sink, tables)
-                inputs = RouterInputs(noise_key, constants.token_ids, tables, choices)
+                inputs = RouterInputs(noise_key, constants.token_ids, tables, choices, group.padded)
                 y, stats, passes = moe(normed, unit.gate.router_params(), inputs, bank, grad_sink, replicas)
                 y = add_shared(y, *shared)
             return ((x + y.reshape(x.shape),), (in_bank, sinks[1])), (stats, passes)

@@ -33,7 +33,7 @@ from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import start_sums, with_grad_sink
 from moe_jax.moe.passes import most_of_all
-from moe_jax.moe.routers import GateStats, build_router, z_loss
+from moe_jax.moe.routers import GateStats, build_router, find, z_loss
 from moe_jax.moe.schedule import MOST_ROWS
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for_tree
@@ -44,9 +44,17 @@ def check_step(model: LanguageModel, batch_size: int, length: int, microbatches:
     """Raise the UserError that `make_loss` raises for the sizes of a step; arguments as there, attention resolved.
 
     Raises:
-      UserError: as `make_model_group` and `check_document_mask`, or where choices of a step cannot be counted.
+      UserError: as `make_model_group` and `check_document_mask`, where choices of a step cannot be counted, or a batch
+        that devices cannot share evenly meets a router that needs that.
     """
-    make_model_group(model.config, model.roles, batch_size, length)
+    padded = make_model_group(model.config, model.roles, batch_size, length).padded
+    for segment in model.expert_segments:
+        if padded and not find(segment.moe.router).takes_padding:
+            raise UserError(
+                f"MoEConfig.router ({segment.moe.router!r}) takes no padding, and "
+                f"{model.roles.size(model.roles.dense)} data-parallel devices cannot share {batch_size} sequences "
+                "evenly; change train.batch_size or train.grad_accum_steps, or choose another router"
+            )
     check_document_mask(model.config, length)
     top_k = max(segment.moe.top_k for segment in model.expert_segments)
     choices = batch_size * microbatches * length * top_k
@@ -66,7 +74,8 @@ def make_loss(
 
     Args:
       layout: where the parameters lie, from `model.layout()`. Gradients of `layout.own` are not summed over devices.
-      batch_size: B, global sequences of a microbatch; length: Sq.
+      batch_size: B, global sequences of a microbatch; where devices cannot share them evenly a `Batch` has more rows
+        (`rows_of` of each device), of weight 0, which count nowhere; length: Sq.
       microbatches: number of them in one step; each one's gate losses are divided by it.
       plan: {segment: slots and buckets of the placements whose tables will come}; None is an even one without replicas.
       teacher: what the model learns from besides the text, None for the text alone.

@@ -103,6 +103,7 @@ class ModelGroup:
       axes: mesh axes of the group, () for a group of one.
       rows: b.
       split: whether the residual stream is split over tokens.
+      padded: whether the last sequences of the last groups are padding, which fills up a batch.
       parts: 2 where the sequences are cut into halves; a split residual stream then holds a part of each of them.
     """
 
@@ -110,6 +111,7 @@ class ModelGroup:
     rows: int = 1
     split: bool = False
     parts: int = 1
+    padded: bool = False
 
     times = staticmethod(project)  # the matmuls of attention and FFN, which `inference/few_tokens.py` overrides
 
@@ -159,21 +161,23 @@ class ModelGroup:
         return own.reshape(-1, *own.shape[2:])
 
 
+def rows_of(config: ModelConfig, roles: Roles, batch_size: int) -> int:
+    """Return b, the sequences that an MP group holds of a microbatch of `batch_size`; an even number for two halves.
+
+    Where all groups together hold more than the microbatch has, the last ones are padding.
+    """
+    parts = 2 if config.overlap == "halves" else 1
+    return parts * -(-batch_size // (parts * roles.size(roles.dense)))
+
+
 def make_model_group(config: ModelConfig, roles: Roles, batch_size: int, length: int) -> ModelGroup:
     """Return the MP group of a mesh on a microbatch of `batch_size` sequences; a group of one has nothing to split.
 
     Raises:
-      UserError: a batch that does not divide over the data-parallel devices, or halves of an odd number of sequences;
-        sequences of `length` tokens that are longer than the positions, or do not split evenly over the MP group where
-        `sequence_parallel` is set.
+      UserError: sequences of `length` tokens that are longer than the positions, or do not split evenly over the MP
+        group where `sequence_parallel` is set.
     """
-    shards, parts, halves = roles.size(roles.dense), roles.size(roles.model), config.overlap == "halves"
-    rows = batch_size // shards
-    if batch_size % shards:
-        raise UserError(
-            f"train.batch_size per accumulation step ({batch_size}) must be divisible by the {shards} data-parallel "
-            f"devices; set it to a multiple of {shards}"
-        )
+    rows, parts = rows_of(config, roles, batch_size), roles.size(roles.model)
     if config.positions == "learned" and length > config.max_length:
         raise UserError(
             f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); "
@@ -186,10 +190,10 @@ def make_model_group(config: ModelConfig, roles: Roles, batch_size: int, length:
             f"divide DataConfig.sequence_length ({length}); make it a multiple of {parts}, or set "
             "ModelConfig.sequence_parallel = False"
         )
-    if halves and rows % 2:
-        raise UserError(
-            f"ModelConfig.overlap ('halves') cuts the {rows} sequences of a device into two halves; make "
-            "train.batch_size an even multiple of the data-parallel devices times train.grad_accum_steps, or set "
-            "ModelConfig.overlap = 'none'"
-        )
-    return ModelGroup(roles.model, rows, config.sequence_parallel and bool(roles.model), 2 if halves else 1)
+    return ModelGroup(
+        axes=roles.model,
+        rows=rows,
+        split=config.sequence_parallel and bool(roles.model),
+        parts=2 if config.overlap == "halves" else 1,
+        padded=rows * roles.size(roles.dense) != batch_size,
+    )

@@ -37,7 +37,7 @@ class StackConstants:
     Attributes:
       bank: {name: [Rb, ...]} in the compute dtype, or of each layer one {name: [Hs, ...]} of its home slots; tables:
         leaves [L, ...], of one layer [...].
-      token_ids: int32 [t].
+      token_ids: int32 [t], as in `RouterInputs`.
       key: PRNG key of the gates' noise; None where they have none.
       documents: int32 [b, Sq], or None.
       choices: int32 [L, t, K], recorded expert ids to replay, or None.
@@ -145,7 +145,7 @@ class Stages:
             router_params = {name: leaf for name, leaf in gate["gate"].items() if name != "norm"}
             schedule = self.moe.schedule
             of_layer = inputs.constants
-            given = RouterInputs(of_layer.key, of_layer.token_ids, of_layer.tables)
+            given = RouterInputs(of_layer.key, of_layer.token_ids, of_layer.tables, padded=self.group.padded)
             routed, stats, _, late = self.moe.route(tokens, router_params, given, of_layer.bank, home_sink)
             rows, sent = schedule.pack(routed, 0)
             before, passes = None, routed.passes

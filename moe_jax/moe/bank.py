@@ -1,7 +1,8 @@
 """The expert bank: the weights of all experts of all layers, replicas of other devices' experts, and their gradients.
 
-One array per weight, [D Rb, ...], sharded over the expert axis, Rb = L E / D rows per device. Tables say which expert a
-row belongs to, so an expert may be stored on any device and nothing is copied per layer.
+One array per weight, [D Rb, ...], sharded over the expert axis, Rb = L ceil(E / D) rows per device. Tables say which
+expert a row belongs to, so an expert may be stored on any device and nothing is copied per layer. Rows that no expert
+has are zeros, last on their device.
 
 A loop over layers that differentiated the whole bank would add a bank-sized gradient in every turn. So the bank enters
 the loop without a gradient, and through it goes a *grad_sink*: zeros of the bank's shape whose value is never read, and
@@ -22,6 +23,7 @@ from moe_jax.moe.experts import weight_names
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for, wait_for_tree
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas
 from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.planning.plan_shape import PlanShape
 
 
@@ -72,15 +74,19 @@ def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
     """Return the bank {name: [D Rb, ...]} of an even placement; expert (l, e) depends on fold_in(layer, expert) alone.
 
     sizes: as in `init_expert`."""
-    held = experts // devices
-    device, layer, place = np.meshgrid(np.arange(devices), np.arange(layers), np.arange(held), indexing="ij")
-    layer_ids = jnp.asarray(layer.reshape(-1))
-    expert_ids = jnp.asarray((device * held + place).reshape(-1))
+    placement = Placement.even(layers, experts, devices)
+    rows = layers * -(-experts // devices)
+    at = (placement.home * rows + bank_rows(placement)).ravel()
+    ids = np.full((2, devices * rows), experts, np.int32)  # of no expert
+    ids[:, at] = np.indices(placement.home.shape).reshape(2, -1)
 
     def one(layer_id, expert_id):
-        return init_expert(jax.random.fold_in(jax.random.fold_in(key, layer_id), expert_id), **sizes)
+        made = init_expert(jax.random.fold_in(jax.random.fold_in(key, layer_id), expert_id), **sizes)
+        if experts % devices == 0:
+            return made
+        return jax.tree.map(lambda leaf: jnp.where(expert_id < experts, leaf, 0), made)
 
-    return jax.vmap(one)(layer_ids, expert_ids)
+    return jax.vmap(one)(*map(jnp.asarray, ids))
 
 
 def reads_as_stored(implementation: str, plan: PlanShape | None, split: bool) -> bool:

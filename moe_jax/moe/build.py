@@ -75,16 +75,11 @@ def layer_sizes(
     model_dim, itemsize: M and the bytes of an element, where bytes of rows are asked for.
     """
     devices = roles.size(roles.expert)
-    if config.num_experts % devices:
-        raise UserError(
-            f"MoEConfig.num_experts ({config.num_experts}) must be divisible by the expert axis ({devices}); set "
-            f"MeshConfig.expert to a divisor of {config.num_experts}"
-        )
     router = build_router(config, router_place(config, roles, plan))
     sizes = LayerSizes(
         config=config,
         tokens=tokens,
-        groups=config.num_experts // devices if plan is None else plan.slots,
+        groups=roles.most_homes(config.num_experts) if plan is None else plan.slots,
         capacity=None if config.dropless else config.capacity(tokens),
         sources=roles.num_devices,
         row_bytes=model_dim * itemsize,
@@ -107,7 +102,7 @@ def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None,
     gate_groups = [find_schedule(name).gates_group for name in (schedule.name, *schedule.chooses_from)]
     return RouterPlace(
         roles=roles,
-        slots=config.num_experts // roles.size(roles.expert) if plan is None else plan.slots,
+        slots=roles.most_homes(config.num_experts) if plan is None else plan.slots,
         splits_tokens=not any(gate_groups),
         decides_late=plan is not None and plan.after_gate is not None,
         length=length,

@@ -36,7 +36,8 @@ class MoELayer(nnx.Module):
     Attributes:
       w_gate: [M, E] parameter.
       router_leaves: {name: [...]} parameters that the router keeps besides it; empty for most.
-      bank: {name: [E, ...]} parameters, experts in order, sharded over the mesh's expert axis.
+      bank: {name: [E, ...]} parameters, experts in order, sharded over the mesh's expert axis; where its D devices
+        cannot share them evenly [D ceil(E / D), ...], with a row of zeros last on those with fewer.
       shared: {name: [M, Fs] or [Fs, M]}, of the shared experts together, and w_mix [M, 2] where their mix is learned;
         empty without any.
     """
@@ -59,7 +60,7 @@ class MoELayer(nnx.Module):
           activation: 'gelu' or 'swiglu'; dtype: of the parameters.
 
         Raises:
-          UserError: if E does not divide over the expert axis, or hidden_dim over the shards of an expert.
+          UserError: if hidden_dim does not divide over the shards of an expert.
         """
         devices = roles.size(roles.expert)
         layer_sizes(config, roles, 1)

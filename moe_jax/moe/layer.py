@@ -104,7 +104,7 @@ class MoE:
             choice, stats = self.router.choose(gated, params, inputs)
             if self.config.record_choices:
                 stats = dataclasses.replace(stats, choices=choice.expert_ids)
-            stats = share_statistics(stats, choice, gated, self.roles.model)
+            stats = share_statistics(stats, choice, gated, self.roles.model, inputs.real)
         if self.plan is not None and self.plan.after_gate is not None:
             tables, replicas = decide(self.plan, self.roles, stats, bank, grad_sink, tables, replicas)
         if self.late:

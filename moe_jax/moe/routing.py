@@ -20,6 +20,7 @@ from jax import lax
 
 from moe_jax.parallel.bucket_rows import BucketLayout, Piece
 from moe_jax.parallel.sorted_search import first_places, places_of_keys
+from moe_jax.planning.placement import Placement, numbered
 from moe_jax.planning.plan_shape import Tables
 
 jax.tree_util.register_dataclass(
@@ -310,16 +311,17 @@ def share_of(num, den, count):
 
 
 def even_tables(layers: int, experts: int, devices: int) -> Tables:
-    """Return NumPy tables of plain expert parallelism: device d holds experts [d E/D, (d+1) E/D) of every layer.
+    """Return NumPy tables of plain expert parallelism, the homes of `Placement.even`.
 
-    Bank rows are layer-major: row l E/D + j is the j-th expert of layer l on this device.
+    Bank rows are layer-major: of the n experts of a layer on a device, row l n + j is the j-th one of layer l.
     """
-    held = experts // devices
-    shape = (devices, layers, experts, 1)
-    rows = np.arange(layers * held, dtype=np.int32).reshape(1, layers, held)
+    home, slots = Placement.even(1, experts, devices).home[0], -(-experts // devices)
+    held = np.bincount(home, minlength=devices)[:, None, None]  # [D, 1, 1]
+    shape, nth = (devices, layers, experts, 1), np.arange(slots, dtype=np.int32)
+    rows = np.where(nth < held, np.arange(layers)[:, None] * held + nth, layers * slots)
     return Tables(
-        dest_slot=np.broadcast_to(np.arange(experts, dtype=np.int32)[:, None], shape),
+        dest_slot=np.broadcast_to((home * slots + numbered(home)).astype(np.int32)[:, None], shape),
         dest_num=np.ones(shape, np.uint32),
         dest_den=np.ones(shape[:3], np.uint32),
-        home_row=np.broadcast_to(rows, (devices, layers, held)),
+        home_row=rows.astype(np.int32),
     )

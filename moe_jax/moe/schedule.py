@@ -81,15 +81,17 @@ class LayerSizes:
     def even_rows(self, destinations: int) -> int:
         """Return C, rows of every bucket without a plan.
 
-        Dropless: ceil(slack K t / D) or what even loads need at random, rounded up to 8, and never more than the worst
-        case. With a capacity: what the destination's experts can take at most.
+        Dropless: ceil(slack K t ceil(E / D) / E) or what even loads need at random, rounded up to 8, and never more
+        than the worst case. With a capacity: what the destination's experts can take at most.
         """
         worst = self.worst_rows()
         if destinations == 1:
             return worst
         if self.capacity is not None:
             return min(worst, self.groups * self.capacity)
-        return min(worst, self.rows_of(self.config.top_k * self.tokens / destinations, self.sources * destinations))
+        experts = self.config.num_experts
+        fullest = self.config.top_k * self.tokens * -(-experts // destinations) / experts
+        return min(worst, self.rows_of(fullest, self.sources * destinations))
 
     def rows_of(self, mean: float, pairs: int) -> int:
         """Return the rows of buckets whose mean rows are `mean`, in multiples of 8; pairs: of them in an exchange."""

@@ -17,10 +17,10 @@ A model-parallel (MP) group is the `model` innermost devices, however they cut a
 falls inside one of the three axes, that axis is split in two, and the inner part is called `<axis>_mp`. So every role
 is a tuple of axes, and N_MP and N_ESP are independent. Dense data parallelism = all devices / model.
 
-Layers may have fewer experts than the expert axis has devices D. Then E divides D, the innermost E devices of the axis
+Layers may have fewer experts than the expert axis has devices D. Where E divides D, the innermost E devices of the axis
 are those layers' expert-parallel group, and the others hold replicas of it, as `data` does. So that one mesh serves all
 layers the axis is cut where such a group ends, and the part inside is called `expert_of_<E>`; `Roles.for_experts` gives
-the roles of a layer.
+the roles of a layer. Any other E is spread over the whole axis, floor or ceil(E / D) experts on a device.
 """
 
 from __future__ import annotations
@@ -142,11 +142,15 @@ class Roles:
         inside = max(1, self.config.devices_per_node // self.config.expert_shard)
         return inside if members % inside == 0 else members
 
+    def most_homes(self, experts: int) -> int:
+        """Return ceil(E / D), the most of E experts of a layer that are at home on one device, where homes are even."""
+        return -(-experts // self.size(self.expert))
+
     def for_experts(self, experts: int) -> Roles:
         """Return the roles of a layer with this many experts: the same, or a part of the expert axis counts as data.
 
         Raises:
-          UserError: experts that do not spread evenly, or a mesh that was built without knowing of them.
+          UserError: a mesh that was built without knowing of these experts.
         """
         members = ep_degree(experts, self.size(self.expert))
         if members == self.size(self.expert):
@@ -168,19 +172,8 @@ class Roles:
 
 
 def ep_degree(experts: int, devices: int) -> int:
-    """Return min(E, D), the expert-parallel devices of a layer with E experts on an expert axis of D devices.
-
-    Raises:
-      UserError: E is neither a multiple nor a divisor of D.
-    """
-    if experts % devices and devices % experts:
-        near = sorted({divisor for divisor in range(1, devices + 1) if devices % divisor == 0} | {devices * 2})
-        fitting = min(near, key=lambda number: (abs(number - experts), -number))
-        raise UserError(
-            f"MoEConfig.num_experts ({experts}) must be divisible by the expert axis ({devices}) or divide it; take "
-            f"{fitting} experts, or set MeshConfig.expert to a divisor or a multiple of {experts}"
-        )
-    return min(experts, devices)
+    """Return the EP devices of a layer with E experts on an expert axis of D devices: E where that divides D."""
+    return devices if devices % experts else experts
 
 
 def mesh_axes(
@@ -194,7 +187,7 @@ def mesh_axes(
       experts: E of the layers that are to lie on the mesh; the expert axis is cut where fewer than its devices do.
 
     Raises:
-      UserError: if the MP group does not cut an axis into equal parts, or experts do not spread evenly.
+      UserError: if the MP group does not cut an axis into equal parts, or groups do not lie inside one another.
     """
     cuts = {"expert": {ep_degree(number, config.expert) for number in experts} - {config.expert}}
     sizes = {"data": config.data, "expert": config.expert, "expert_shard": config.expert_shard}
@@ -227,7 +220,7 @@ def mesh_axes(
             if end % within:
                 raise UserError(
                     f"expert-parallel groups of {within} and of {end} devices do not lie inside one another on an "
-                    f"expert axis of {sizes[name]} (groups have min(experts, {sizes[name]}) devices, and "
+                    f"expert axis of {sizes[name]} (layers with fewer experts have a group of so many devices, and "
                     "MeshConfig.model cuts the axis too); make the numbers of experts divide one another"
                 )
             in_model = split > 1 and end <= split
@@ -254,7 +247,7 @@ def build_mesh(config: MeshConfig, devices: Sequence | int, experts: Collection[
       Roles over one mesh of all the devices.
 
     Raises:
-      UserError: if the sizes do not fit the number of devices, or the experts do not spread evenly over them.
+      UserError: if the sizes do not fit the number of devices, or the groups not into one another.
     """
     count = devices if isinstance(devices, int) else len(devices)
     config = config.resolve(count)

@@ -185,7 +185,7 @@ def build_settings(config, start: Placement, cost: Cost, exchanges: int = 1) -> 
         for count in dict.fromkeys((0, slots // 2, slots)):
             own = dataclasses.replace(cost, replica_slots=count, schedule=schedule)
             names = planners(start.devices) if count else ["none", *HOME_MOVERS]
-            for name in names if start.experts % start.devices == 0 else [n for n in names if n != "smartmoe"]:
+            for name in names if count or start.experts % start.devices == 0 else [n for n in names if n != "eplb"]:
                 found.append(Setting(config_of(config, name, replica_slots=count), start, own, exchanges))
     return found
 

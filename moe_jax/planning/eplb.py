@@ -1,7 +1,7 @@
 """EPLB (DeepSeek): replicate the experts with most load per holder, pack them on devices, heaviest first.
 
 `rebalance` is the published procedure, layers at once; it counts the home as a replica, and the planner turns what it
-packs onto E / D + replica slots a device into homes and replicas, with equal shares per packed slot.
+packs onto floor(E / D) + replica slots a device into homes and replicas, with equal shares per packed slot.
 
 Letters: docs/notation.md; r replicas of a layer, the homes counted; i independent problems.
 """
@@ -26,8 +26,11 @@ class EplbPlanner(Planner):
 
     def propose(self, loads, placement, cost):
         experts, devices = placement.experts, placement.devices
-        if experts % devices:
-            raise UserError(f"planner 'eplb' needs experts ({experts}) to be a multiple of devices ({devices})")
+        if experts % devices and not cost.replica_slots:
+            raise UserError(
+                f"planner 'eplb' without replica slots needs experts ({experts}) to be a multiple of devices "
+                f"({devices}): it fills all places alike; set PlannerConfig.replica_slots, or name = 'smartmoe'"
+            )
         slots = experts // devices + cost.replica_slots
         totals = np.asarray(loads, np.float64).sum(axis=1)
         nodes = placement.nodes if self.config.groups > 1 else 1
@@ -95,16 +98,16 @@ def rebalance(
 
 
 def pack(weight: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack items, heaviest first, onto the least-loaded pack with room; all packs hold equally many.
+    """Pack items, heaviest first, onto the least-loaded pack with room: of ceil(n / packs) items.
 
     Args:
-      weight: [i, n], n a multiple of `packs`.
+      weight: [i, n].
 
     Returns:
       pack of each item int [i, n], and its rank within the pack int [i, n].
     """
     batch, items = weight.shape
-    room = items // packs
+    room = -(-items // packs)
     if room == 1:
         return np.broadcast_to(np.arange(items), weight.shape).copy(), np.zeros(weight.shape, int)
     rows = np.arange(batch)
@@ -125,9 +128,9 @@ def pack(weight: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
 def choose_homes(count: np.ndarray, totals: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Choose homes: count int [L, E, D], totals [L, E], old homes [L, E] -> (home [L, E], count [L, E, D] after swaps).
 
-    Every device homes L E / D experts over all layers, so that parameters and optimizer state fit the bank; an expert
-    stays at home where the packing allows it. Where replicas leave no choice, single ones change places with a replica
-    of about equal load on a device that homes too few.
+    Every device homes at most ceil(L E / D) experts over all layers, so that parameters and optimizer state fit the
+    bank; an expert stays at home where the packing allows it. Where replicas leave no choice, single ones change places
+    with a replica of about equal load on a device that homes too few.
     """
     held = count > 0
     layers, experts, devices = count.shape
@@ -139,7 +142,7 @@ def choose_homes(count: np.ndarray, totals: np.ndarray, old: np.ndarray) -> tupl
     for layer, expert in np.argwhere(~single):
         holders = np.flatnonzero(held[layer, expert])
         mine = int(old[layer, expert])
-        if held[layer, expert, mine] and homes[mine] < limit and in_layer[layer, mine] < experts // devices:
+        if held[layer, expert, mine] and homes[mine] < limit and in_layer[layer, mine] < -(-experts // devices):
             device = mine
         else:
             # Even in the layer first, so that home slots and replica slots stay few; then over all layers.

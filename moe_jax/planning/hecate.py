@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.errors import UserError
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
 from moe_jax.planning.cost import slots_in
@@ -271,20 +270,15 @@ def _highest(score: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
     """Return the placement with new homes for totals [L, E] and no replicas, or the same one if nothing changes.
 
-    Every device homes L E / D experts, 0 .. E of any one layer. Those that are not materialized are balanced first; the
-    top tau of a layer get the homes that are left. Of equal devices each takes the part that moves fewest experts
-    (`relabelled`, ours). Source: Hecate, algorithm 2.
+    Every device homes L E / D experts, rounded down or up, 0 .. E of any one layer. Those that are not materialized are
+    balanced first; the top tau of a layer get the homes that are left. Of equal devices each takes the part that moves
+    fewest experts (`relabelled`, ours). Source: Hecate, algorithm 2.
     """
     layers, experts, devices = placement.layers, placement.experts, placement.devices
     if layers * experts < devices:  # one a device at most: there is nothing to even out
         return placement
-    if layers * experts % devices:
-        raise UserError(
-            f"layers ({layers}) x experts ({experts}) must be a multiple of devices ({devices}) for even memory; "
-            "set PlannerConfig.shard_every = 0"
-        )
     per_node = placement.devices_per_node
-    free = np.full(devices, layers * experts // devices)
+    free = np.bincount(np.arange(layers * experts) * devices // (layers * experts), minlength=devices)
     home = np.full((layers, experts), -1, np.int32)
     order = falling(totals)
     rest, hot = order[:, tau:], order[:, :tau]

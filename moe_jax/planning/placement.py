@@ -80,15 +80,12 @@ class Placement:
 
     @classmethod
     def even(cls, layers: int, experts: int, devices: int, devices_per_node: int | None = None, **fields) -> Placement:
-        """Home experts d E/D ... (d+1) E/D - 1 of every layer on device d: plain expert parallelism.
+        """Home expert e of every layer on device floor(e D / E): plain expert parallelism.
 
-        Fewer experts than devices are at home on every (D / E)-th device.
+        A device has floor or ceil(E / D) of them, one after the other; a node with Dn devices floor or ceil(E Dn / D).
         """
-        if min(layers, experts, devices) < 1 or experts % devices and devices % experts:
-            raise UserError(
-                f"experts ({experts}) must be a positive multiple of devices ({devices}), or divide them, and layers "
-                f"({layers}) at least 1; use a multiple of {max(devices, 1)} experts or fewer devices"
-            )
+        if min(layers, experts, devices) < 1:
+            raise UserError(f"layers ({layers}), experts ({experts}) and devices ({devices}) must be at least 1 each")
         home = np.broadcast_to(np.arange(experts, dtype=np.int32) * devices // experts, (layers, experts))
         per_node = devices if devices_per_node is None else devices_per_node
         return cls(home.copy(), devices=devices, devices_per_node=per_node, **fields)

@@ -1,14 +1,13 @@
 """SmartMoE's relocation: experts change homes so that heavy and light ones share devices.
 
-Every device homes E / D experts of a layer, without replicas; a layer keeps its homes unless the gain until the next
-plan pays for moving parameters and optimizer state. Letters: docs/notation.md.
+Every device homes at most ceil(E / D) experts of a layer, without replicas; a layer keeps its homes unless the gain
+until the next plan pays for moving parameters and optimizer state. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.errors import UserError
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.cost import home_seconds
@@ -23,11 +22,7 @@ class SmartMoePlanner(Planner):
     original = "parameters and optimizer state move when homes change"
 
     def propose(self, loads, placement, cost):
-        name, devices = self.config.name, placement.devices
-        if placement.experts % devices:
-            raise UserError(
-                f"planner {name!r} needs experts ({placement.experts}) to be a multiple of devices ({devices})"
-            )
+        devices = placement.devices
         bare = super().propose(loads, placement, cost)
         home = pack(loads.sum(axis=1), devices)[0].astype(np.int32)
         moved = bare.replace(home=home)

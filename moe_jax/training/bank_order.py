@@ -3,7 +3,8 @@
 Inputs: leaves of a segment's bank, [D Rb, ...] over the expert axis, and the home of every expert. Outputs: the same
 numbers as [L, E, ...] by (layer, expert), independent of mesh and placement, and the way back; or a state whose experts
 changed their homes. Values are copied, never computed with.
-Letters: docs/notation.md; e experts of a layer on one device in the file.
+Letters: docs/notation.md; e experts of a layer on one device in the file: E / D, or where D does not divide E as many
+as the most devices up to D can share evenly; the others hold e too, behind the E, that are in no file: [L, D e, ...].
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ def home_of(name: str, home: Homes) -> np.ndarray | None:
 
 
 def stored_as(leaf, home: np.ndarray) -> jax.ShapeDtypeStruct:
-    """Return what a file holds for a bank leaf [D Rb, ...] (an array or ShapeDtypeStruct): [L, E, ...], sharded."""
-    axes, _ = _split(leaf.sharding)
+    """Return a bank leaf [D Rb, ...] (an array or ShapeDtypeStruct) in the file's order: [L, D e, ...], sharded."""
+    axes, devices = _split(leaf.sharding)
+    layers, experts = home.shape
     sharding = NamedSharding(leaf.sharding.mesh, P(None, axes or None, *leaf.sharding.spec[1:]))
-    return jax.ShapeDtypeStruct((*home.shape, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+    shape = (layers, devices * in_file(experts, devices), *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+def in_file(experts: int, devices: int) -> int:
+    """Return e, the experts of a layer that one device holds of the file."""
+    return experts // max(parts for parts in range(1, min(experts, devices) + 1) if experts % parts == 0)
 
 
 def _split(sharding: NamedSharding) -> tuple[tuple[str, ...], int]:
@@ -52,25 +60,31 @@ def _split(sharding: NamedSharding) -> tuple[tuple[str, ...], int]:
 # own part. Where every expert's home is the device that stores it in the file (plain expert parallelism), nothing moves
 # between devices.
 def to_file(leaf: jax.Array, home: np.ndarray) -> jax.Array:
-    """Return [L, E, ...] from a bank leaf [D Rb, ...]."""
+    """Return [L, D e, ...] from a bank leaf [D Rb, ...]."""
     home, rows, exchanges = _order(leaf, home)
     return _to_file(leaf.sharding, stored_as(leaf, home).sharding, exchanges)(leaf, home, rows)
 
 
 def from_file(stored: jax.Array, leaf: jax.ShapeDtypeStruct, home: np.ndarray) -> jax.Array:
-    """Return the bank leaf that `leaf` describes from stored [L, E, ...]; rows without an expert become zero."""
+    """Return the bank leaf that `leaf` describes from [L, D e, ...]; rows without an expert become zero."""
     home, rows, exchanges = _order(leaf, home)
     bank_size = leaf.shape[0] // _split(leaf.sharding)[1]
     return _from_file(leaf.sharding, stored_as(leaf, home).sharding, exchanges, bank_size)(stored, home, rows)
 
 
 def _order(leaf, home: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return int32 [L, E] of each expert's home and of its bank row there, and whether the file has another home."""
+    """Return int32 [L, D e] of each expert's home and of its bank row there, and whether the file has another home.
+
+    Behind the E experts the home is D, which is none.
+    """
     placement = Placement(np.asarray(home))
     home, rows, devices, experts = placement.home, bank_rows(placement), _split(leaf.sharding)[1], placement.experts
-    assert experts % devices == 0 and leaf.shape[0] % devices == 0, (home.shape, leaf.shape, devices)
+    assert leaf.shape[0] % devices == 0, (leaf.shape, devices)
     assert home.max() < devices and rows.max() < leaf.shape[0] // devices, "homes of another mesh"
-    return home, rows, not np.array_equal(home, Placement.even(placement.layers, experts, devices).home)
+    each = in_file(experts, devices)
+    behind = ((0, 0), (0, devices * each - experts))
+    home, rows = np.pad(home, behind, constant_values=devices), np.pad(rows, behind)
+    return home, rows, bool((home != np.arange(devices * each) // each).any())
 
 
 def copied(state, home: Homes, copy: Callable[[str, jax.Array], Any]) -> dict[str, Any]:
@@ -95,9 +109,18 @@ def in_host_memory(array: jax.Array) -> jax.Array:
 
 
 def described_for_file(needed: dict[str, Any], home: Homes) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return what a file holds for the leaves {name: ShapeDtypeStruct with a NamedSharding} of a state."""
+    """Return the leaves {name: ShapeDtypeStruct with a NamedSharding} of a state in a file's order, on this mesh."""
     owns = {name: home_of(name, home) for name in needed}
     return {name: leaf if owns[name] is None else stored_as(leaf, owns[name]) for name, leaf in needed.items()}
+
+
+def shapes_in_file(described: dict[str, Any], home: Homes) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a file holds of `described_for_file`: without what lies behind the last expert."""
+    owns = {name: home_of(name, home) for name in described}
+    return {
+        name: leaf.shape if owns[name] is None else (*owns[name].shape, *leaf.shape[2:])
+        for name, leaf in described.items()
+    }
 
 
 def read_leaves(
@@ -117,8 +140,10 @@ def read_leaves(
     what, errors_named = source
     assert all(isinstance(leaf.sharding, NamedSharding) for leaf in needed.values()), "a leaf has no NamedSharding"
     wanted = described_for_file(needed, home)
+    shapes = shapes_in_file(wanted, home)
     kinds = [
-        {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in leaves.items()} for leaves in (stored, wanted)
+        {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in stored.items()},
+        {name: f"{leaf.dtype.name} {list(shapes[name])}" for name, leaf in wanted.items()},
     ]
     differing = [name for name in {**wanted, **stored} if kinds[0].get(name) != kinds[1].get(name)]
     if differing:
@@ -132,11 +157,17 @@ def read_leaves(
     for name, leaf in needed.items():
         sharding, shape = wanted[name].sharding, wanted[name].shape
         parts = {repr(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
+        own = home_of(name, home)
+        if own is not None:  # parts behind the last expert are in no file
+            parts = {part: index for part, index in parts.items() if (index[1].start or 0) < own.shape[1]}
         with errors_named():
             reading = {part: stored[name][index].read() for part, index in parts.items()}  # all at once
             held = {part: future.result() for part, future in reading.items()}
-        array = jax.make_array_from_callback(shape, sharding, lambda index, held=held: held[repr(index)])
-        if (own := home_of(name, home)) is not None:
+        nothing = np.zeros(sharding.shard_shape(shape), leaf.dtype)
+        array = jax.make_array_from_callback(
+            shape, sharding, lambda index, held=held, nothing=nothing: held.get(repr(index), nothing)
+        )
+        if own is not None:
             array, in_order = from_file(array, leaf, own), array
             jax.block_until_ready(array)
             in_order.delete()  # not two banks at once

@@ -47,14 +47,14 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from absl import logging as absl_logging
 from etils import epath
-from orbax.checkpoint._src.serialization import tensorstore_utils
+from orbax.checkpoint._src.serialization import replica_slices, tensorstore_utils
 
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
 from moe_jax.observe.run_folder import RunFolder, disk_errors_named
-from moe_jax.training.bank_order import Homes, copied, in_host_memory, read_leaves
+from moe_jax.training.bank_order import Homes, copied, home_of, in_host_memory, read_leaves
 
 FORMAT, UNCHECKED_FORMAT = "moe_jax checkpoint 2", "moe_jax checkpoint 1"  # the older one has no CRC, and is still read
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
@@ -265,10 +265,14 @@ class Checkpointer:
                 raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
         host = json.loads(json.dumps(host))  # what it is now, whatever the caller does with it while files are written
         arrays = copied(state, home, lambda _, leaf: in_host_memory(leaf))
+        for name, array in arrays.items():
+            if (own := home_of(name, home)) is not None:
+                _EXPERTS[id(array)] = own.shape[1]
         self._pending = step
         args = ocp.args.PyTreeSave(arrays, custom_metadata=_host_record(step, host))
         with self._writing_errors_named(step):
-            self._writer.save(self._path(step), args=args)
+            self._writer.save(self._path(step), args=args)  # it takes the parts of all arrays before it returns
+        _EXPERTS.clear()
 
     def wait(self) -> None:
         """Wait until the last save has finished, then delete what `keep` does not cover.
@@ -449,6 +453,24 @@ def _checked_array(global_shape, chunk_shape, use_compression) -> dict:
 
 # Orbax has no argument for codecs; its own have a CRC of where the chunks lie, and none of the chunks.
 tensorstore_utils._build_zarr3_metadata = _checked_array
+
+
+# A leaf of the bank whose experts its devices cannot share evenly ends in rows that belong to no file (`stored_as`).
+_EXPERTS: dict[int, int] = {}  # {id of an array that is being saved, [L, D e, ...]: E}
+_orbax_slices = replica_slices.get_replica_slices
+
+
+def _slices_in_file(array, *args, **kwargs):
+    """Return what this process writes of an array, and the shape of the file's."""
+    found, experts = _orbax_slices(array, *args, **kwargs), _EXPERTS.get(id(array), 0)
+    if not experts or experts == array.shape[1]:
+        return found
+    inside = [part for part in found.replica_slices if (part.index[1].start or 0) < experts]
+    shape = (array.shape[0], experts, *array.shape[2:])
+    return dataclasses.replace(found, global_shape=shape, replica_slices=inside)
+
+
+replica_slices.get_replica_slices = _slices_in_file
 
 
 def _open_leaves(path: Path) -> dict[str, ts.TensorStore]:

@@ -1,6 +1,7 @@
 """From the corpus to the devices: batches as global arrays, the same on any number of hosts.
 
-Inputs: a token cache and a step. Outputs: a `Batch` [Nm, B / Nm, Sq] of global arrays, for training or evaluation.
+Inputs: a token cache and a step. Outputs: a `Batch` [Nm, B / Nm, Sq] of global arrays, for training or evaluation;
+where devices cannot share B / Nm sequences evenly, with rows of weight 0 behind them.
 Letters: docs/notation.md.
 """
 
@@ -34,8 +35,9 @@ class Feed:
 
     def __init__(
         self, cache: TokenCache, tokenizer: Tokenizer, train: TrainConfig, model: ModelConfig, data: DataConfig,
-        batch_shardings: Batch,
+        rows: int, batch_shardings: Batch,
     ):  # fmt: skip
+        """Take what a batch depends on; rows: sequences of a microbatch, those that only fill it up included."""
         self.cache, self.tokenizer, self.train, self.model = cache, tokenizer, train, model
         self.sequence_length = length = data.sequence_length
         # The id after which no target counts: a document's end in a model that keeps them apart. Masked tokens are
@@ -43,8 +45,8 @@ class Feed:
         self.boundary_id = tokenizer.end_id if model.document_mask and model.kind == "gpt" else None
         sizes = {"sequence_length": length, "batch_size": train.batch_size}
         self.stream = TokenStream(cache, **sizes, seed=train.seed, weights=data.weights)
-        # `Batch` of NamedShardings, of arrays [Nm, B / Nm, Sq] and [1, B / Nm, Sq]
-        self.batch_shardings, self.rows = batch_shardings, train.microbatch_size
+        # `Batch` of NamedShardings, of arrays [Nm, rows, Sq] and [1, rows, Sq]
+        self.batch_shardings, self.rows = batch_shardings, rows
         indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, length)).values()
         # int64 [b], rows of a microbatch that the devices of this process hold, ascending
         self.own = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))
@@ -65,15 +67,18 @@ class Feed:
         return Batch(inputs, targets, weights.astype(self.model.param_dtype), documents=documents)
 
     def read(self, step: int, rows: np.ndarray | None = None) -> Batch:
-        """Return a step's batch as NumPy arrays [Nm, B / Nm, Sq]; [Nm, b, Sq] of the `rows` given, such as `own`."""
-        rows = np.arange(self.rows) if rows is None else rows
-        rows = (np.arange(self.train.grad_accum_steps)[:, None] * self.rows + rows[None]).ravel()
+        """Return a step's batch as NumPy arrays [Nm, rows, Sq]; [Nm, b, Sq] of the `rows` given, such as `own`."""
+        rows, real = np.arange(self.rows) if rows is None else rows, self.train.microbatch_size
+        filled = rows >= real  # each a copy of the last one, of weight 0
+        rows = (np.arange(self.train.grad_accum_steps)[:, None] * real + np.minimum(rows, real - 1)[None]).ravel()
         shape = (self.train.grad_accum_steps, -1, self.sequence_length)
         examples = self._examples(self.stream.batch(step, rows), step, rows)
-        return jax.tree.map(lambda array: array.reshape(shape), examples)
+        batch = jax.tree.map(lambda array: array.reshape(shape), examples)
+        batch.weights[:, filled] = 0
+        return batch
 
     def held_out(self) -> Iterator[Batch]:
-        """Yield this process' rows of the evaluation batches, [1, b, Sq]; always the same ones."""
+        """Yield this process' rows of the evaluation batches, [1, b, Sq]; always the same windows."""
         batches = held_out_batches(
             self.cache,
             sequence_length=self.sequence_length,
@@ -87,6 +92,6 @@ class Feed:
             yield jax.tree.map(lambda array: array[None], examples)
 
     def to_devices(self, batch: Batch) -> Batch:
-        """Return global arrays [Nm, B / Nm, Sq] from this process' rows [Nm, b, Sq] of each."""
+        """Return global arrays [Nm, rows, Sq] from this process' rows [Nm, b, Sq] of each."""
         shape = (len(batch.inputs), self.rows, self.sequence_length)
         return jax.make_array_from_process_local_data(self.batch_shardings, batch, shape)

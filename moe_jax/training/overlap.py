@@ -16,7 +16,7 @@ from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
-from moe_jax.training.plan_cost import base_cost
+from moe_jax.training.plan_cost import base_cost, device_tokens
 from moe_jax.training.segments import segment_runs
 
 MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S, compiled for H200
@@ -25,7 +25,7 @@ MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12
 def why_not_halves(config: RunConfig, roles: Roles) -> str:
     """Return why a run is better left in one piece whatever the prices, '' where nothing speaks against halves."""
     train = config.train
-    rows = train.microbatch_size // roles.size(roles.dense)
+    rows = -(-train.microbatch_size // roles.size(roles.dense))
     if roles.members_per_node == roles.size(roles.expert):
         return "no exchange leaves a node"
     if rows % 2:
@@ -50,7 +50,7 @@ def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[flo
     members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
     prices = Prices(target)
     cost = base_cost(config, roles, cluster_of(prices))
-    tokens = config.train.batch_size * config.data.sequence_length / config.train.grad_accum_steps / roles.num_devices
+    tokens = device_tokens(config, roles)
     computed = np.full(members, tokens * config.moe.top_k * shards)
     times = Times(
         attention=cost.attention_seconds,

@@ -15,12 +15,19 @@ from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.layer_seconds import matrices_of, preceding_seconds
 from moe_jax.config.run_config import RunConfig
 from moe_jax.models.counts import device_bytes, preceding
+from moe_jax.models.model_group import rows_of
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner, with_late
 from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.plan_shape import PlanShape, build_shape
 from moe_jax.training.segments import initial_placement, segment_runs, sizes_of
+
+
+def device_tokens(config: RunConfig, roles: Roles) -> float:
+    """Return a device's part of the tokens of its MP group in a microbatch."""
+    rows = rows_of(config.model, roles, config.train.microbatch_size)
+    return rows * config.data.sequence_length / roles.size(roles.model)
 
 
 def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -> Cost:
@@ -37,7 +44,7 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
     shards = roles.size(roles.expert_shard)
     if cluster is None:
         cluster = cluster_named(planner.cluster, roles.device_kind)
-    tokens = config.train.microbatch_size * config.data.sequence_length / roles.num_devices
+    tokens = device_tokens(config, roles)
     cluster = cluster.sized(start.nodes, start.devices_per_node).part_of(shards)
     cluster.check_priced("PlannerConfig.cluster")
     return Cost(

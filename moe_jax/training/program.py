@@ -29,6 +29,7 @@ from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.language_model import Teacher, has_later_passes
+from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import check_router
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
@@ -73,6 +74,16 @@ class Program:
         return list(self.roles.mesh.devices.flat)
 
     @property
+    def group_rows(self) -> int:
+        """b, sequences of an MP group in a microbatch."""
+        return rows_of(self.config.model, self.roles, self.config.train.microbatch_size)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a microbatch, with those that only fill it up where devices cannot share it evenly."""
+        return self.group_rows * self.roles.size(self.roles.dense)
+
+    @property
     def home(self) -> dict[str, np.ndarray]:
         """{segment with experts, first layers first: int32 [L, E]}, home device of every expert when a run starts."""
         return self.model.even_homes
@@ -109,8 +120,7 @@ class Program:
         """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
         if not self.config.train.optimistic:
             return False
-        rows = self.config.train.microbatch_size // self.roles.size(self.roles.dense)
-        tokens = rows * self.config.data.sequence_length  # t, of an MP group in a microbatch
+        tokens = self.group_rows * self.config.data.sequence_length  # t, of an MP group in a microbatch
         taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
         return taught or has_later_passes(self.model, tokens, shape)
 
@@ -123,7 +133,7 @@ class Program:
         """
         train, length = self.config.train, self.config.data.sequence_length
         step = make_train_step(self.model, train, self.state_shardings, length, shape, self.teacher, common)
-        rows = (train.grad_accum_steps, train.microbatch_size, length)
+        rows = (train.grad_accum_steps, self.rows, length)
         tokens, weights = (jax.ShapeDtypeStruct(rows, dtype) for dtype in (np.int32, self.config.model.param_dtype))
         batch = Batch(tokens, tokens, weights, documents=tokens if self.config.model.document_mask else None)
         tables = self.model.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
@@ -196,10 +206,11 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     # the step is built once here for its checks
     length = config.data.sequence_length
     make_train_step(model, config.train, state_shardings, length, teacher=teacher)
-    rows = config.train.microbatch_size // roles.size(roles.dense)
+    program = Program(config, roles, model, optimizer, state_shardings, teacher)
+    tokens = program.group_rows * length
     for segment in model.expert_segments:
-        check_router(segment.moe, model.roles_of(segment), rows * length, length, config.planner.decides_late)
-    return Program(config, roles, model, optimizer, state_shardings, teacher)
+        check_router(segment.moe, model.roles_of(segment), tokens, length, config.planner.decides_late)
+    return program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,13 +240,13 @@ class Session(Program):
         return jax.jit(make, out_shardings=self.state_shardings.state)
 
     def evaluation_step(self, shape: Shapes | None = None):
-        """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / Nm, Sq], jitted.
+        """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, `rows`, Sq], jitted.
 
         The first is the sum of the losses of the targets that count, the second how many count: a process that holds
         only some of the rows cannot count them. Weights are 0 or 1.
         """
-        train, length = self.config.train, self.config.data.sequence_length
-        loss = make_loss(self.model, self.model.layout(), train.microbatch_size, length, plan=shape)
+        length = self.config.data.sequence_length
+        loss = make_loss(self.model, self.model.layout(), self.rows, length, plan=shape)
 
         def evaluate(params, batch, tables):
             _, stats = loss(params, jax.tree.map(lambda a: a[0], batch), tables, None, jnp.int32(0), jnp.float32(1))
@@ -266,6 +277,6 @@ def build_session(config: RunConfig, devices) -> Session:
     shardings = program.state_shardings
     return Session(
         **{field.name: getattr(program, field.name) for field in dataclasses.fields(program)},
-        feed=Feed(cache, tokenizer, config.train, config.model, config.data, shardings.batch),
+        feed=Feed(cache, tokenizer, config.train, config.model, config.data, program.rows, shardings.batch),
         tables=to_devices(program.model.even_tables(), shardings.tables),
     )

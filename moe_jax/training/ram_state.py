@@ -35,7 +35,7 @@ import numpy as np
 from moe_jax.models.language_model import flatten
 from moe_jax.observe.progress import with_prefix
 from moe_jax.recovery.copies import CopyFolder, CopyServer, Link, Region, folder_for, next_epoch, why_not_current
-from moe_jax.training.bank_order import Homes, copied, described_for_file, in_host_memory
+from moe_jax.training.bank_order import Homes, copied, described_for_file, in_host_memory, shapes_in_file
 from moe_jax.training.checkpoint import DamagedCheckpointError, read_leaves, without_ema
 from moe_jax.training.hosts import Hosts
 
@@ -57,12 +57,14 @@ class Piece:
 
 
 def layout(
-    leaves: dict[str, jax.ShapeDtypeStruct], place: Callable[[int], tuple[int, str]], processes: int
-) -> list[list[Piece]]:
+    leaves: dict[str, jax.ShapeDtypeStruct], shapes: dict[str, tuple[int, ...]],
+    place: Callable[[int], tuple[int, str]], processes: int,
+) -> list[list[Piece]]:  # fmt: skip
     """Return the pieces that each process keeps, those that its partner keeps too first.
 
     Args:
-      leaves: as a file holds them, with NamedShardings of one mesh, also an abstract one.
+      leaves: in a file's order, with NamedShardings of one mesh, also an abstract one.
+      shapes: what of them a file holds; pieces behind that are not kept.
       place: number of a device of the mesh -> (its process, that process' host).
     """
     kept: list[list[Piece]] = [[] for _ in range(processes)]
@@ -73,7 +75,8 @@ def layout(
         for device, at in enumerate(np.ndindex(*sizes.values())):
             bounds = _bounds(leaf, dict(zip(sizes, at, strict=True)))
             process, host = place(device)
-            holders.setdefault(bounds, {}).setdefault(host, {}).setdefault(process, device)
+            if all(start < size for (start, _), size in zip(bounds, shapes[name], strict=True)):
+                holders.setdefault(bounds, {}).setdefault(host, {}).setdefault(process, device)
         for bounds, by_host in holders.items():
             for held in by_host.values():  # one process of each host, another for each piece
                 process = sorted(held)[zlib.crc32(f"{name} {bounds}".encode()) % len(held)]
@@ -227,8 +230,9 @@ class RamCopies:
         leaves, host_ids = described_for_file(flatten(abstract_state), home), self._hosts.host_ids
         self._devices = list(next(iter(leaves.values())).sharding.mesh.devices.flat)
         owner = [device.process_index for device in self._devices]
-        self._kept = layout(leaves, lambda device: (owner[device], host_ids[owner[device]]), len(host_ids))
-        self._leaves = {name: (leaf.dtype.name, leaf.shape) for name, leaf in leaves.items()}
+        shapes = shapes_in_file(leaves, home)
+        self._kept = layout(leaves, shapes, lambda device: (owner[device], host_ids[owner[device]]), len(host_ids))
+        self._leaves = {name: (leaf.dtype.name, shapes[name]) for name, leaf in leaves.items()}
         self._folder.check_room(bytes_of_hosts(self._kept, host_ids)[host_ids[self._me]])
 
     def _why_refused(self, header: dict) -> str:

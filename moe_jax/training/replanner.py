@@ -16,6 +16,7 @@ from moe_jax.cluster.layer_seconds import ScheduleLine
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import COMPUTE
+from moe_jax.models.model_group import rows_of
 from moe_jax.moe.after_gate_rules import RULES
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import LayerSizes, find_schedule
@@ -158,9 +159,8 @@ class Replanner:
 
     def _tokens(self) -> int:
         """Return the tokens of an MP group in a microbatch."""
-        train, roles = self.config.train, self.roles
-        tokens = train.batch_size * self.config.data.sequence_length // train.grad_accum_steps
-        return tokens * roles.size(roles.model) // roles.num_devices
+        config = self.config
+        return rows_of(config.model, self.roles, config.train.microbatch_size) * config.data.sequence_length
 
     def sizes(self, shape: PlanShape) -> LayerSizes:
         return layer_sizes(self.config.moe, self.roles, self._tokens(), shape)

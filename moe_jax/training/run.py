@@ -132,13 +132,15 @@ def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
     total, active, *_ = parameter_counts(config.model, config.moe, session.model.vocab_size)
     train, mesh = config.train, ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "one device"
     where = config.data.path or "the sources of Python's library"
+    padding = session.rows - train.microbatch_size
+    filled = f", {padding} of {session.rows} in a microbatch are padding" if padding else ""
     return (
         f"text    {where}: {meta.tokens:,} tokens in {meta.documents:,} documents, tokenizer "
         f"{config.data.tokenizer!r}\n"
         f"model   {total:,} parameters, {active:,} of them for a token; {config.model.layers} layers\n"
         f"mesh    {mesh}; schedule {config.moe.schedule}, planner {config.planner.name}\n"
         f"run     {folder.path}, step {latest or 0} of {train.steps}, {train.batch_size} sequences of "
-        f"{config.data.sequence_length} tokens each; compiling the step"
+        f"{config.data.sequence_length} tokens each{filled}; compiling the step"
     )
 
 

@@ -58,15 +58,15 @@ def mesh_experts(config: RunConfig, devices: int) -> tuple[int, ...]:
     """Return E of each segment with experts that the mesh of so many devices is to hold, a teacher's among them.
 
     Raises:
-      UserError: E that does not spread over the expert axis, or groups of the teacher that cut across the student's.
+      UserError: a mesh of another size, or groups of the teacher that cut across the student's.
     """
-    mesh, own = config.mesh.resolve(devices), expert_counts(config.model, config.moe, config.mesh, devices)
+    mesh, own = config.mesh.resolve(devices), expert_counts(config.model, config.moe)
     if not config.distillation.teacher:
         return own
     mesh_axes(mesh, devices, own)  # what does not fit without the teacher is not the teacher's error
     run = read_teacher(config.distillation)
     with _named(config.distillation):
-        both = own + expert_counts(run.model, run.moe, mesh, devices)
+        both = own + expert_counts(run.model, run.moe)
         mesh_axes(mesh, devices, both)
     return both
 
@@ -102,8 +102,7 @@ def teacher_model(
         run = dataclasses.replace(run, model=resolve_attention(model, device), moe=moe)
         built = build_model(run, roles, vocab_size)
         rows, length = config.train.microbatch_size, config.data.sequence_length
-        make_model_group(model, roles, rows, length)
-        tokens = rows // roles.size(roles.dense) * length
+        tokens = make_model_group(model, roles, rows, length).rows * length
         for segment in built.expert_segments:
             x = jax.ShapeDtypeStruct((tokens, model.model_dim), model.dtype)
             make_schedule(segment.moe, built.roles_of(segment), x, split_tokens=model.sequence_parallel)

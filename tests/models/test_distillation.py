@@ -57,7 +57,7 @@ def build(mesh, student, teacher, alpha, zero=1, teacher_zero=1):
     """Return (loss(params, teacher_params) -> (loss, stats), roles) of two (config, moe)."""
     count = int(np.prod([size for name, size in mesh.items() if name != "model"]))
     sizes = MeshConfig(**mesh)
-    experts = [number for pair in (student, teacher) for number in expert_counts(*pair, sizes, count)]
+    experts = [number for pair in (student, teacher) for number in expert_counts(*pair)]
     roles = build_mesh(sizes, jax.devices()[:count], experts)
     model, taught = (
         LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=stage)

@@ -52,9 +52,9 @@ LOSSES = {
         {}, {}, {"attention": "cudnn", "dtype": "bfloat16"},
         "cuDNN runs on NVIDIA GPUs, and the devices are of platform 'cpu'; set",
     ),
-    "odd halves": (
-        {"expert": 8}, {"schedule": "s1"}, {"overlap": "halves"},
-        "cuts the 1 sequences of a device into two halves; make train.batch_size an even",
+    "uneven auction": (
+        {"expert": 3}, {"router": "base", "top_k": 1, "gate_noise": 0.0}, {},
+        "takes no padding, and 3 data-parallel devices cannot share 8 sequences evenly; change train.batch_size",
     ),
     "halves in pieces": (
         {"expert": 2}, {"schedule": "pairwise"}, {"overlap": "halves"},

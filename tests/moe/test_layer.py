@@ -133,8 +133,6 @@ def test_bfloat16_tokens_come_back_so_from_float32_parameters():
 
 
 def test_layer_errors():
-    with pytest.raises(UserError, match=r"num_experts \(6\) must be divisible by the expert axis \(8\); set .* of 6"):
-        layer_of(roles_of(8), MoEConfig(num_experts=6))
     layer = layer_of(roles_of(8), MoEConfig(num_experts=EXPERTS))
     for shape, message in (
         ((3, 4, MODEL_DIM), "got 12 tokens, which do not divide over 8 devices; pad the batch to a multiple"),

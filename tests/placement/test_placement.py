@@ -119,12 +119,20 @@ def test_wrong_placements_name_the_place_and_the_rule(fields, message):
         Placement(**{"home": [[0, 1]], "devices": 2, **fields})
 
 
-def test_loads_of_another_shape_and_uneven_homes_are_refused():
+def test_loads_of_another_shape_are_refused():
     with pytest.raises(UserError, match=r"\(1, 2, 3\), but the placement has 1 layers, 2 devices .* and 2 experts"):
         routing.pair_loads(Placement([[0, 1]], devices=2), np.ones((1, 2, 3), int))
     assert Placement.even(2, 4, 2).home.tolist() == [[0, 0, 1, 1]] * 2
-    with pytest.raises(UserError, match=r"experts \(6\) must be a positive multiple of devices \(4\)"):
-        Placement.even(1, 6, 4)
+
+
+def test_even_homes_are_as_even_as_they_can_be():
+    for devices, homes in ((3, [3, 3, 2]), (5, [2, 2, 1, 2, 1]), (6, [2, 1, 1, 2, 1, 1]), (12, [1, 1, 0] * 4)):
+        even = Placement.even(2, 8, devices).home
+        assert (np.diff(even) >= 0).all() and [np.bincount(own, minlength=devices).tolist() for own in even] == [
+            homes
+        ] * 2
+    with pytest.raises(UserError, match=r"^layers \(1\), experts \(6\) and devices \(0\) must be at least 1 each$"):
+        Placement.even(1, 6, 0)
 
 
 SIZES = {"layers": 3, "experts": 8, "devices": 8, "replica_slots": 3, "per_node": 4}

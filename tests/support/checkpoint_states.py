@@ -18,6 +18,7 @@ from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import abstract_state, build_state_shardings
@@ -43,8 +44,7 @@ def abstract(data, expert, *, zero=1, schedule="deepspeed", **model_changes):
 
 def homes(devices, seed=None):
     """{segment: homes [L, E]}: plain expert parallelism, or spread at random over all layers, evenly in memory."""
-    even = np.repeat(np.arange(devices, dtype=np.int32), EXPERTS // devices)
-    cells = np.tile(even, LAYERS)
+    cells = Placement.even(LAYERS, EXPERTS, devices).home.ravel()
     cells = cells if seed is None else np.random.default_rng(seed).permutation(cells)
     return {"segment_0": cells.reshape(LAYERS, EXPERTS)}
 
@@ -62,7 +62,7 @@ def leaf_content(path, leaf, home):
         return content(name, leaf.shape, leaf.dtype)
     stored = content(name, (LAYERS, EXPERTS, *leaf.shape[1:]), leaf.dtype)
     home = home["segment_0"]
-    devices = home.max() + 1
+    devices = leaf.sharding.mesh.shape.get("expert", 1)
     bank, filled = np.zeros(leaf.shape, leaf.dtype), [0] * devices
     for layer in range(LAYERS):
         for expert in range(EXPERTS):

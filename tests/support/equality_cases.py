@@ -14,6 +14,7 @@ from support.reference_model import reference_loss
 
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.config import expert_counts
+from moe_jax.models.model_group import rows_of
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -36,8 +37,7 @@ def moe_config(**changes):
 def build(config, moe, mesh, **stages):
     """Return the model on the devices of a mesh {name: size}, cut for the model's experts."""
     devices = int(np.prod([size for name, size in mesh.items() if name not in ("model", "devices_per_node")]))
-    sizes = MeshConfig(**mesh)
-    roles = build_mesh(sizes, jax.devices()[:devices], expert_counts(config, moe, sizes, devices))
+    roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices], expert_counts(config, moe))
     return LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles, **stages)
 
 
@@ -94,6 +94,15 @@ def data(dtype, weighted):
     return Batch(tokens[:, :-1], tokens[:, 1:], weights.astype(dtype))
 
 
+def filled_up(batch, config, roles):
+    """Return the batch with the rows that its devices need to share it, of weight 0, and noise for tokens."""
+    rng, count = np.random.default_rng(4), rows_of(config, roles, BATCH) * roles.size(roles.dense) - BATCH
+    more = [rng.integers(0, VOCAB, (count, LENGTH)).astype(np.int32) for _ in range(2)]
+    more.append(np.zeros((count, LENGTH), batch.weights.dtype))
+    given = batch.inputs, batch.targets, batch.weights
+    return Batch(*(np.concatenate(both) for both in zip(given, more, strict=True)))
+
+
 def noise_of(model, dtype):
     """Return the gates' noise of every MoE layer, [B Sq, E] each; None without."""
     ids = jnp.arange(BATCH * LENGTH, dtype=jnp.int32)
@@ -142,8 +151,9 @@ def assert_equal(
     layout = model.layout()
     step = jax.jit(jax.value_and_grad(make_loss(model, layout, BATCH, LENGTH), has_aux=True))
     (got, stats), grads = step(
-        placed(model, layout, params), batch, model.even_tables(), KEY, np.int32(0), np.sum(batch.weights)
-    )
+        placed(model, layout, params), filled_up(batch, config, model.roles), model.even_tables(), KEY, np.int32(0),
+        np.sum(batch.weights),
+    )  # fmt: skip
     tolerance = 1e-10 if dtype == jnp.float64 else 2e-5
     np.testing.assert_allclose(float(got), float(want), rtol=tolerance, err_msg=case)
     np.testing.assert_array_equal(np.sum(np.asarray(stats.loads), axis=1), want_loads)

@@ -73,6 +73,19 @@ def test_restore_gives_back_every_bit(saved, case):
     assert host == states.HOST
 
 
+@pytest.mark.parametrize("devices, seed", [(3, None), (5, 1), (6, None)])
+def test_any_count_of_devices_writes_and_reads_the_same_file(saved, tmp_path, devices, seed):
+    there, home = states.abstract(1, devices), states.homes(devices, seed)
+    state, host = Checkpointer(saved, keep=3).restore(1, there, home)
+    states.assert_state(state, there, home)
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.save(1, state, home, host)
+    checkpointer.close()
+    assert checkpointer.digest(1) == Checkpointer(saved, keep=3).digest(1)
+    four, at_four = states.abstract(1, 4), states.homes(4)
+    states.assert_state(Checkpointer(tmp_path, keep=1).restore(1, four, at_four)[0], four, at_four)
+
+
 def test_a_checkpoint_of_the_format_before_is_read(here, tmp_path):
     home = states.homes(8)
     state = states.state(here, home)

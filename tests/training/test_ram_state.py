@@ -19,7 +19,7 @@ from support.tiny_run import (
 from moe_jax.errors import UserError
 from moe_jax.models.language_model import flatten
 from moe_jax.recovery.copies import read_history
-from moe_jax.training.bank_order import copied, described_for_file
+from moe_jax.training.bank_order import copied, described_for_file, shapes_in_file
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.ram_state import RamCopies, bytes_of_hosts, layout, partners
 
@@ -114,15 +114,20 @@ def test_copies_of_two_processes_are_read_by_one_on_another_mesh(killed, monkeyp
 # Who keeps what.
 
 
-@pytest.mark.parametrize("mesh", ["MeshConfig.data = 2", "MeshConfig.expert_shard = 2", "MeshConfig.model = 2"])
+UNEVEN = "MoEConfig.num_experts = 12"  # on eight devices
+
+
+@pytest.mark.parametrize("mesh", ["MeshConfig.data = 2", "MeshConfig.expert_shard = 2", "MeshConfig.model = 2", UNEVEN])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_each_expert_and_each_other_leaf_is_kept_on_two_hosts(tmp_path, mesh, zero):
     """Eight processes of a device each on four hosts; what a host loses, the others have, to the last element."""
-    session = session_of(tmp_path, 8, mesh, f"train.zero_stage = {zero}", "MoEConfig.num_experts = 16")
+    session = session_of(tmp_path, 8, f"train.zero_stage = {zero}", "MoEConfig.num_experts = 16", mesh)
     leaves = described_for_file(flatten(session.abstract_state()), session.home)
     host_ids = [f"host {process // 2}" for process in range(8)]
-    kept = layout(leaves, lambda device: (device, host_ids[device]), 8)
-    holders = {name: np.zeros((4, *leaf.shape), int) for name, leaf in leaves.items()}
+    shapes = shapes_in_file(leaves, session.home)
+    kept = layout(leaves, shapes, lambda device: (device, host_ids[device]), 8)
+    holders = {name: np.zeros((4, *shape), int) for name, shape in shapes.items()}
+    assert (shapes != {name: leaf.shape for name, leaf in leaves.items()}) == (mesh == UNEVEN)
     stored = [0] * 4
     for process, (pieces, partner) in enumerate(zip(kept, partners(host_ids), strict=True)):
         for piece in pieces:

@@ -12,6 +12,7 @@ for _module in pkgutil.iter_modules(__path__):
 plugins.load("routers")
 
 from moe_jax.moe.routers.contract import (  # noqa: E402
+    PADDING,
     Router,
     RouterInputs,
     RouterPlace,
@@ -30,6 +31,7 @@ from moe_jax.moe.routers.statistics import (  # noqa: E402
 )
 
 __all__ = [
+    "PADDING",
     "GateStats",
     "Router",
     "RouterInputs",

@@ -23,6 +23,8 @@ from moe_jax.moe.routers.statistics import GateStats, balance_loss
 from moe_jax.moe.routing import Choice
 from moe_jax.parallel.mesh import Roles
 
+PADDING = (1 << 31) - 1  # index of a token that only fills up a batch; `wait_for` reads indices, so not below 0
+
 
 @dataclasses.dataclass(frozen=True)
 class RouterPlace:
@@ -53,15 +55,22 @@ class RouterInputs:
 
     Attributes:
       noise_key: PRNG key of this step and layer; None in evaluation, where nothing is drawn.
-      token_ids: int32 [t], global index of each token; needed with a key, and by `forced_balance`.
+      token_ids: int32 [t], global index of each token, or `PADDING`; needed with a key, and by `forced_balance`.
       tables: this device's `Tables` of this layer, or None: where experts are, as planned ahead.
       replay: int32 [t, K], experts that were chosen before, to be taken again, or None.
+      padded: whether some tokens may be padding.
     """
 
     noise_key: jax.Array | None = None
     token_ids: jax.Array | None = None
     tables: typing.Any = None
     replay: jax.Array | None = None
+    padded: bool = False
+
+    @property
+    def real(self) -> jax.Array | None:
+        """bool [t]: False for padding, which goes to no expert and is not counted; None where nothing is padding."""
+        return self.token_ids != PADDING if self.padded else None
 
 
 class Router(abc.ABC):
@@ -76,6 +85,7 @@ class Router(abc.ABC):
       replays: whether the router can take choices that were made before.
       by_token: whether a token's choices depend on that token alone, where no capacity drops them; generation needs it.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
+      takes_padding: whether it leaves out tokens that only fill up a batch (`RouterInputs.real`).
       takes: (the only `top_k` that it can have, why), or None.
       draws: whether training takes a key.
       state: leaves that are no parameters: they have no gradient, and `next_state` says what becomes of them.
@@ -86,6 +96,7 @@ class Router(abc.ABC):
     replays: typing.ClassVar[bool] = False
     by_token: typing.ClassVar[bool] = True
     balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
+    takes_padding: typing.ClassVar[bool] = False
     takes: typing.ClassVar[tuple[int, str] | None] = None
     state: typing.ClassVar[tuple[str, ...]] = ()
     draws: bool = False

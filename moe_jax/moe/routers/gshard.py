@@ -54,6 +54,8 @@ class GShard(TopK):
         if inputs.noise_key is not None:
             second = token_draws(inputs.noise_key, inputs.token_ids, probs.dtype) < 2 * lax.stop_gradient(weights[:, 1])
             served = jnp.stack([jnp.ones_like(second), second], axis=1)
+        if inputs.real is not None:
+            served = served & inputs.real[:, None]
         if not config.dropless:  # a queue of each expert, in which all first choices come first
             place = jnp.arange(2 * tokens, dtype=jnp.int32).reshape(tokens, 2)
             queue = jnp.where(served, expert_ids, config.num_experts).reshape(-1)
@@ -61,9 +63,9 @@ class GShard(TopK):
             served = served & (rank < config.capacity(tokens))
         choice = Choice(expert_ids=expert_ids, weights=weights, keep_mask=served)
         stats = statistics_of(
-            choice, probs, jax.nn.log_softmax(noisy, axis=-1), jax.scipy.special.logsumexp(logits, axis=-1)
+            choice, probs, jax.nn.log_softmax(noisy, axis=-1), jax.scipy.special.logsumexp(logits, axis=-1), inputs.real
         )
-        first = count_experts(expert_ids[:, 0], config.num_experts)
+        first = count_experts(expert_ids[:, 0], config.num_experts, inputs.real)
         return choice, dataclasses.replace(stats, first_counts=first)
 
     def balance_loss(self, stats, tokens):

@@ -103,7 +103,7 @@ def token_draws(key, token_ids, dtype):
     return jax.vmap(lambda token: jax.random.uniform(jax.random.fold_in(draws, token), (), dtype))(token_ids)
 
 
-def keep_within_capacity(expert_ids, probs, config: RouterOptions):
+def keep_within_capacity(expert_ids, probs, config: RouterOptions, real=None):
     """Return bool [t, K]: the choices that their expert's capacity admits.
 
     By position, an expert takes its first tokens; by probability its most probable ones, ties to the lowest global
@@ -114,14 +114,18 @@ def keep_within_capacity(expert_ids, probs, config: RouterOptions):
       expert_ids: int32 [t, K].
       probs: [t, K] softmax probabilities of the choices, before any renormalisation, or their scores.
       config: capacity_factor, min_capacity and drop are read.
+      real: bool [t], False for padding, of which nothing is admitted; None where nothing is.
     """
     t, k = expert_ids.shape
+    admitted = jnp.ones((t, k), bool) if real is None else jnp.broadcast_to(real[:, None], (t, k))
     if config.dropless:
-        return jnp.ones((t, k), bool)
+        return admitted
     order = None
     if config.drop == "probability":
         bits = jnp.finfo(probs.dtype)
         certain = lax.reduce_precision(lax.stop_gradient(probs), bits.nexp, 3 * bits.nmant // 4)
         order = jnp.argsort(-certain.reshape(-1), stable=True).astype(jnp.int32)
-    rank = rank_within(expert_ids.reshape(-1), order)
-    return (rank < config.capacity(t)).reshape(t, k)
+    if real is not None:  # padding takes no places
+        expert_ids = jnp.where(admitted, expert_ids, config.num_experts)
+    kept = (rank_within(expert_ids.reshape(-1), order) < config.capacity(t)).reshape(t, k)
+    return kept if real is None else kept & admitted

@@ -64,13 +64,13 @@ class SigmoidBias(TopK):
                 biased = jnp.where(within_groups(biased, config, 2), biased, -jnp.inf)
             expert_ids = lax.top_k(biased, config.top_k)[1]
         chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
-        keep_mask = keep_within_capacity(expert_ids, chosen, config)
+        keep_mask = keep_within_capacity(expert_ids, chosen, config, inputs.real)
         weights = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + _LEAST) if config.renormalize else chosen
         choice = Choice(expert_ids=expert_ids, weights=config.routed_scale * weights, keep_mask=keep_mask)
         log_scores = jax.nn.log_sigmoid(noisy)
         log_probs = log_scores - jax.scipy.special.logsumexp(log_scores, axis=-1, keepdims=True)
         log_z = jax.scipy.special.logsumexp(logits, axis=-1)
-        return choice, self.statistics(choice, jnp.exp(log_probs), log_probs, log_z)
+        return choice, self.statistics(choice, jnp.exp(log_probs), log_probs, log_z, inputs.real)
 
     def next_state(self, state, counts):
         bias = state["choice_bias"]

@@ -51,23 +51,32 @@ class GateStats:
         return dataclasses.replace(self, counts=None, choices=None)
 
 
-def statistics_of(choice: Choice, probs, log_probs, log_z) -> GateStats:
-    """Return the statistics of one drop group; probs, log_probs: float [t, E] of its softmax; log_z: float [t]."""
+def statistics_of(choice: Choice, probs, log_probs, log_z, real=None) -> GateStats:
+    """Return the statistics of one drop group.
+
+    Args:
+      probs, log_probs: float [t, E] of its softmax; log_z: float [t].
+      real: bool [t], the tokens that count; None counts all.
+    """
     entropies = -jnp.sum(lax.stop_gradient(probs * log_probs), axis=-1)  # for show alone
-    sums = jnp.sum(jnp.stack([jnp.square(log_z), entropies.astype(log_z.dtype)]), axis=1)
+    per_token = jnp.stack([jnp.square(log_z), entropies.astype(log_z.dtype)])
+    if real is not None:
+        per_token, probs = jnp.where(real, per_token, 0), jnp.where(real[:, None], probs, 0)
+    sums = jnp.sum(per_token, axis=1)
     return GateStats(
-        counts=count_experts(choice.expert_ids, probs.shape[-1]),
+        counts=count_experts(choice.expert_ids, probs.shape[-1], real),
         probability=sum_rows(probs),
         squared_logsumexp=sums[0],
         entropy=sums[1],
-        dropped=jnp.sum(~choice.keep_mask, dtype=jnp.int32),
+        dropped=jnp.sum(~choice.keep_mask if real is None else ~choice.keep_mask & real[:, None], dtype=jnp.int32),
     )
 
 
-def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]) -> GateStats:
+def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...], real=None) -> GateStats:
     """Return the statistics as an MP group reports them, whether its devices gated all tokens or a part each.
 
-    stats, choice: of the tokens x [t, M] gated here, inside `shard_map`; model: axes of the MP group.
+    stats, choice: of the tokens x [t, M] gated here, inside `shard_map`; model: axes of the MP group; real: as in
+    `statistics_of`.
     """
     if not model:
         return stats
@@ -75,11 +84,14 @@ def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]
         return dataclasses.replace(lax.psum(stats.sums, model), counts=stats.counts, choices=stats.choices)
     owned = own_part(choice.expert_ids, model)
     choices = None if stats.choices is None else owned
-    return dataclasses.replace(stats, counts=count_experts(owned, stats.counts.shape[0]), choices=choices)
+    counted = None if real is None else own_part(real, model)
+    return dataclasses.replace(stats, counts=count_experts(owned, stats.counts.shape[0], counted), choices=choices)
 
 
-def count_experts(expert_ids, num_experts):
-    """Return int32 [E], how often each id stands in `expert_ids` (any shape)."""
+def count_experts(expert_ids, num_experts, real=None):
+    """Return int32 [E], how often each id stands in `expert_ids` [t, ...]; real: bool [t], which count."""
+    if real is not None:
+        expert_ids = jnp.where(real.reshape(-1, *[1] * (expert_ids.ndim - 1)), expert_ids, num_experts)
     ids = expert_ids.reshape(-1)
     experts = jnp.arange(num_experts, dtype=ids.dtype)
 

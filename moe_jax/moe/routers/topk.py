@@ -30,6 +30,7 @@ class TopK(Router):
 
     knobs = (GroupKnobs,)
     replays = True
+    takes_padding = True
     balances = BALANCE_OVER
 
     def choose(self, x, params, inputs: RouterInputs):
@@ -39,9 +40,9 @@ class TopK(Router):
         probs, noisy_z = softmax_and_log_z(noisy)
         log_z = noisy_z if noisy is logits else jax.scipy.special.logsumexp(logits, axis=-1)
         weights, expert_ids = self.pick(probs, inputs)
-        keep_mask = keep_within_capacity(expert_ids, weights, config)
+        keep_mask = keep_within_capacity(expert_ids, weights, config, inputs.real)
         choice = Choice(expert_ids=expert_ids, weights=self.weigh(weights), keep_mask=keep_mask)
-        return choice, self.statistics(choice, probs, noisy - noisy_z[:, None], log_z)
+        return choice, self.statistics(choice, probs, noisy - noisy_z[:, None], log_z, inputs.real)
 
     def check_tokens(self, tokens):
         if self.config.balance_over == "sequence" and self.place is not None:
@@ -57,9 +58,9 @@ class TopK(Router):
             )
         return length
 
-    def statistics(self, choice: Choice, probs, log_probs, log_z):
+    def statistics(self, choice: Choice, probs, log_probs, log_z, real=None):
         """Return what `statistics_of` does, with what a balance loss over sequences needs."""
-        stats = statistics_of(choice, probs, log_probs, log_z)
+        stats = statistics_of(choice, probs, log_probs, log_z, real)
         if self.config.balance_over != "sequence":
             return stats
         length = self.check_sequences(probs.shape[0])
@@ -67,7 +68,10 @@ class TopK(Router):
         ids = choice.expert_ids.reshape(-1, length * top_k, 1)
         counts = jnp.sum(ids == jnp.arange(experts, dtype=ids.dtype)[None, None], axis=1, dtype=jnp.int32)
         probability = jnp.sum(probs.reshape(-1, length, experts), axis=1)
-        total = jnp.sum(balance_loss(counts, probability, length, top_k)) * length
+        losses = balance_loss(counts, probability, length, top_k)
+        if real is not None:
+            losses = jnp.where(real[::length], losses, 0)
+        total = jnp.sum(losses) * length
         return dataclasses.replace(stats, sequence_balance=total)
 
     def with_noise(self, logits, x, params, inputs: RouterInputs):

@@ -119,7 +119,7 @@ class Topology(TopK):
         # remote experts come behind all local ones, in order, where a plan leaves fewer than K of these
         _, inside = lax.top_k(jnp.where(local[None], scores, -jnp.inf), top_k)
         value, first = lax.top_k(scores, top_k)
-        remote = ~local[first[:, 0]]
+        remote = ~local[first[:, 0]] if inputs.real is None else ~local[first[:, 0]] & inputs.real
         order = jnp.argsort(-jnp.where(remote, value[:, 0], -jnp.inf), stable=True)
         index = jnp.arange(order.shape[0], dtype=jnp.int32)
         rank = jnp.zeros_like(order, jnp.int32).at[order].set(index, unique_indices=True)  # ties to the lowest index
@@ -129,13 +129,13 @@ class Topology(TopK):
             expert_ids = jnp.where(jnp.sum(remote) <= most, first, expert_ids)
         chosen = jnp.take_along_axis(noisy, expert_ids, axis=-1)
         weights = jax.nn.softmax(chosen, axis=-1)
-        keep_mask = keep_within_capacity(expert_ids, chosen, config)
+        keep_mask = keep_within_capacity(expert_ids, chosen, config, inputs.real)
         if not config.renormalize:  # the chosen experts' probabilities among all
             weights = jnp.take_along_axis(jax.nn.softmax(noisy, axis=-1), expert_ids, axis=-1)
         choice = Choice(expert_ids=expert_ids, weights=weights, keep_mask=keep_mask)
         log_probs = jax.nn.log_softmax(noisy, axis=-1)
         return choice, self.statistics(
-            choice, jnp.exp(log_probs), log_probs, jax.scipy.special.logsumexp(logits, axis=-1)
+            choice, jnp.exp(log_probs), log_probs, jax.scipy.special.logsumexp(logits, axis=-1), inputs.real
         )
 
     def local_experts(self, tables):

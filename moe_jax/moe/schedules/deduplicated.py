@@ -195,7 +195,7 @@ def one_choice(parcel: Parcel) -> Parcel:
 def mean_shared(sizes: LayerSizes, members: int) -> float:
     """Return the shared rows that a token has for one of `members` devices, where all sets of K experts are alike."""
     experts, top_k = sizes.config.num_experts, sizes.config.top_k
-    here = experts // members
+    here = -(-experts // members)  # on the fullest
     chances = (
         math.comb(here, held) * math.comb(experts - here, top_k - held) / math.comb(experts, top_k)
         for held in range(min(here, top_k) + 1)
