@@ -60,7 +60,10 @@ def command(argv: list[str]) -> None:
     run = import_folder(_FROM_HF.value, _WORKDIR.value, upcycling)
     count, *_ = parameter_counts(run.model, run.moe, run.model.vocab_size)
     print(f"{_WORKDIR.value}: {count:,} parameters, step 0")
-    print(f"train on: python -m moe_jax.train --gin_file={_WORKDIR.value}/config.gin --init_from={_WORKDIR.value} ...")
+    print(
+        f"train on: python -m moe_jax.train --gin_file={_WORKDIR.value}/config.gin --init_from={_WORKDIR.value} "
+        "--gin_bindings='DataConfig.path = \"my_texts\"' --workdir=..."
+    )
 
 
 if __name__ == "__main__":

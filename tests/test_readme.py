@@ -45,6 +45,8 @@ NOT_RUN = {
     "bash scripts/demo.sh": "makes an environment and trains for minutes",
     "bash scripts/test.sh": "makes an environment and runs the tests",
     "pip ": "installs",
+    "python -m moe_jax.convert": "needs a published model; tests/huggingface converts small ones",
+    "python -m moe_jax.train --gin_file=runs/olmoe/config.gin": "goes on from it; tests/huggingface trains one on",
     "python -m moe_jax.inspect": "needs the CUDA wheels, 2 GB; pytest -m gpu_compile compiles for GPUs",
     "python scripts/gpu_day": "needs a GPU; tests/gpu_day tries its items in tiny sizes",
 }

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.config.run_config import RunConfig, config_differences, config_text
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import FILE, carry_files, check_inside, find_tokenizer
 from moe_jax.errors import UserError
@@ -48,6 +49,8 @@ from moe_jax.training.feed import padded_vocabulary
 NOT_NEEDED = (".rotary_emb.inv_freq",)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2**27
+# of a model that is trained on; from scratch it is some hundred times as large, and would undo what the model knows
+LEARNING_RATE = 1e-5
 _LARGEST_JSON = 64 << 20  # an index names each tensor of a model
 READ_DTYPES = ("F32", "BF16", "F16")
 
@@ -102,7 +105,7 @@ def import_folder(
     data = DataConfig()  # bytes, where the checkpoint has no tokenizer
     if (source / FILE).exists():
         data = DataConfig(tokenizer=str(Path(workdir).expanduser().absolute() / FILE))
-    run = RunConfig(model=model, moe=moe, data=data)
+    run = RunConfig(train=TrainConfig(learning_rate=LEARNING_RATE), model=model, moe=moe, data=data)
     # what differs from the defaults is marked as set in config.gin
     text = config_text(run, bound={binding for binding, *_ in config_differences("", config_text(run))})
     with new_folder(workdir) as folder:

@@ -79,6 +79,8 @@ def run(
                 if hosts.is_main and not has_report(folder):
                     report(folder)
                 return True
+            if latest is None and init_from:
+                check_text_named(config, init_from)
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
             session, compared = start_session(settled, hosts)
             say(hosts, banner(session, folder, latest))
@@ -138,6 +140,7 @@ def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
         f"text    {where}: {meta.tokens:,} tokens in {meta.documents:,} documents, tokenizer "
         f"{config.data.tokenizer!r}\n"
         f"model   {total:,} parameters, {active:,} of them for a token; {config.model.layers} layers\n"
+        f"train   {trained(config)}\n"
         f"mesh    {mesh}; schedule {config.moe.schedule}, planner {config.planner.name}\n"
         f"run     {folder.path}, step {latest or 0} of {train.steps}, {train.batch_size} sequences of "
         f"{config.data.sequence_length} tokens each{filled}; compiling the step"
@@ -161,6 +164,29 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: RunFolder) -> None:
             carry_files(tokenizer.file.parent, folder.path)
         with atomic_file(folder.path / FILE) as file:  # last, and as it was read
             file.write(tokenizer.text)
+
+
+def trained(config: RunConfig) -> str:
+    """Return in words what of a model is trained, and at which rate."""
+    train, moe = config.train, config.moe
+    how = "constant" if train.learning_rate_schedule == "constant" else f"{train.learning_rate_schedule} to the end"
+    bias = f"; biases of routers by {moe.bias_rate:g} a step" if moe.router == "sigmoid_bias" and moe.bias_rate else ""
+    return (
+        f"all parameters by {train.optimizer}, learning rate {train.learning_rate:g} after {train.warmup_steps} steps "
+        f"of warm-up from zero, then {how}{bias}"
+    )
+
+
+def check_text_named(config: RunConfig, init_from: str) -> None:
+    """Raise a UserError where a converted model would be trained on Python's own sources, which nobody asked for."""
+    with contextlib.closing(Checkpointer(RunFolder(init_from, create=False).checkpoints, keep=1)) as other:
+        step = other.latest()
+        converted = step is not None and other.read_host(step).get("parameters_only")
+    if converted and not config.data.path:
+        raise UserError(
+            f"--init_from={init_from} is a converted model, and DataConfig.path ('') would train it on the sources of "
+            "Python's library; name your text, such as --gin_bindings='DataConfig.path = \"my_texts\"'"
+        )
 
 
 def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str) -> None:

@@ -19,12 +19,14 @@ from support.commands import run_command_here
 
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import config_text
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.cache import build_cache
 from moe_jax.errors import UserError
 from moe_jax.inference.conversion import TensorFolder, Upcycling, export_folder, import_folder, write_tensors
 from moe_jax.inference.families import read_config, tensor_places
 from moe_jax.models.counts import parameter_counts
 from moe_jax.training.hosts import Hosts
+from moe_jax.training.optimizer import build_learning_rate
 from moe_jax.training.run import evaluate_run, run
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
@@ -319,6 +321,10 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     assert f"starting from the parameters of {made}, step 0" in said
     for name in ("tokenizer.json", "config.json"):
         assert (tmp_path / "run" / name).read_bytes() == (made / name).read_bytes()
+    assert f"text    {config.data.path}: " in said and "train   all parameters by adamw, learning rate 0.001 a" in said
+    plain = parse_run_config([str(made / "config.gin")])[0].train
+    assert plain == TrainConfig(learning_rate=1e-5)
+    assert build_learning_rate(plain)(0) == pytest.approx(1e-5 / plain.warmup_steps)
     cache = build_cache(config.data)
     assert cache.ends.size == DOCUMENTS and np.flatnonzero(cache.tokens == 2).tolist() == (cache.ends - 1).tolist()
     export_folder(tmp_path / "run", tmp_path / "back", dtype="float16")
@@ -340,6 +346,7 @@ def test_what_cannot_be_gone_on_from_is_one_line(made, where, tmp_path):
     for options, changes, words in (
         (mine, (), f"{made} {alone}{made} and another --workdir"),
         (fresh, ("ModelConfig.hidden_dim = 12",), "is not of this model: "),
+        (fresh, ("DataConfig.path = ''",), "the sources of Python's library; name your text, such as --gin_bindings="),
         ({**mine, "init_from": str(made)}, (), alone),
         ({**fresh, "init_from_ema": True}, (), "holds no moving average of its parameters"),
         (None, ("ModelConfig.norm_epsilon = 0.1",), other),
