@@ -45,7 +45,8 @@ from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
 from moe_jax.training.checkpoint import Checkpointer, run_config
 from moe_jax.training.feed import padded_vocabulary
 
-MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
+# of attention, FFNs, and an untied head
+MATRICES = ("qkv", "q", "kv", "q_down", "q_up", "kv_down", "kv_up", "out", "w_in", "w_gate", "w_out", "head")
 
 
 def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:

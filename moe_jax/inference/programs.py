@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,6 @@ from moe_jax.errors import UserError
 from moe_jax.inference import few_tokens
 from moe_jax.inference.few_tokens import FewTokensGroup, Int8MoE, alike
 from moe_jax.models import LanguageModel
-from moe_jax.models.attention import attend
 from moe_jax.models.config import Segment
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.model_group import ModelGroup, in_dtype, project
@@ -83,41 +81,10 @@ def attentions_of(segment: Segment) -> tuple[str, ...]:
     return (*names, "attention") if segment.has_experts else names
 
 
-def attend_cached(cached: tuple, q, k, v, positions, in_place: bool = False):
-    """Return softmax(q k^T / sqrt(Dh)) v over the tokens before `positions` and the new one: [b, 1, H, Dh].
-
-    The new token's keys and values stand in for the rows of its position, which the cache does not hold yet.
-
-    Args:
-      cached: keys and values [b, Hkv, T, Dh]; q: [b, 1, H, Dh]; k, v: [b, 1, Hkv, Dh], of the new token.
-      positions: int32 [b], where it stands, below T.
-      in_place: multiply keys and values where they lie, without a matmul, which copies them first.
-    """
-    rows, _, heads, dim = q.shape
-    shared = k.shape[2]  # consecutive H / Hkv queries share a head of keys
-    acc_dtype = jnp.promote_types(q.dtype, jnp.float32)
-    place = jnp.arange(cached[0].shape[2], dtype=jnp.int32)[None] - positions[:, None]
-    new = (place == 0)[:, None, :, None]
-    keys, values = (jnp.where(new, jnp.swapaxes(n, 1, 2), old) for n, old in zip((k, v), cached, strict=True))
-
-    grouped = q[:, 0].reshape(rows, shared, heads // shared, dim)
-    if in_place:
-        grouped = grouped[:, :, :, None]
-        scores = jnp.sum(grouped.astype(acc_dtype) * keys[:, :, None].astype(acc_dtype), axis=-1)
-    else:
-        scores = jnp.einsum("bhgd,bhtd->bhgt", grouped, keys, preferred_element_type=acc_dtype)
-    scores = jnp.where((place <= 0)[:, None, None], scores / math.sqrt(dim), jnp.finfo(acc_dtype).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if in_place:
-        mixed = jnp.sum(weights[..., None].astype(acc_dtype) * values[:, :, None].astype(acc_dtype), axis=-2)
-    else:
-        mixed = jnp.einsum("bhgt,bhtd->bhgd", weights, values, preferred_element_type=acc_dtype)
-    return mixed.astype(q.dtype).reshape(rows, 1, heads, dim)
-
-
 # {segment: {attention of its unit: (keys, values)}}, [U, b, Hkv, T, Dh] each, sequences split over the data-parallel
-# devices and heads over the model-parallel ones. A token's keys stand in the row of its position, so prompts of
-# different lengths need no shift: padding behind a prompt is overwritten before anything may look at it.
+# devices and heads over the model-parallel ones. Of latent attention it holds latents and rotated keys of one head that
+# all devices have. A token's keys stand in the row of its position, so prompts of different lengths need no shift:
+# padding behind a prompt is overwritten before anything may look at it.
 Cache = dict[str, dict[str, tuple[jax.Array, jax.Array]]]
 UNROLL = 16  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
 
@@ -187,7 +154,6 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
     Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]; in_place: few
     tokens on a GPU, where small kernels count.
     """
-    config = segment.config
     graph = unit_graph(segment)
 
     def loop(x, units, bank, tables, cache, positions, real):
@@ -195,12 +161,12 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
             params, here, cached = inputs
             unit, new = nnx.merge(graph, params), {}
 
-            def mix(name, q, k, v):
-                new[name] = k, v
+            def mix(name, kept, among, over):
+                new[name] = kept
                 if cached is None:
-                    return attend(q, k, v, True, config.attention)
+                    return among()
                 at = positions[:, 0]
-                return attend_cached(cached[name], q, k, v, at, in_place and at.shape[0] == 1)
+                return over(cached[name], at, in_place and at.shape[0] == 1)
 
             mixes = {name: functools.partial(mix, name) for name in attentions_of(segment)}
             x = unit.attend(x, group, None, positions, mixes)
@@ -378,7 +344,8 @@ def bucket(number: int, least: int = 1) -> int:
 
 def state_specs(model: LanguageModel) -> State:
     """Return the PartitionSpec of every array of a `State` with a cache."""
-    rows, keys = P(model.roles.dense), P(None, model.roles.dense, model.roles.model or None)
+    heads = None if model.config.kv_lora_rank else model.roles.model or None
+    rows, keys = P(model.roles.dense), P(None, model.roles.dense, heads)
     cache = {own.name: {name: (keys, keys) for name in attentions_of(own)} for own in model.segments}
     return State(cache, rows, rows, rows, rows, rows)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,11 @@ LARGEST_HEAD = 128  # of cuDNN on every generation; Hopper has 256, which JAX re
 CAPABILITY = (8, 0)  # Ampere: the first with flash attention in cuDNN
 
 
-def attend(q, k, v, causal: bool, implementation: str, documents=None):
-    """Return softmax(q k^T / sqrt(Dh)) v.
+def attend(q, k, v, causal: bool, implementation: str, documents=None, factor: float = 1.0):
+    """Return softmax(factor q k^T / sqrt(Dh)) v.
 
     In float64 and float16 `xla` is `blocks`: JAX's function leaves the one, and asks in the other for a matmul that
-    CPUs do not have.
+    CPUs do not have. So it is where values have another size than keys or scores a factor, as in latent attention.
 
     Args:
       q: [b, Sq, H, Dh]; k, v: [b, Sq, Hkv, Dh]; query head i reads k and v of head i // (H / Hkv).
@@ -42,19 +43,99 @@ def attend(q, k, v, causal: bool, implementation: str, documents=None):
         raise ValueError("attention 'auto' must be resolved by resolve_attention before the step is built")
     if implementation == "cudnn":
         return _attend_cudnn(causal, q, k, v, documents)
-    if implementation == "xla" and q.dtype not in (jnp.float64, jnp.float16):
+    plain = q.dtype not in (jnp.float64, jnp.float16) and k.shape == v.shape and factor == 1
+    if implementation == "xla" and plain:
         mask = None if documents is None else same_document(documents)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
-    return _attend_blocks(causal, *match_varying(q, k, v, documents))
+    return _attend_blocks(causal, factor * q.shape[-1] ** -0.5, *match_varying(q, k, v, documents))
+
+
+def attend_cached(
+    queries: tuple, new: tuple, divisor: float, values: int, cached: tuple, positions, in_place: bool = False
+):  # fmt: skip
+    """Return softmax(scores / divisor) times `cached[values]` over the tokens before `positions` and the new one.
+
+    Scores are the sum of each query's products with the array of the cache in its place. What is new stands in for the
+    rows of its position, which the cache does not hold yet.
+
+    Args:
+      queries: [b, 1, H, D] each, D that of its array.
+      new: [b, 1, n, D] each, of the new token; n divides H.
+      cached: [b, n, T, D] each.
+      positions: int32 [b], where the new token stands, below T.
+      in_place: multiply the cache where it lies, without a matmul, which copies it first.
+    """
+    rows, _, heads, _ = queries[0].shape
+    shared = new[0].shape[2]  # consecutive H / n queries share a head of the cache
+    dtype, acc_dtype = queries[0].dtype, jnp.promote_types(queries[0].dtype, jnp.float32)
+    place = jnp.arange(cached[0].shape[2], dtype=jnp.int32)[None] - positions[:, None]
+    is_new = (place == 0)[:, None, :, None]
+    held = [jnp.where(is_new, jnp.swapaxes(one, 1, 2), old) for one, old in zip(new, cached, strict=True)]
+
+    def products(query, keys):  # [b, n, H / n, T]
+        grouped = query[:, 0].reshape(rows, shared, heads // shared, -1)
+        if in_place:
+            return jnp.sum(grouped[:, :, :, None].astype(acc_dtype) * keys[:, :, None].astype(acc_dtype), axis=-1)
+        return jnp.einsum("bhgd,bhtd->bhgt", grouped, keys, preferred_element_type=acc_dtype)
+
+    scores = functools.reduce(jnp.add, map(products, queries, held))
+    scores = jnp.where((place <= 0)[:, None, None], scores / divisor, jnp.finfo(acc_dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    if in_place:
+        mixed = jnp.sum(weights[..., None].astype(acc_dtype) * held[values][:, :, None].astype(acc_dtype), axis=-2)
+    else:
+        mixed = jnp.einsum("bhgt,bhtd->bhgd", weights, held[values], preferred_element_type=acc_dtype)
+    return mixed.astype(dtype).reshape(rows, 1, heads, -1)
+
+
+def rotate(x, positions, base: float = 10000.0, factor: float = 1.0, yarn: tuple[float, ...] = ()):
+    """Rotate pairs of features (i, i + Dh / 2) by position / factor * base^(-2 i / Dh). Source: RoFormer.
+
+    Args:
+      x: [b, Sq, H, Dh]; positions: int32 [Sq] or [b, Sq].
+      yarn: as `ModelConfig.rotary_yarn`: slow pairs alone are slowed down by the factor, and results are scaled.
+    """
+    half = x.shape[-1] // 2
+    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    frequency = base ** (-jnp.arange(half, dtype=acc_dtype) / half)
+    if yarn:
+        slowed = _slowed_pairs(half, base, *yarn[:3]).astype(acc_dtype)
+        frequency = frequency * (1 - slowed + slowed / factor)
+    elif factor != 1:
+        frequency = frequency / factor
+    positions = positions.reshape(-1, x.shape[1])
+    angle = positions.astype(acc_dtype)[:, :, None, None] * frequency[None, None, None]  # [1 or b, Sq, 1, half]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if yarn and yarn[3] != yarn[4]:
+        scale = yarn_magnitude(factor, yarn[3]) / yarn_magnitude(factor, yarn[4])
+        cos, sin = scale * cos, scale * sin
+    first, second = x[..., :half].astype(acc_dtype), x[..., half:].astype(acc_dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+# YaRN (Peng et al. 2023, section 3.2): pairs that turn more than `fast` times in a text of the original length keep
+# their frequency, those that turn less than `slow` times are slowed down by the factor, and between them a share is.
+def _slowed_pairs(half: int, base: float, original_length: float, fast: float, slow: float):
+    """Return float [half], the share of each pair's frequency that is divided by the factor."""
+    first, last = (
+        half * math.log(original_length / (turns * 2 * math.pi)) / math.log(base) for turns in (fast, slow)
+    )  # fmt: skip
+    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+    return jnp.clip((jnp.arange(half) - first) / (last - first or 0.001), 0, 1)
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """Return by how much YaRN enlarges queries and keys, each, for texts that are `factor` times as long."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 # Scores of a block of queries and the keys that these may read, which a CPU's cache holds; of causal attention of many
 # blocks that is half of all. The backward makes them again from their row's logarithm of the sum: its matmul costs less
 # than writing and reading them. What multiplies is rounded to the dtype of q, what is summed is in at least float32.
 # Source: Dao et al., "FlashAttention" (2022), algorithms 1 and 4, with all keys of a row in one piece.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_blocks(causal: bool, q, k, v, documents):
-    return _forward_blocks(causal, q, k, v, documents)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_blocks(causal: bool, scale: float, q, k, v, documents):
+    return _forward_blocks(causal, scale, q, k, v, documents)[0]
 
 
 MOST_BLOCKS, LEAST_QUERIES = 8, 64
@@ -84,9 +165,9 @@ def _products(spec: str, a, b):
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
-def _scores(causal: bool, q, k, documents, queries: slice, keys: slice):
+def _scores(causal: bool, scale: float, q, k, documents, queries: slice, keys: slice):
     """Return the scores [b, n, H / n, c, c'] of a block, far below any other where a query does not read a key."""
-    scores = _products("bngqd,bnkd->bngqk", q[:, :, :, queries], k[:, :, keys]) * q.shape[-1] ** -0.5
+    scores = _products("bngqd,bnkd->bngqk", q[:, :, :, queries], k[:, :, keys]) * scale
     least = jnp.finfo(scores.dtype).min
     if causal:
         earlier = jnp.arange(queries.start, queries.stop)[:, None] >= jnp.arange(keys.stop)[None]
@@ -97,11 +178,11 @@ def _scores(causal: bool, q, k, documents, queries: slice, keys: slice):
     return scores
 
 
-def _forward_blocks(causal: bool, q, k, v, documents):
+def _forward_blocks(causal: bool, scale: float, q, k, v, documents):
     """Return (mixed values, (inputs, mixed values, log of the sums of exp(scores) [b, n, H / n, Sq, 1]))."""
     (by_head, keys_of, values_of), mixed, log_sums = _operands(q, k, v), [], []
     for queries, keys in _blocks(causal, q.shape[1]):
-        scores = _scores(causal, by_head, keys_of, documents, queries, keys)
+        scores = _scores(causal, scale, by_head, keys_of, documents, queries, keys)
         largest = jnp.max(scores, axis=-1, keepdims=True)
         raised = jnp.exp(scores - largest)
         total = jnp.sum(raised, axis=-1, keepdims=True)
@@ -117,16 +198,18 @@ def _operands(q, k, v):
     return _by_head(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
 
-def _backward_blocks(causal: bool, saved, dout):
+def _backward_blocks(causal: bool, scale: float, saved, dout):
     q, k, v, documents, out, log_sums = saved
     (by_head, keys_of, values_of), heads = _operands(q, k, v), k.shape[2]
     d, wide = _by_head(dout, heads), log_sums.dtype
     shares = _by_head(jnp.sum(dout.astype(wide) * out.astype(wide), axis=-1, keepdims=True), heads)
     dq, (dk, dv) = [], match_varying(*(jnp.zeros(array.shape, wide) for array in (keys_of, values_of)), q)[:2]
     for queries, keys in _blocks(causal, q.shape[1]):
-        weights = jnp.exp(_scores(causal, by_head, keys_of, documents, queries, keys) - log_sums[:, :, :, queries])
+        weights = jnp.exp(
+            _scores(causal, scale, by_head, keys_of, documents, queries, keys) - log_sums[:, :, :, queries]
+        )
         dweights = _products("bngqd,bnkd->bngqk", d[:, :, :, queries], values_of[:, :, keys])
-        dscores = weights * (dweights - shares[:, :, :, queries]) * q.shape[-1] ** -0.5
+        dscores = weights * (dweights - shares[:, :, :, queries]) * scale
         weights, dscores = weights.astype(q.dtype), dscores.astype(q.dtype)
         dq.append(_products("bngqk,bnkd->bngqd", dscores, keys_of[:, :, keys]))
         dk = dk.at[:, :, keys].add(_products("bngqk,bngqd->bnkd", dscores, by_head[:, :, :, queries]))
@@ -199,9 +282,10 @@ def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
             )
         return config
     on_cpu = device is None or device.platform == "cpu"
+    other = "blocks" if on_cpu or config.kv_lora_rank else "xla"
     if reason and not on_cpu:
-        _say_fallback(reason)
-    return dataclasses.replace(config, attention="blocks" if on_cpu else "xla" if reason else "cudnn")
+        _say_fallback(other, reason)
+    return dataclasses.replace(config, attention=other if on_cpu or reason else "cudnn")
 
 
 def missing_for_cudnn(config: ModelConfig, device=None) -> str:
@@ -222,6 +306,8 @@ def missing_for_cudnn(config: ModelConfig, device=None) -> str:
             )
     if config.dtype not in ("bfloat16", "float16"):
         return f"cuDNN's attention takes 16-bit floats, and ModelConfig.dtype is {config.dtype!r}"
+    if config.kv_lora_rank:
+        return "cuDNN's attention is called for values as wide as keys, and those of latent attention are not"
     if config.head_size > LARGEST_HEAD or config.head_size % 8:
         return f"cuDNN's attention takes heads of a multiple of 8 up to {LARGEST_HEAD}, and {config.head_size_in_words}"
     return ""
@@ -241,8 +327,8 @@ def check_document_mask(config: ModelConfig, length: int) -> None:
 
 
 @functools.cache
-def _say_fallback(reason: str) -> None:
-    _LOG.warning("ModelConfig.attention 'auto' is 'xla' here, not 'cudnn': %s", reason)
+def _say_fallback(other: str, reason: str) -> None:
+    _LOG.warning("ModelConfig.attention 'auto' is %r here, not 'cudnn': %s", other, reason)
 
 
 # Documents packed into one sequence: `Batch.documents` is equal exactly for tokens of one document, whose tokens are

@@ -22,6 +22,7 @@ from moe_jax.planning.block_schedule import CASES, SCHEDULES, Prefetch
 MODEL_FIELDS = ("layers", "moe_every", "hidden_dim", "dense_hidden_dim")
 MOE_FIELDS = ("num_experts", "top_k", "router")
 FIELDS = (*MODEL_FIELDS, *MOE_FIELDS)
+LATENT_FIELDS = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")
 WORDS = ("router",)  # whose values are names, not numbers
 
 
@@ -62,6 +63,12 @@ class ModelConfig:
       kv_heads: heads of keys and values, each of which heads / kv_heads query heads share (grouped-query attention,
         Ainslie et al. 2023); None is as many as heads.
       head_dim: Dh, dim of a head; None is model_dim / heads.
+      kv_lora_rank: numbers of the latent of each token from which multi-head latent attention (`latent_attention.py`)
+        makes keys and values of all heads; None is attention without. head_dim then counts the features of a query and
+        key, rotated ones included.
+      q_lora_rank: likewise of queries; None makes them from the token itself. The next two are of latent attention too.
+      qk_rope_head_dim: features of head_dim, its last, that are rotated; of a key they are alike for all heads.
+      v_head_dim: features of a value; None is those of head_dim that are not rotated.
       qk_norm: RMSNorm of queries and keys, before positions: 'none', 'head' (each head by itself, as Qwen3) or 'width'
         (all heads together, as OLMoE).
       attention_bias: whether queries, keys, values and attention's output have biases; ffn_bias: whether the matrices
@@ -76,6 +83,10 @@ class ModelConfig:
       positions: 'learned' or 'rotary'.
       rotary_base: the slowest pair of features turns by about 1 / rotary_base a position; rotary_factor: positions are
         divided by it, to reach farther than the text of the training (linear scaling: Chen et al. 2023).
+      rotary_yarn: of latent attention, five numbers by which YaRN reaches farther than rotary_factor alone would: the
+        length of text of the training, how often pairs turn in it that keep their speed, at least, and those that are
+        slowed down by rotary_factor, at most, and weights of what enlarges rotated features, and divides that and
+        enlarges the scores (`mscale`, `mscale_all_dim`); () is linear scaling.
       tied_head: whether the token table serves as the output head, or the head [V, M] is a parameter of its own.
       attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn', or 'blocks', which keeps no scores;
         'auto' is 'blocks' on CPUs, 'cudnn' on the GPUs that have it for this dtype and head size, else 'xla'
@@ -114,6 +125,10 @@ class ModelConfig:
     heads: int = 4
     kv_heads: int | None = None
     head_dim: int | None = None
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     qk_norm: str = "none"
     attention_bias: bool = True
     ffn_bias: bool = True
@@ -127,6 +142,7 @@ class ModelConfig:
     positions: str = "learned"
     rotary_base: float = 10000.0
     rotary_factor: float = 1.0
+    rotary_yarn: tuple[float, ...] = ()
     tied_head: bool = True
     attention: str = "auto"
     dtype: str = "float32"
@@ -161,7 +177,7 @@ class ModelConfig:
                     f"{where} ({run['layers']}) must be divisible by ModelConfig.moe_every ({every}); add a layer, or "
                     "set moe_every = 1"
                 )
-        for name in ("kv_heads", "head_dim"):
+        for name in ("kv_heads", "head_dim", *LATENT_FIELDS):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"ModelConfig.{name} ({value}) must be at least 1, or None")
@@ -173,7 +189,8 @@ class ModelConfig:
             raise UserError(
                 f"ModelConfig.heads ({self.heads}) must be divisible by ModelConfig.kv_heads ({self.kv_heads})"
             )
-        if self.positions == "rotary" and self.head_size % 2:
+        self._check_latent()
+        if self.positions == "rotary" and self.head_size % 2 and not self.kv_lora_rank:
             raise UserError(f"rotary positions need an even head size, and {self.head_size_in_words}")
         for name in ("norm_epsilon", "rotary_base", "rotary_factor"):
             if not getattr(self, name) > 0:
@@ -185,6 +202,35 @@ class ModelConfig:
             )
         if not 0 < self.mask_rate < 1:
             raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
+
+    def _check_latent(self) -> None:
+        """Raise a UserError for fields of latent attention that do not fit together, or are set without it."""
+        rotated, yarn = self.qk_rope_head_dim, self.rotary_yarn
+        if self.kv_lora_rank is None:
+            for name in (*LATENT_FIELDS, "rotary_yarn"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"ModelConfig.{name} ({getattr(self, name)}) is of latent attention; set "
+                        "ModelConfig.kv_lora_rank, or leave it out"
+                    )
+            return
+        for name, wanted in (("positions", "rotary"), ("qk_norm", "none"), ("key_value_heads", self.heads)):
+            if getattr(self, name) != wanted:
+                name_of = "kv_heads" if name == "key_value_heads" else name
+                raise UserError(
+                    f"ModelConfig.{name_of} ({getattr(self, name)!r}) must be {wanted!r} with ModelConfig.kv_lora_rank "
+                    f"({self.kv_lora_rank}): latent attention has nothing else"
+                )
+        if rotated is None or rotated % 2 or rotated >= self.head_size:
+            raise UserError(
+                f"ModelConfig.qk_rope_head_dim ({rotated}) must be even and below the head size "
+                f"({self.head_size_in_words}), which counts it too"
+            )
+        if yarn and (len(yarn) != 5 or min(yarn) < 0 or not yarn[0] > 0 or not yarn[1] >= yarn[2] > 0):
+            raise UserError(
+                f"ModelConfig.rotary_yarn {yarn} must be (length, fast, slow, mscale, mscale_all_dim), such as (4096, "
+                "32, 1, 1.0, 1.0), with fast at least slow, or () for none"
+            )
 
     @property
     def runs(self) -> tuple[dict[str, Any], ...]:
@@ -287,6 +333,13 @@ class ModelConfig:
     def head_size(self) -> int:
         """Dh."""
         return self.model_dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head's value."""
+        if self.kv_lora_rank is None:
+            return self.head_size
+        return self.v_head_dim or self.head_size - (self.qk_rope_head_dim or 0)
 
     @property
     def head_size_in_words(self) -> str:

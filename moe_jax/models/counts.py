@@ -78,13 +78,14 @@ def flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length
     """Return the FLOPs of one token, (forward, training): three times the forward, whatever is recomputed.
 
     Two per parameter of every matrix that the token is multiplied with (attention, dense FFN, gate, K experts and the
-    shared ones, the output head V M), and 4 H Dh Sq per block for attention's scores and their sum of values, over all
-    Sq positions: the causal half is counted too, as is usual. Norms, activations, softmax and look-ups are not counted.
+    shared ones, the output head V M), and 2 H (Dh + Dv) Sq per block for attention's scores and their sum of values, of
+    Dv features each, over all Sq positions: the causal half is counted too, as is usual. Norms, activations, softmax
+    and look-ups are not counted.
     """
     _, active, _, by_group = parameter_counts(config, moe, vocab_size)
     outside = sum(by_group[name] for name in ("embedding", "norm", "bias"))
     matrices = active - outside + vocab_size * config.model_dim
-    forward = 2 * matrices + 4 * config.layers * config.heads * config.head_size * length
+    forward = 2 * matrices + 2 * config.layers * config.heads * (config.head_size + config.value_size) * length
     return forward, 3 * forward
 
 
@@ -346,8 +347,11 @@ def _activations(sizes: Sizes, plan: Shapes | None) -> int:
         own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
         gathered = dim if find_schedule(moe.schedule).gates_group else own
         scores = config.heads * sizes.length / model if config.attention == "xla" else 0
-        mixed = config.heads * config.head_size / model
-        qkv = mixed + 2 * config.key_value_heads * config.head_size / model
+        mixed = config.heads * config.value_size / model
+        qkv = (config.heads + config.key_value_heads) * config.head_size / model
+        qkv += config.key_value_heads * config.value_size / model
+        if config.kv_lora_rank:  # latents, before and after their norms
+            qkv += 2 * (config.kv_lora_rank + (config.q_lora_rank or 0)) * own / dim + config.qk_rope_head_dim
         attention = item * (5 * own + qkv + mixed) + (4 + item) * scores
         hidden = item * (3 * own + matrices * config.ffn_dim / model)
         rows = moe.top_k

@@ -15,6 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from moe_jax.errors import UserError
@@ -37,6 +38,16 @@ def in_dtype(parameter, dtype) -> tuple:
     if parameter.dtype == dtype:
         return parameter, None
     return lax.stop_gradient(parameter).astype(dtype), parameter
+
+
+def fresh_weight(config: ModelConfig, rngs: nnx.Rngs, shape, scale: float, model_dim=-1, operand=True) -> nnx.Param:
+    """Return a parameter of normal values times `scale`.
+
+    Args:
+      model_dim: which dim the MP group splits, or -1; operand: whether it is read in the compute dtype alone.
+    """
+    values = (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(config.param_dtype)
+    return nnx.Param(values, model_dim=model_dim, operand=operand)
 
 
 def project(spec: str, x, weight: tuple, out=None):
@@ -131,8 +142,7 @@ class ModelGroup:
             return [self.times(spec, h, weight) for spec, weight in zip(specs, weights, strict=True)]
 
         def whole(part, weights):
-            tokens = lax.all_gather(part, self.axes, axis=0, tiled=True)
-            tokens = tokens.reshape(self.rows, -1, tokens.shape[-1])
+            tokens = self.whole(part)
             return [self.times(spec, tokens, weight) for spec, weight in zip(specs, weights, strict=True)]
 
         def backward(saved, d):
@@ -144,6 +154,13 @@ class ModelGroup:
         gathered = jax.custom_vjp(whole)
         gathered.defvjp(lambda part, weights: (whole(part, weights), (part, weights)), backward)
         return gathered(h, weights)
+
+    def whole(self, part):
+        """Return [b, Sq, ...], all tokens of the group, of what is kept as the residual stream is."""
+        if not self.split:
+            return part
+        tokens = lax.all_gather(part, self.axes, axis=0, tiled=True)
+        return tokens.reshape(self.rows, -1, tokens.shape[-1])
 
     def reduce(self, partial):
         """Sum partial results [b, Sq, M] over the group, and return them as the residual stream is kept."""

@@ -10,6 +10,7 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,111 +18,18 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.models.attention import attend
+from moe_jax.models.attention import attend, attend_cached, rotate
 from moe_jax.models.config import ModelConfig, Segment, segments_of
-from moe_jax.models.model_group import ModelGroup, add_bias, in_dtype
+from moe_jax.models.latent_attention import LatentAttention
+from moe_jax.models.model_group import ModelGroup, add_bias, fresh_weight, in_dtype
+from moe_jax.models.norms import HeadNorm, Norm, upcast
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.routers import build_router
-from moe_jax.parallel.row_sums import spread
-
-# Norms, in at least float32. Sources: Ba et al. 2016; Zhang and Sennrich 2019; of queries and keys: Dehghani et al.
-# 2023, section 2.
-#     LayerNorm   y = (x - mean) / sqrt(variance + epsilon) * scale + bias
-#     RMSNorm     y = x / sqrt(mean(x^2) + epsilon) * scale
-
-# else a loop over layers saves float32 intermediates of each
-recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
-
-
-class Norm(nnx.Module):
-    """The norm of a model's residual stream, over its M features, the last dim."""
-
-    def __init__(self, config: ModelConfig):
-        dim, dtype = config.model_dim, config.param_dtype
-        self.scale = nnx.Param(jnp.ones((dim,), dtype))
-        self.has_mean, self.epsilon = config.norm == "layer", config.norm_epsilon
-        if self.has_mean:
-            self.bias = nnx.Param(jnp.zeros((dim,), dtype))
-
-    def __call__(self, x):
-        return _normalize(x, self.scale[...], self.bias[...] if self.has_mean else None, self.epsilon)
-
-
-class HeadNorm(nnx.Module):
-    """RMSNorm of queries or keys [b, Sq, H, Dh]: each head by itself, or all heads of a token together.
-
-    The scale is [Dh], alike for all heads, or [H, Dh], of which each device of an MP group holds its heads' part.
-    """
-
-    def __init__(self, config: ModelConfig, heads: int):
-        self.whole, self.epsilon = config.qk_norm == "width", config.norm_epsilon
-        self.features = heads * config.head_size
-        shape = (heads, config.head_size) if self.whole else (config.head_size,)
-        self.scale = nnx.Param(jnp.ones(shape, config.param_dtype), model_dim=0 if self.whole else -1)
-
-    def __call__(self, x, group: ModelGroup):
-        """Return x normalised; over all heads the squares are summed over the MP group, which holds them together."""
-        if not self.whole:
-            return _normalize(x, self.scale[...], None, self.epsilon)
-
-        @recomputed
-        def sum_of_squares(x):  # [b, Sq, 1, 1]
-            return jnp.sum(jnp.square(_upcast(x)), axis=(-2, -1), keepdims=True)
-
-        squares = sum_of_squares(x)
-        squares = lax.psum(squares, group.axes) if group.axes else squares
-        return recomputed(_scaled, static_argnums=3)(x, squares / self.features, self.scale[...], self.epsilon)
-
-
-@functools.partial(recomputed, static_argnums=3)
-def _normalize(x, scale, bias, epsilon):
-    """Return LayerNorm, or without a bias RMSNorm, over the last dim."""
-    upcast = _upcast(x)
-    if bias is None:
-        return _scaled(x, jnp.mean(jnp.square(upcast), axis=-1, keepdims=True), scale, epsilon)
-    mean = jnp.mean(upcast, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(upcast - mean), axis=-1, keepdims=True)
-    normed = (upcast - mean) * lax.rsqrt(variance + epsilon)
-    scale, bias = spread(scale.astype(upcast.dtype), upcast), spread(bias.astype(upcast.dtype), upcast)
-    return (normed * scale + bias).astype(x.dtype)
-
-
-def _scaled(x, mean_square, scale, epsilon):
-    upcast = _upcast(x)
-    return (upcast * lax.rsqrt(mean_square + epsilon) * spread(scale.astype(upcast.dtype), upcast)).astype(x.dtype)
-
-
-def _upcast(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _weight(config: ModelConfig, rngs: nnx.Rngs, shape, scale: float, model_dim=-1, operand=True) -> nnx.Param:
-    """Return a parameter of normal values; `model_dim` and `operand` as the head of this file says."""
-    values = (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(config.param_dtype)
-    return nnx.Param(values, model_dim=model_dim, operand=operand)
-
-
-def rotate(x, positions, base: float = 10000.0, factor: float = 1.0):
-    """Rotate pairs of features (i, i + Dh / 2) by position / factor * base^(-2 i / Dh). Source: RoFormer.
-
-    Args:
-      x: [b, Sq, H, Dh]; positions: int32 [Sq] or [b, Sq].
-    """
-    half = x.shape[-1] // 2
-    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    frequency = base ** (-jnp.arange(half, dtype=acc_dtype) / half)
-    if factor != 1:
-        frequency = frequency / factor
-    positions = positions.reshape(-1, x.shape[1])
-    angle = positions.astype(acc_dtype)[:, :, None, None] * frequency[None, None, None]  # [1 or b, Sq, 1, half]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = x[..., :half].astype(acc_dtype), x[..., half:].astype(acc_dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Pre-norm multi-head self-attention. Under MP each device holds some of the heads.
+    """Pre-norm multi-head self-attention, but for that of latents. Under MP each device holds some of the heads.
 
     One matrix `qkv` makes queries, keys and values; where keys and values have fewer heads, `q` and `kv` do.
     """
@@ -133,13 +41,13 @@ class Attention(nnx.Module):
         for name, shape in config.qkv_matrices.items():
             shape = (*shape, head_size)
             split = len(shape) - 2  # the heads
-            setattr(self, name, _weight(config, rngs, (dim, *shape), dim**-0.5, split + 1))
+            setattr(self, name, fresh_weight(config, rngs, (dim, *shape), dim**-0.5, split + 1))
             if config.attention_bias:
                 setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(shape, dtype), model_dim=split))
         if config.qk_norm != "none":
             self.q_norm = HeadNorm(config, heads)
             self.k_norm = HeadNorm(config, config.key_value_heads)
-        self.out = _weight(config, rngs, (heads, head_size, dim), (2 * depth * heads * head_size) ** -0.5, 0)
+        self.out = fresh_weight(config, rngs, (heads, head_size, dim), (2 * depth * heads * head_size) ** -0.5, 0)
         if config.attention_bias:
             self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
 
@@ -149,7 +57,8 @@ class Attention(nnx.Module):
         Args:
           documents: int32 [b, Sq], as in `Batch`; None is one document.
           positions: int32 [Sq] or [b, Sq], of the tokens in their sequences; None counts from 0.
-          mix: (q, k, v) -> mixed values [b, Sq, H, Dh], attention to more than these tokens; None attends among them.
+          mix: where tokens of a cache are attended to: ((k, v) to be kept, attention among these tokens, attention to a
+            cache as `attend_cached` takes it) -> mixed values [b, Sq, H, Dh]; None attends among these tokens.
         """
         config, names = self.config, self.config.qkv_matrices
         with jax.named_scope("attention"):
@@ -167,10 +76,9 @@ class Attention(nnx.Module):
                 positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
                 q, k = (rotate(array, positions, config.rotary_base, config.rotary_factor) for array in (q, k))
             q, k, v = (checkpoint_name(array, "heads") for array in (q, k, v))
-            if mix is None:
-                mixed = attend(q, k, v, config.kind == "gpt", config.attention, documents)
-            else:
-                mixed = mix(q, k, v)
+            among = functools.partial(attend, q, k, v, config.kind == "gpt", config.attention, documents)
+            cached = functools.partial(attend_cached, (q,), (k, v), math.sqrt(config.head_size), 1)
+            mixed = among() if mix is None else mix((k, v), among, cached)
             out = group.reduce(group.times("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
             return add_bias(out, self.out_bias[...]) if config.attention_bias else out
 
@@ -187,8 +95,8 @@ class FeedForward(nnx.Module):
         self.activation, self.like_expert = config.activation, like_expert
         self.has_bias = config.ffn_bias and not like_expert
         for name in weight_names(config.activation)[:-1]:
-            setattr(self, name, _weight(config, rngs, (dim, hidden), dim**-0.5, 1))
-        self.w_out = _weight(config, rngs, (hidden, dim), (2 * depth * hidden) ** -0.5, 0)
+            setattr(self, name, fresh_weight(config, rngs, (dim, hidden), dim**-0.5, 1))
+        self.w_out = fresh_weight(config, rngs, (hidden, dim), (2 * depth * hidden) ** -0.5, 0)
         if not like_expert:
             self.norm = Norm(config)
         if self.has_bias:
@@ -209,8 +117,8 @@ class FeedForward(nnx.Module):
             return add_bias(out, self.out_bias[...]) if self.has_bias else out
 
 
-def _activate(activation, upcast, *pre):
-    operands = map(_upcast, pre) if upcast else pre
+def _activate(activation, wide, *pre):
+    operands = map(upcast, pre) if wide else pre
     return apply_activation(activation, *operands).astype(pre[0].dtype)
 
 
@@ -233,7 +141,7 @@ class SharedExperts(FeedForward):
         super().__init__(config, rngs, depth, moe.shared_ffn_dim(config.hidden_dim), like_expert=True)
         self.learned = moe.residual == "learned"
         if self.learned:
-            self.w_mix = _weight(config, rngs, (config.model_dim, 2), config.model_dim**-0.5, operand=False)
+            self.w_mix = fresh_weight(config, rngs, (config.model_dim, 2), config.model_dim**-0.5, operand=False)
 
     def __call__(self, x, group: ModelGroup):
         """Return (addend of the shape of x, factor of the routed experts' result: float [..., 1], or None for 1)."""
@@ -241,8 +149,8 @@ class SharedExperts(FeedForward):
             out = super().__call__(x, group)
             if not self.learned:
                 return out, None
-            upcast = _upcast(x)
-            logits = jnp.dot(upcast, self.w_mix[...].astype(upcast.dtype), precision=lax.Precision.HIGHEST)
+            wide = upcast(x)
+            logits = jnp.dot(wide, self.w_mix[...].astype(wide.dtype), precision=lax.Precision.HIGHEST)
             mix = jax.nn.softmax(logits, axis=-1)
             return _weighted(mix[..., :1], out), mix[..., 1:]
 
@@ -263,7 +171,9 @@ class Gate(nnx.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         self.norm = Norm(config)
-        self.w_gate = _weight(config, rngs, (config.model_dim, moe.num_experts), config.model_dim**-0.5, operand=False)
+        self.w_gate = fresh_weight(
+            config, rngs, (config.model_dim, moe.num_experts), config.model_dim**-0.5, operand=False
+        )
         leaves = build_router(moe).leaves(config.model_dim)
         for name, shape in leaves.items():
             setattr(self, name, nnx.Param(jnp.zeros(shape, config.param_dtype)))
@@ -284,11 +194,12 @@ class Unit(nnx.Module):
         config, moe, depth = segment.config, segment.moe, segment.depth
         self.has_dense, self.has_experts = config.moe_every != 1, segment.has_experts
         self.has_shared = self.has_experts and moe.shared_experts > 0
+        make_attention = LatentAttention if config.kv_lora_rank else Attention
         if self.has_dense:
-            self.dense_attention = Attention(config, rngs, depth)
+            self.dense_attention = make_attention(config, rngs, depth)
             self.dense = FeedForward(config, rngs, depth, config.ffn_dim)
         if self.has_experts:
-            self.attention = Attention(config, rngs, depth)
+            self.attention = make_attention(config, rngs, depth)
             self.gate = Gate(config, moe, rngs)
         if self.has_shared:
             self.shared = SharedExperts(config, moe, rngs, depth)
@@ -320,11 +231,11 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, rngs: nnx.Rngs):
         table, learned = (vocab_size, config.model_dim), config.positions == "learned"
         # learned positions are added to rows before they are cast
-        self.tokens = _weight(config, rngs, table, 0.02, operand=not learned)
+        self.tokens = fresh_weight(config, rngs, table, 0.02, operand=not learned)
         if learned:
-            self.positions = _weight(config, rngs, (config.max_length, config.model_dim), 0.02, operand=False)
+            self.positions = fresh_weight(config, rngs, (config.max_length, config.model_dim), 0.02, operand=False)
         if not config.tied_head:
-            self.head = _weight(config, rngs, table, 0.02)
+            self.head = fresh_weight(config, rngs, table, 0.02)
         self.learned, self.tied_head = learned, config.tied_head
 
     def head_table(self):

@@ -6,10 +6,13 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
@@ -37,7 +40,50 @@ def rotary(x, config: ModelConfig):
     return jnp.concatenate([turned.real, turned.imag], -1)
 
 
+def rotary_latent(x, config: ModelConfig):
+    """Rotate x [B, Sq, H, dr] by YaRN: each pair's wavelength decides its share of the frequency that is divided."""
+    half, base = x.shape[-1] // 2, config.rotary_base
+    if not config.rotary_yarn:
+        return rotary(x, config)
+    length, fast, slow, mscale, mscale_all_dim = config.rotary_yarn
+    # index of the pair that turns so often in the original length, from turns = length base^(-i / half) / 2 pi
+    at = {turns: half * math.log(length / turns / (2 * math.pi)) / math.log(base) for turns in (fast, slow)}
+    low, high = max(math.floor(at[fast]), 0), min(math.ceil(at[slow]), 2 * half - 1)
+    divided = np.clip((np.arange(half) - low) / max(high - low, 0.001), 0, 1)
+    frequency = base ** (-np.arange(half) / half)
+    frequency = divided * frequency / config.rotary_factor + (1 - divided) * frequency
+    turn = jnp.exp(1j * np.arange(x.shape[1])[:, None] * frequency[None])[None, :, None]
+    larger = (0.1 * mscale * math.log(config.rotary_factor) + 1) / larger_keys(config)
+    turned = (x[..., :half] + 1j * x[..., half:]) * turn * larger
+    return jnp.concatenate([turned.real, turned.imag], -1)
+
+
+def larger_keys(config: ModelConfig):
+    return 0.1 * config.rotary_yarn[4] * math.log(config.rotary_factor) + 1 if config.rotary_yarn else 1.0
+
+
+def latent_attention(x, p, config: ModelConfig, documents=None):
+    """Keys and values of all heads, written out."""
+    h, rotated, rank = normalize(x, p["norm"], config), config.qk_rope_head_dim, config.kv_lora_rank
+    tiny = dataclasses.replace(config, norm_epsilon=1e-6)
+    latents = {name: h @ p[name] + p.get(f"{name}_bias", 0) for name in ("q_down", "kv_down") if name in p}
+    c = root_mean_square_norm(latents["kv_down"][..., :rank], p["kv_norm"]["scale"], (-1,), tiny)
+    keys_of_all = rotary_latent(latents["kv_down"][..., None, rank:], config)
+    q, up = h, p.get("q")
+    if "q_down" in p:
+        q, up = root_mean_square_norm(latents["q_down"], p["q_norm"]["scale"], (-1,), tiny), p["q_up"]
+    q = jnp.einsum("bsr,rhd->bshd", q, up)
+    q = jnp.concatenate([q[..., :-rotated], rotary_latent(q[..., -rotated:], config)], -1)
+    own = config.head_size - rotated
+    k, v = (jnp.einsum("bsr,rhd->bshd", c, part) for part in (p["kv_up"][..., :own], p["kv_up"][..., own:]))
+    k = jnp.concatenate([k, jnp.repeat(keys_of_all, config.heads, 2)], -1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * larger_keys(config) ** 2 / jnp.sqrt(q.shape[-1])
+    return mixed_by(scores, v, p, config, documents)
+
+
 def attention(x, p, config: ModelConfig, documents=None):
+    if config.kv_lora_rank:
+        return latent_attention(x, p, config, documents)
     h = normalize(x, p["norm"], config)
     if config.key_value_heads == config.heads:
         weights = [p["qkv"][:, i] for i in range(3)]
@@ -57,9 +103,13 @@ def attention(x, p, config: ModelConfig, documents=None):
         q, k = rotary(q, config), rotary(k, config)
     queries_of_one = config.heads // config.key_value_heads  # query head i reads keys and values of i // queries_of_one
     k, v = (jnp.stack([a[:, :, i // queries_of_one] for i in range(config.heads)], 2) for a in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1])
+    return mixed_by(jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1]), v, p, config, documents)
+
+
+def mixed_by(scores, v, p, config: ModelConfig, documents=None):
+    """Mask scores [B, H, Sq, Sq], mix values [B, Sq, H, Dv] and project."""
     if config.kind == "gpt":
-        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
+        causal = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
         scores = jnp.where(causal, scores, -jnp.inf)
     if documents is not None:
         scores = jnp.where(alike(documents)[:, None], scores, -jnp.inf)
