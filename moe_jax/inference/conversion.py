@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
@@ -25,18 +26,17 @@ from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import FILE, carry_files, check_inside, find_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.families import (
-    BACK,
     DTYPES,
-    FFN,
     HARMLESS,
     Family,
-    TensorPlace,
     find_export_family,
+    quantized_blocks,
     read_config,
-    tensor_places,
+    skipped_layers,
     upcycled_keys,
     write_config,
 )
+from moe_jax.inference.tensor_places import BACK, FFN, TensorPlace, tensor_places
 from moe_jax.models.config import ModelConfig, segments_of
 from moe_jax.models.counts import leaf_shapes
 from moe_jax.models.language_model import is_bank, segment_of
@@ -53,6 +53,8 @@ SHARD_BYTES = 2**27
 LEARNING_RATE = 1e-5
 _LARGEST_JSON = 64 << 20  # an index names each tensor of a model
 READ_DTYPES = ("F32", "BF16", "F16")
+FLOAT8, SCALE = "F8_E4M3", "_scale_inv"  # a scale multiplies its block, whatever it is called
+_LOG = logging.getLogger(__name__)
 
 
 def import_folder(
@@ -72,12 +74,19 @@ def import_folder(
     if upcycling is not None:
         keys = upcycled_keys(keys, upcycling.experts, upcycling.top_k)
     family, model, moe = read_config(keys)
-    tensors = TensorFolder(source)
+    tensors = TensorFolder(source, quantized_blocks(keys))
     places = tensor_places(family, model, moe)
     sources = {place.name: _source(tensors, place, upcycling) for place in places}
     left = tensors.names - {source[0] for source in sources.values() if source is not None}
+    left -= tensors.scales
     if model.tied_head:
         left.discard("lm_head.weight")
+    ahead = {name for name in left if name.startswith(skipped_layers(keys))}
+    if ahead:
+        _LOG.warning(
+            "%s: %d tensors predict tokens farther ahead and are skipped: %s, ...", source, len(ahead), min(ahead)
+        )
+        left -= ahead
     for name in sorted(name for name in left if not name.endswith(NOT_NEEDED)):
         raise UserError(f"{tensors.path}: the tensor {name} is unknown to moe_jax for {family.model_type!r} models")
     by_leaf: dict[str, dict[str, TensorPlace]] = {}
@@ -95,8 +104,7 @@ def import_folder(
             else:
                 tensor = tensors.read(*found)
                 tensor = upcycling.expert(place.name, tensor) if upcycling and place.fused else tensor
-            part = (tensor.T if place.transposed else tensor).reshape(place.part)
-            return np.ascontiguousarray(part, dtype=param_dtype)
+            return np.ascontiguousarray(place.to_part(tensor), dtype=param_dtype)
 
         assert sum(math.prod(place.part) for place in own.values()) == math.prod(shape), name
         leaves[name] = LeafParts(shape, param_dtype, [place.index for place in own.values()], read)
@@ -287,10 +295,15 @@ def read_json(path: Path) -> dict[str, Any]:
 class TensorFolder:
     """The tensors of a checkpoint: `names` of all of them; a UserError for files that are missing or damaged."""
 
-    def __init__(self, path: Path):
-        """Open the files; nothing is read but their headers."""
+    def __init__(self, path: Path, blocks: tuple[int, int] | None = None):
+        """Open the files; nothing is read but their headers.
+
+        Args:
+          blocks: of `quantized_blocks`, where a float8 matrix has a scale for each block, `NAME_scale_inv`.
+        """
         safetensors, index, self.path = library(), check_inside(path, INDEX), path
         self._held: dict[str, tuple[Path, Any]] = {}  # of each tensor its file, and that opened
+        self._header: tuple[Path, int, dict] | None = None  # of the file read last: where its tensors begin, and which
         wanted: dict[Path, list[str]] = {check_inside(path, SINGLE): []}
         if index.exists():
             entries, wanted = read_json(index).get("weight_map"), {}
@@ -312,23 +325,54 @@ class TensorFolder:
                 if name not in held:
                     raise UserError(f"{file} has no tensor {name}, which {INDEX} says it has; copy the folder again")
                 self._held[name] = file, handle
-        self.names = set(self._held)
+        self.names, self.blocks = set(self._held), blocks
+        of_matrices = {f"{name}{SCALE}" for name in self.names} if blocks else set()
+        self.scales = {name for name in of_matrices & self.names if self._dtype(name.removesuffix(SCALE)) == FLOAT8}
+
+    def _dtype(self, name: str) -> str:
+        return self._held[name][1].get_slice(name).get_dtype()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, or raise a UserError where its dtype is none that can be read."""
         file, handle = self._held[name]
         part = handle.get_slice(name)
-        if part.get_dtype() not in READ_DTYPES:
-            raise UserError(f"{file}: {name} is {part.get_dtype()}, and moe_jax reads {', '.join(READ_DTYPES)}")
-        return tuple(part.get_shape())
+        shape, dtype = tuple(part.get_shape()), part.get_dtype()
+        if self.blocks and dtype == FLOAT8:
+            scale = name + SCALE
+            if scale not in self.names:
+                raise UserError(f"{file}: {name} is {dtype} and has no {scale}; copy the folder again")
+            wanted = tuple(-(-size // block) for size, block in zip(shape, self.blocks, strict=False))
+            if len(shape) != 2 or self.shape(scale) != wanted:
+                held = list(self.shape(scale))
+                raise UserError(f"{file}: {scale} is {held}, which are not the blocks of {list(shape)} by config.json")
+        elif dtype not in READ_DTYPES:
+            raise UserError(f"{file}: {name} is {dtype}, and moe_jax reads {', '.join(READ_DTYPES)}")
+        return shape
 
     def read(self, name: str, part: tuple[int, slice] | None = None) -> np.ndarray:
         """Return a tensor, or of one [E, ..., ...] the rows of an expert, `part`."""
-        _, handle = self._held[name]
+        file, handle = self._held[name]
+        if name + SCALE in self.scales:
+            scale = self.read(name + SCALE).astype(np.float32)
+            rows, columns = (
+                np.arange(size) // block for size, block in zip(self.shape(name), self.blocks, strict=True)
+            )
+            return self._float8(file, name) * scale[rows][:, columns]
         if part is None:
             return handle.get_tensor(name)
         expert, rows = part
         return handle.get_slice(name)[expert : expert + 1, rows][0]
+
+    def _float8(self, file: Path, name: str) -> np.ndarray:
+        """Return a float8 tensor as float32, from its bytes: `safetensors` makes no NumPy array of it."""
+        if self._header is None or self._header[0] != file:
+            with open(file, "rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                self._header = file, 8 + size, json.loads(opened.read(size))
+        _, begin, header = self._header
+        first, last = header[name]["data_offsets"]
+        held = np.fromfile(file, np.dtype("float8_e4m3fn"), last - first, offset=begin + first)
+        return held.reshape(header[name]["shape"]).astype(np.float32)
 
 
 def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES) -> None:

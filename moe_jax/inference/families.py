@@ -1,25 +1,18 @@
-"""What each kind of checkpoint of transformers has: config.json as our configs, and back; which tensor is which leaf.
+"""What each kind of checkpoint of transformers has: config.json as our configs, and back.
 
 A family is a `model_type` of transformers. A key of config.json is one of four things: it *means* a field of our
 configs, it is read together with others, it is harmless, or it must have one of a few neutral values, at which it
-changes nothing; any other key is refused by its name. A matrix in the files is [out, in], as PyTorch multiplies; ours
-are [in, out]. A leaf of the units is stacked over units, one of the bank over MoE layers and experts.
+changes nothing; any other key is refused by its name. `tensor_places.py` says which tensor is which leaf.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from moe_jax.errors import UserError
-from moe_jax.models.config import ModelConfig, Segment, segments_of, with_experts
+from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
-from moe_jax.training.checkpoint import Index
 
 MODEL_KEYS = {
     "vocab_size": "vocab_size",
@@ -33,6 +26,7 @@ MODEL_KEYS = {
     "tie_word_embeddings": "tied_head",
     "attention_bias": "attention_bias",
 }
+LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 REQUIRED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok",
     "max_position_embeddings", "intermediate_size",
@@ -41,19 +35,21 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # all me
 # read together: rotary positions, dtype, which layers have experts
 JOINT_KEYS = (
     *EXPERT_KEYS, "num_experts_per_tok", "intermediate_size", "moe_intermediate_size", "router_aux_loss_coef",
-    "aux_loss_alpha", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype",
+    "aux_loss_alpha", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "quantization_config",
 )  # fmt: skip
 # the largest that is read; whoever wrote config.json must not decide how long this program works on it
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", *EXPERT_KEYS, "num_experts_per_tok", "num_attention_heads"), 10_000),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"), 10**8),
-    **dict.fromkeys(("max_position_embeddings", "num_key_value_heads"), 10**8),
+    **dict.fromkeys(("max_position_embeddings", "num_key_value_heads", *LATENT_KEYS), 10**8),
+    "num_nextn_predict_layers": 10_000,
 }
 MOST_EXPERTS = 10**6  # of all layers
 HARMLESS = (
     "architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "initializer_range",
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "id2label", "label2id",
     "return_dict", "output_attentions", "output_hidden_states", "problem_type", "use_return_dict", "seq_aux",
+    "ep_size",
     "experts_implementation", "attn_implementation", "_attn_implementation",
 )  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -71,7 +67,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "is_decoder": (False, True),
     "chunk_size_feed_forward": (0,),
-    "quantization_config": (None,),
     "moe_layer_freq": (1,),
     "scoring_func": ("softmax",),
     "topk_method": ("greedy", None),
@@ -93,6 +88,7 @@ class Family:
     rotary_base: float = 10000.0  # likewise
     # whether blocks without experts may stand among the others; then moe_intermediate_size is F
     dense_blocks: bool = True
+    latent: bool = False  # whether its attention is multi-head latent attention
     gate: str = "mlp.gate.weight"
     experts: str = "mlp.experts.{j}"  # j an expert
     shared: str = ""
@@ -148,14 +144,40 @@ DOTS1 = Family(
     shared="mlp.shared_experts",
     neutral={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc", None)},
 )  # fmt: skip
-FAMILIES = {family.model_type: family for family in (MIXTRAL, OLMOE, QWEN3, DEEPSEEK, DOTS1)}
+LATENT = dict.fromkeys((*LATENT_KEYS, "qk_head_dim", "head_dim"))
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    experts_key="n_routed_experts",
+    own_keys={
+        "n_shared_experts": 2, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "routed_scaling_factor": 1.0, **LATENT,
+    },
+    fixed={"renormalize": False},
+    latent=True,
+    shared="mlp.shared_experts",
+    neutral={"norm_topk_prob": (False, None), "topk_method": ("greedy", "group_limited_greedy", None)},
+)  # fmt: skip
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    experts_key="n_routed_experts",
+    own_keys={
+        "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, **LATENT,
+    },
+    fixed={"router": "sigmoid_bias"},
+    latent=True,
+    shared="mlp.shared_experts",
+    neutral={
+        "scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None), "rope_interleave": (True, None),
+    },
+)  # fmt: skip
+FAMILIES = {family.model_type: family for family in (MIXTRAL, OLMOE, QWEN3, DEEPSEEK, DOTS1, DEEPSEEK_V2, DEEPSEEK_V3)}
+ALIASES = {"kimi_k2": "deepseek_v3"}  # model types with the keys and tensors of another
 # dense checkpoints, which can be upcycled, and the family of what they become
 DENSE = {"llama": MIXTRAL, "mistral": MIXTRAL, "qwen3": QWEN3}
-# families that people ask for and that have attention of another kind
-REFUSED = {
-    name: "its attention is multi-head latent attention (MLA), which moe_jax does not have"
-    for name in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
-}
+YARN_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 DTYPES = ("float32", "bfloat16", "float16")
 FIXED = {
     "kind": "gpt", "norm": "rms", "activation": "swiglu", "positions": "rotary", "ffn_bias": False, "qk_norm": "none",
@@ -168,10 +190,9 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     A UserError names a key that is missing, unknown, or has a value that this program cannot take.
     """
     name = keys.get("model_type")
-    if name not in FAMILIES:
-        why = f": {REFUSED[name]}" if name in REFUSED else ""
-        raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(FAMILIES)}{why}")
-    family = FAMILIES[name]
+    if name not in FAMILIES and name not in ALIASES:
+        raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join((*FAMILIES, *ALIASES))}")
+    family = FAMILIES[ALIASES.get(name, name)]
     _check_keys(family, keys)
     own = {key: default if keys.get(key) is None else keys[key] for key, default in family.own_keys.items()}
     dtype = next((keys[key] for key in ("dtype", "torch_dtype") if keys.get(key) is not None), "float32")
@@ -181,7 +202,9 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     model |= {field: keys[key] for key, field in MODEL_KEYS.items() if keys.get(key) is not None}
     if model.get("kv_heads") == model["heads"]:
         del model["kv_heads"]
-    if model.get("head_dim", 0) * model["heads"] == model["model_dim"]:
+    if family.latent:
+        model |= _latent(keys)
+    elif model.get("head_dim", 0) * model["heads"] == model["model_dim"]:
         del model["head_dim"]
     hidden = "moe_intermediate_size" if family.dense_blocks else "intermediate_size"
     model |= {"hidden_dim": _needed(keys, hidden), "dtype": dtype, **_rotary(family, keys)}
@@ -215,7 +238,7 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     # There the balance loss is pooled over layers and is K where loads are even; ours is summed over layers, 1 each.
     moe["aux_loss_weight"] = coefficient * moe["top_k"] / sum(flags)
     moe["shared_experts"] = own.get("n_shared_experts", 0)
-    if own.get("n_group", 1) > 1:
+    if own.get("n_group", 1) > 1 and own.get("topk_method") != "greedy":
         moe |= {"expert_groups": own["n_group"], "kept_groups": own["topk_group"]}
     moe["routed_scale"] = own.get("routed_scaling_factor", 1.0)
     names = {field.name for field in dataclasses.fields(ModelConfig)}
@@ -272,21 +295,71 @@ def _needed(keys: dict[str, Any], key: str) -> Any:
     return keys[key]
 
 
-def _rotary(family: Family, keys: dict[str, Any]) -> dict[str, float]:
+def _latent(keys: dict[str, Any]) -> dict[str, int | None]:
+    """Return the fields of latent attention."""
+    if "q_lora_rank" not in keys:  # null means something
+        raise UserError("config.json has no 'q_lora_rank'; it is null where queries have no latent")
+    found = {key: keys[key] if key == "q_lora_rank" else _needed(keys, key) for key in LATENT_KEYS}
+    size = found.pop("qk_nope_head_dim") + found["qk_rope_head_dim"]
+    heads = keys["num_attention_heads"]
+    wanted = {"num_key_value_heads": heads, "qk_head_dim": size, "head_dim": found["qk_rope_head_dim"]}
+    for key, value in wanted.items():
+        if keys.get(key, value) not in (value, None):
+            raise UserError(f"config.json: {key} ({keys[key]!r}) must be {value} by the other sizes of its attention")
+    return {**found, "head_dim": size}
+
+
+def skipped_layers(keys: dict[str, Any]) -> tuple[str, ...]:
+    """Return what names begin with of tensors that predict tokens farther ahead, which moe_jax does not do."""
+    first, family = keys["num_hidden_layers"], FAMILIES[ALIASES.get(keys["model_type"], keys["model_type"])]
+    number = keys.get("num_nextn_predict_layers", family.own_keys.get("num_nextn_predict_layers")) or 0
+    return tuple(f"model.layers.{first + i}." for i in range(number))
+
+
+def quantized_blocks(keys: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the (rows, columns) of the files' matrices that a scale is of; None where they are not quantised.
+
+    A UserError for another quantisation than float8 with a scale for each block.
+    """
+    given = keys.get("quantization_config")
+    if given is None:
+        return None
+    given = given if isinstance(given, dict) else {"quant_method": given}
+    method, blocks = given.get("quant_method"), given.get("weight_block_size")
+    sound = isinstance(blocks, list) and len(blocks) == 2 and all(type(size) is int and size > 0 for size in blocks)
+    if method != "fp8" or not sound:
+        raise UserError(
+            f"config.json: quantization_config has quant_method {method!r} and weight_block_size {blocks!r}; moe_jax "
+            "reads 'fp8' with blocks such as [128, 128]: convert the checkpoint to bfloat16 first"
+        )
+    return blocks[0], blocks[1]
+
+
+def _rotary(family: Family, keys: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of rotary positions, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
     key = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
     given = keys.get(key) or {}
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "linear"):
-        raise UserError(f"config.json: {key}.rope_type ({kind!r}) must be 'default' or 'linear'")
-    known = {"rope_type", "type", "rope_theta", "factor"}
+    kinds = ("default", "linear", "yarn") if family.latent else ("default", "linear")
+    if kind not in kinds:
+        raise UserError(f"config.json: {key}.rope_type ({kind!r}) must be one of {', '.join(kinds)}")
+    known = {"rope_type", "type", "rope_theta", "factor"} | (set(YARN_KEYS) if kind == "yarn" else set())
     if given.get("partial_rotary_factor", 1) == 1:
         known.add("partial_rotary_factor")
     for name in sorted(set(given) - known):
         raise UserError(f"config.json: {key}.{name} ({given[name]!r}) is unknown to moe_jax")
     base = given.get("rope_theta", keys.get("rope_theta"))
-    factor = given.get("factor", 1.0) if kind == "linear" else 1.0
-    return {"rotary_base": float(family.rotary_base if base is None else base), "rotary_factor": float(factor)}
+    found = {"rotary_base": float(family.rotary_base if base is None else base)}
+    if kind == "default":
+        return found
+    if kind == "linear":
+        return {**found, "rotary_factor": float(given.get("factor", 1.0))}
+    mscale, all_dim = (given.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+    if bool(mscale) != bool(all_dim):
+        raise UserError(f"config.json: {key} must have both of mscale and mscale_all_dim, or neither of them")
+    turns = given.get("beta_fast") or 32, given.get("beta_slow") or 1
+    yarn = _needed(given, "original_max_position_embeddings"), *turns, mscale or 1.0, all_dim
+    return {**found, "rotary_factor": float(_needed(given, "factor")), "rotary_yarn": tuple(map(float, yarn))}
 
 
 def write_config(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
@@ -303,11 +376,16 @@ def write_config(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str
     else:
         keys["intermediate_size"] = hidden
     rope = {"rope_type": "default", "rope_theta": model.rotary_base}
-    if model.rotary_factor != 1:
+    if model.rotary_yarn:
+        rope |= {"rope_type": "yarn", "factor": model.rotary_factor}
+        rope |= dict(zip(YARN_KEYS if model.rotary_yarn[4] else YARN_KEYS[:3], model.rotary_yarn, strict=False))
+        rope["original_max_position_embeddings"] = int(model.rotary_yarn[0])
+    elif model.rotary_factor != 1:
         rope |= {"rope_type": "linear", "factor": model.rotary_factor}
     keys |= {"rope_parameters": rope, "dtype": model.dtype}
     coefficient = float(f"{moe.aux_loss_weight * sum(flags) / first.moe.top_k:.12g}")  # as it was before it was divided
-    keys["aux_loss_alpha" if family.model_type == "deepseek" else "router_aux_loss_coef"] = coefficient
+    alpha = family.model_type.startswith("deepseek")
+    keys["aux_loss_alpha" if alpha else "router_aux_loss_coef"] = coefficient
     meant = {
         "norm_topk_prob": moe.renormalize,
         "decoder_sparse_step": 1,
@@ -317,6 +395,13 @@ def write_config(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str
         "n_group": moe.expert_groups or 1,
         "topk_group": moe.kept_groups if moe.expert_groups else 1,
         "routed_scaling_factor": moe.routed_scale,
+        "num_nextn_predict_layers": 0,
+        "topk_method": "group_limited_greedy" if moe.expert_groups else "greedy",
+        "qk_head_dim": model.head_size,
+        "qk_nope_head_dim": model.head_size - (model.qk_rope_head_dim or 0),
+        "head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.value_size,
+        **{key: getattr(model, key) for key in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")},
     }
     keys |= {key: meant[key] for key in family.own_keys}
     if family.model_type == "dots1":
@@ -360,8 +445,10 @@ def find_export_family(model: ModelConfig, moe: MoEConfig) -> Family:
 def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     """Return all that decides what a model computes without noise, in one form: {'ModelConfig.norm': 'rms', ...}."""
     segments = segments_of(model, moe)
-    names = (*FIXED, *MODEL_KEYS.values(), "rotary_base", "rotary_factor")
+    names = (*FIXED, *MODEL_KEYS.values(), "rotary_base", "rotary_factor", "rotary_yarn")
+    names += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
     found = {f"ModelConfig.{name}": getattr(model, name) for name in names}
+    found |= {"ModelConfig.v_head_dim": model.value_size}
     found |= {"ModelConfig.kv_heads": model.key_value_heads, "ModelConfig.head_dim": model.head_size}
     dense = {segment.config.ffn_dim for segment in segments if segment.config.moe_every != 1}
     experts = set()
@@ -381,110 +468,3 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         "MoEConfig.expert_groups": (moe.expert_groups, moe.kept_groups if moe.expert_groups else 1),
         "MoEConfig.capacity_factor": moe.capacity_factor,
     }
-
-
-# an FFN's matrices: SwiGLU's gate half, its other half, the matrix back
-OURS, FFN, BACK = ("w_gate", "w_in", "w_out"), ("gate_proj", "up_proj", "down_proj"), 2
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorPlace:
-    """One tensor of the files, and which part of which leaf of ours it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    leaf: str  # such as 'params/dense/units/attention/q'
-    index: Index  # numbers for the dims of the leaf that the part has one row of
-    part: tuple[int, ...]  # shape of the part, whose numbers are those of the tensor
-    transposed: bool = False  # once it is transposed, as a matrix
-    float32: bool = False  # written in float32 whatever the dtype of the others
-    # (name, expert, half or None) of the same numbers in files that hold all experts of a layer in one tensor:
-    # [E, 2 F, M] with the gate half first, or [E, M, F]
-    fused: tuple[str, int, int | None] | None = None
-
-    def to_tensor(self, part: np.ndarray) -> np.ndarray:
-        """Return the tensor from the part of the leaf."""
-        return part.reshape(self.shape[::-1]).T if self.transposed else part.reshape(self.shape)
-
-
-def tensor_places(family: Family, model: ModelConfig, moe: MoEConfig) -> list[TensorPlace]:
-    """Return every tensor of a checkpoint, in the order of our leaves' layers."""
-    vocab, dim, dense = model.vocab_size, model.model_dim, "params/dense"
-    places = [
-        TensorPlace("model.embed_tokens.weight", (vocab, dim), f"{dense}/embedding/tokens", (), (vocab, dim)),
-        _vector("model.norm.weight", f"{dense}/norm/scale", (), (dim,)),
-    ]
-    if not model.tied_head:
-        places.append(TensorPlace("lm_head.weight", (vocab, dim), f"{dense}/embedding/head", (), (vocab, dim)))
-    blocks = 0
-    for segment in segments_of(model, moe):
-        config, units = segment.config, f"{dense}/units/{segment.name}"
-        kinds = (["dense"] if config.moe_every != 1 else []) + (["gate"] if segment.has_experts else [])
-        for unit, kind in itertools.product(range(config.units), kinds):
-            at, attention = f"model.layers.{blocks}", "dense_attention" if kind == "dense" else "attention"
-            places += _attention(config, at, f"{units}/{attention}", unit)
-            norm = f"{units}/{kind}/norm/scale"
-            places.append(_vector(f"{at}.post_attention_layernorm.weight", norm, (unit,), (dim,)))
-            if kind == "gate":
-                places += _experts(family, segment, at, units, unit)
-            else:
-                names = [f"{at}.mlp.{name}.weight" for name in FFN]
-                places += _ffn(names, f"{units}/dense", (unit,), dim, config.ffn_dim)
-            blocks += 1
-    return places
-
-
-def _attention(config: ModelConfig, at: str, module: str, unit: int) -> list[TensorPlace]:
-    """Return the tensors of the attention `module` of a unit, in the block `at` of the files."""
-    dim, size, queries, keys = config.model_dim, config.head_size, config.heads, config.key_value_heads
-    if "qkv" in config.qkv_matrices:
-        leaves = ("q", queries, "qkv", (0,)), ("k", keys, "qkv", (1,)), ("v", keys, "qkv", (2,))
-    else:
-        leaves = ("q", queries, "q", ()), ("k", keys, "kv", (0,)), ("v", keys, "kv", (1,))
-    places = [_vector(f"{at}.input_layernorm.weight", f"{module}/norm/scale", (unit,), (dim,))]
-    for name, heads, leaf, inner in leaves:
-        tensor, leaf = f"{at}.self_attn.{name}_proj", f"{module}/{leaf}"
-        sizes, part = (dim, heads * size), (dim, heads, size)
-        places.append(_matrix(f"{tensor}.weight", leaf, (unit, slice(None), *inner), sizes, part))
-        if config.attention_bias:
-            places.append(_vector(f"{tensor}.bias", f"{leaf}_bias", (unit, *inner), (heads, size)))
-        if config.qk_norm != "none" and name != "v":
-            part = (heads, size) if config.qk_norm == "width" else (size,)
-            places.append(_vector(f"{at}.self_attn.{name}_norm.weight", f"{module}/{name}_norm/scale", (unit,), part))
-    name, sizes, part = f"{at}.self_attn.o_proj", (queries * size, dim), (queries, size, dim)
-    places.append(_matrix(f"{name}.weight", f"{module}/out", (unit,), sizes, part))
-    if config.attention_bias:
-        places.append(_vector(f"{name}.bias", f"{module}/out_bias", (unit,), (dim,)))
-    return places
-
-
-def _experts(family: Family, segment: Segment, at: str, units: str, unit: int) -> list[TensorPlace]:
-    """Return the tensors of the gate and the experts of a unit, in the block `at` of the files."""
-    moe, dim, hidden = segment.moe, segment.config.model_dim, segment.config.hidden_dim
-    places = [_matrix(f"{at}.{family.gate}", f"{units}/gate/w_gate", (unit,), (dim, moe.num_experts))]
-    if moe.router == "sigmoid_bias":
-        name, leaf = f"{at}.mlp.gate.e_score_correction_bias", f"{units}/gate/choice_bias"
-        places.append(dataclasses.replace(_vector(name, leaf, (unit,), (moe.num_experts,)), float32=True))
-    if shared := moe.shared_ffn_dim(hidden):
-        names = [f"{at}.{family.shared}.{name}.weight" for name in FFN]
-        places += _ffn(names, f"{units}/shared", (unit,), dim, shared)
-    for j in range(moe.num_experts):
-        names = [f"{at}.{family.experts.format(j=j)}.{name}.weight" for name in family.matrices]
-        for matrix, place in enumerate(_ffn(names, f"params/bank/{segment.name}", (unit, j), dim, hidden)):
-            half, tensor = (None, FFN[BACK]) if matrix == BACK else (matrix, "gate_up_proj")
-            places.append(dataclasses.replace(place, fused=(f"{at}.mlp.experts.{tensor}", j, half)))
-    return places
-
-
-def _ffn(names: Sequence[str], leaf: str, index: Index, dim: int, hidden: int) -> list[TensorPlace]:
-    sizes = (dim, hidden), (dim, hidden), (hidden, dim)
-    return [_matrix(name, f"{leaf}/{own}", index, size) for name, own, size in zip(names, OURS, sizes, strict=True)]
-
-
-def _matrix(name: str, leaf: str, index: Index, sizes: tuple[int, int], part: tuple[int, ...] = ()) -> TensorPlace:
-    """Return the place of a matrix; sizes: of ours, before and after it; part: its shape where it has more dims."""
-    return TensorPlace(name, sizes[::-1], leaf, index, part or sizes, transposed=True)
-
-
-def _vector(name: str, leaf: str, index: Index, part: tuple[int, ...]) -> TensorPlace:
-    return TensorPlace(name, (math.prod(part),), leaf, index, part)

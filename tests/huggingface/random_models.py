@@ -1,6 +1,6 @@
 """Small transformers models with random weights, their files, and their numbers; and the golden files of the suite.
 
-    python tests/huggingface/random_models.py      writes tests/huggingface/golden/ (needs torch and transformers)
+    python tests/huggingface/random_models.py [NAME ...]    writes tests/huggingface/golden/ with torch and transformers
 
 Inputs: names of `GOLDEN`, or a family and sizes. Outputs: folders as `save_pretrained` writes them, with golden.npz:
 tokens, logits, loss and the gradient of every tensor, computed by transformers in float32. `compare_with` holds the
@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from moe_jax.inference.conversion import file_shapes
-from moe_jax.inference.families import read_config, tensor_places
+from moe_jax.inference.families import read_config
+from moe_jax.inference.tensor_places import tensor_places
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
@@ -29,6 +30,9 @@ SIZES = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "num_experts_per_tok": 2, "rope_theta": 500.0,
 }  # fmt: skip
+LATENT = {"kv_lora_rank": 6, "q_lora_rank": 7, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 3}
+# a text of 64 tokens: of the four pairs the first keeps its speed, the second is half slowed down
+YARN = {"rope_type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}
 OWN = {
     "mixtral": {"intermediate_size": 8, "num_local_experts": 4},
     # a padding id, which this family has by default, would keep the gradient of its row of the token table at 0
@@ -41,6 +45,16 @@ OWN = {
         "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
+    "deepseek_v2": {
+        "intermediate_size": 12, "moe_intermediate_size": 8, "n_routed_experts": 8, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4, **LATENT,
+        "rope_extra": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v3": {
+        "intermediate_size": 12, "moe_intermediate_size": 8, "n_routed_experts": 8, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, **LATENT,
+        "rope_extra": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
 }  # fmt: skip
 # name -> (family, changes, dtype of the files, bytes of one file)
 GOLDEN = {
@@ -51,6 +65,8 @@ GOLDEN = {
                                      "mlp_only_layers": [1], "attention_bias": True, "norm_topk_prob": True,
                                      "rope_extra": {"rope_type": "linear", "factor": 2.0}}, "bfloat16", "1GB"),
     "dots1": ("dots1", {}, "float32", "1GB"),
+    "deepseek_v2_lite": ("deepseek_v2", {"q_lora_rank": None, "attention_bias": True}, "float32", "1GB"),
+    "deepseek_v3": ("deepseek_v3", {}, "bfloat16", "1GB"),
 }  # fmt: skip
 TOKENS = np.random.default_rng(5).integers(0, 40, (2, 9))
 
@@ -63,7 +79,7 @@ def build(family, changes):
     sizes = {**SIZES, **OWN[family], **changes}
     rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta"), **sizes.pop("rope_extra", {})}
     torch.manual_seed(0)
-    name = {"mixtral": "Mixtral", "olmoe": "Olmoe", "qwen3_moe": "Qwen3Moe", "dots1": "Dots1"}[family]
+    name = "".join(part.capitalize() for part in family.split("_"))
     config = getattr(transformers, f"{name}Config")(rope_parameters=rope, **sizes)
     config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -163,7 +179,8 @@ def compare_with(golden, run, folder, source):
 
 
 def main():
-    for name, (family, changes, dtype, shard) in GOLDEN.items():
+    for name in sys.argv[1:] or GOLDEN:
+        family, changes, dtype, shard = GOLDEN[name]
         folder = HERE / "golden" / name
         folder.mkdir(parents=True, exist_ok=True)
         model = build(family, changes)
