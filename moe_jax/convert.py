@@ -4,9 +4,10 @@
     python -m moe_jax.convert --to_hf=DIR --workdir=RUN
     python -m moe_jax.convert --from_hf=DENSE --workdir=RUN --upcycle=8
 
-DIR holds config.json and safetensors files, in one piece or sharded, of Mixtral, OLMoE, Qwen3-MoE, DeepSeek-MoE or
-dots1; tokenizer.json and generation_config.json are carried along. The folder that is written must not be there yet. No
-torch is needed, and no more memory than for the largest tensor and one file. A user's mistake is one line, exit code 2.
+DIR holds config.json and safetensors files, in one piece or sharded, of Mixtral, OLMoE, Qwen3-MoE, DeepSeek-MoE, V2 or
+V3, Moonlight, Kimi K2 or dots1; tokenizer.json and generation_config.json are carried along. The folder that is written
+must not be there yet. No torch is needed, and no more memory than for the largest tensor and one file. A user's mistake
+is one line, exit code 2.
 With --upcycle a dense checkpoint (Llama, Mistral, Qwen3) becomes a mixture of experts. See docs/huggingface.md.
 """
 

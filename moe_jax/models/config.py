@@ -216,9 +216,9 @@ class ModelConfig:
             return
         for name, wanted in (("positions", "rotary"), ("qk_norm", "none"), ("key_value_heads", self.heads)):
             if getattr(self, name) != wanted:
-                name_of = "kv_heads" if name == "key_value_heads" else name
+                field = "kv_heads" if name == "key_value_heads" else name
                 raise UserError(
-                    f"ModelConfig.{name_of} ({getattr(self, name)!r}) must be {wanted!r} with ModelConfig.kv_lora_rank "
+                    f"ModelConfig.{field} ({getattr(self, name)!r}) must be {wanted!r} with ModelConfig.kv_lora_rank "
                     f"({self.kv_lora_rank}): latent attention has nothing else"
                 )
         if rotated is None or rotated % 2 or rotated >= self.head_size:

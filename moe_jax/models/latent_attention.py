@@ -7,7 +7,7 @@ prompts make keys and values of all heads. Single tokens attend to the cached la
 of a token and layer: `up` moves to the query, and `up'` behind the mixing. Under MP each device holds some of the
 heads, and all of what makes latents, of its own tokens where these are split.
 Source: DeepSeek-V2 (2024), section 2.1; appendix C for all formulas.
-Letters: docs/notation.md; r kv_lora_rank, rq q_lora_rank, dr qk_rope_head_dim, Dv v_head_dim.
+Letters: docs/notation.md; r kv_lora_rank, dr qk_rope_head_dim.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ VARIANTS = [
         "ffn_bias": False, "tied_head": False,
     },
     {"kv_heads": 1, "qk_norm": "width", "norm": "rms"},
+    {
+        "moe_every": 2, "positions": "rotary", "head_dim": 10, "kv_lora_rank": 6, "q_lora_rank": 7,
+        "qk_rope_head_dim": 4, "v_head_dim": 5,
+    },
 ]  # fmt: skip
 
 

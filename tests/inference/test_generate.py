@@ -28,6 +28,8 @@ SWIGLU = {"activation": "swiglu", "positions": "rotary", "moe_every": 1}
 PLAIN = {"norm": "rms", "attention_bias": False, "ffn_bias": False, "tied_head": False, **SWIGLU}
 QWEN = {**PLAIN, "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "moe_every": 2}
 OLMOE = {**PLAIN, "qk_norm": "width", "rotary_base": 1e6, "rotary_factor": 4.0}
+LATENT = {**PLAIN, "kv_lora_rank": 6, "q_lora_rank": 7, "qk_rope_head_dim": 4, "head_dim": 10, "v_head_dim": 5}
+YARN = {"rotary_factor": 40.0, "rotary_base": 500.0, "rotary_yarn": (16, 8, 1, 0.7, 1.0)}
 # name: (mesh, changes of the model, of the layer); single tokens are gathered unless EXCHANGE names the case
 CASES = {
     "1 device": ({"expert": 1}, {}, {}),
@@ -38,10 +40,12 @@ CASES = {
     "MP 4": ({"expert": 2, "data": 2, "model": 4}, {}, {"schedule": "ring", "top_k": 3}),
     "ESP 4": ({"expert_shard": 4, "expert": 1}, SWIGLU, {"schedule": "deepspeed", "router": "switch", "top_k": 1}),
     "coordinated": ({"expert": 4, "expert_shard": 2, "model": 2}, QWEN, {"schedule": "s1", "transport": "coordinated"}),
+    "latent": ({"expert": 1}, {**LATENT, **YARN}, {}),
+    "latent, MP 2": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, LATENT, {"schedule": "s2"}),
     "two_level": ({"expert": 4, "model": 2, "devices_per_node": 2}, {}, {"schedule": "s1", "transport": "two_level"}),
 }
-ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2")
-AS_GPU = ("1 device", "EP x ESP x MP", "EP 8")  # single tokens meet their experts as on a GPU
+ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2", "latent", "latent, MP 2")
+AS_GPU = ("1 device", "EP x ESP x MP", "EP 8", "latent")  # single tokens meet their experts as on a GPU
 EXCHANGE = ("EP 4, MP 4, s2", "EP 2", "MP 4", "coordinated", "two_level")
 
 
@@ -77,6 +81,24 @@ def test_greedy_text_and_logits_equal_the_reference(case, float64, monkeypatch):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
         assert found.experts[row].shape == (len(prompt) + 5, config.moe_layers, moe.top_k)
         assert (found.experts[row] >= 0).all()
+
+
+def test_a_latent_cache_holds_one_latent_and_one_rotated_key():
+    """DeepSeek-V2-Lite's, per token: 27 layers of 512 + 64 numbers, where keys and values of all heads are 16 x 320."""
+    config, moe = configs(dtype="bfloat16", **LATENT)
+    generator, _ = build(config, moe, {"expert": 2, "model": 2})
+    states, program = [], generator.program
+
+    def recorded(*key):
+        return lambda *inputs: states.append(program(*key)(*inputs)) or states[-1]
+
+    generator.program = recorded
+    generator.generate(PROMPTS, 2, GREEDY)
+    shapes = {leaf.shape[-1]: leaf for leaf in jax.tree.leaves(states[0][0].cache)}
+    assert {size: leaf.shape[2] for size, leaf in shapes.items()} == {6: 1, 4: 1}  # latents, rotated keys
+    assert {leaf.dtype for leaf in shapes.values()} == {jnp.dtype(jnp.bfloat16)}
+    whole = {leaf.sharding.shard_shape(leaf.shape)[2:] == leaf.shape[2:] for leaf in shapes.values()}
+    assert whole == {True}  # an MP group's devices have the same
 
 
 def test_text_does_not_depend_on_its_company_and_ends(float64):

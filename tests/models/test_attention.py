@@ -17,6 +17,7 @@ from moe_jax.models import ModelConfig, attention
 from moe_jax.models.attention import attend, resolve_attention
 
 NARROW = ModelConfig(dtype="bfloat16", model_dim=128, heads=2)
+LATENT = dataclasses.replace(NARROW, positions="rotary", kv_lora_rank=32, qk_rope_head_dim=16)
 
 
 def gpu(capability="9.0", platform="gpu"):
@@ -53,15 +54,21 @@ def test_auto_is_cudnn_where_the_gpu_has_it(device, caplog):
             "is 4",
         ),
         (dataclasses.replace(NARROW, model_dim=320), gpu(), "(320) / heads (2) is 160"),
+        (
+            LATENT,
+            gpu(),
+            "cuDNN's attention is called for values as wide as keys, and those of latent attention are not",
+        ),
     ],
 )
 def test_fallbacks_on_gpus_are_said_once_and_named_choices_refused(config, device, reason, caplog):
     attention._say_fallback.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert resolve_attention(config, device).attention == "xla"
+            other = resolve_attention(config, device).attention
     (record,) = caplog.records
-    assert record.getMessage().startswith("ModelConfig.attention 'auto' is 'xla' here, not 'cudnn': ")
+    assert other == ("blocks" if config.kv_lora_rank else "xla")
+    assert record.getMessage().startswith(f"ModelConfig.attention 'auto' is {other!r} here, not 'cudnn': ")
     assert record.getMessage().endswith(reason)
     with pytest.raises(UserError) as raised:
         resolve_attention(dataclasses.replace(config, attention="cudnn"), device)

@@ -3,7 +3,7 @@
 float64, 1e-10 of the largest reference entry of each leaf. Few cases, that together meet one device and several, every
 mesh and ZeRO stage, capacities and overflow, every schedule, model-parallel groups whole and split over tokens, shared
 experts, and the parts of which published models are made: RMSNorm, no biases, grouped-query attention, heads of their
-own size, norms of queries and keys, rotary base and factor, an output head of its own, SwiGLU.
+own size, norms of queries and keys, rotary base and factor, an output head of its own, SwiGLU, latent attention.
 """
 
 import jax
@@ -20,6 +20,12 @@ RESIDUAL = {"shared_experts": 1, "top_k": 1, "renormalize": False, "residual": "
 PUBLISHED = {
     "norm": "rms", "norm_epsilon": 1e-6, "attention_bias": False, "ffn_bias": False, "activation": "swiglu",
     "positions": "rotary", "tied_head": False,
+}  # fmt: skip
+# latents of keys and values; of queries too, with biases and YaRN
+LATENT = {**PUBLISHED, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "head_dim": 10, "v_head_dim": 5}
+V3 = {
+    **LATENT, "q_lora_rank": 7, "attention_bias": True, "rotary_factor": 40.0, "rotary_base": 500.0,
+    "rotary_yarn": (16, 8, 1, 0.7, 1.0),
 }  # fmt: skip
 # mesh, ZeRO stage, what differs of the layer, of the model
 CASES = {
@@ -66,9 +72,16 @@ CASES = {
         {"expert": 4, "expert_shard": 2, "model": 4}, 1, {"schedule": "s1", "renormalize": False, **ROOMY},
         {**PUBLISHED, "qk_norm": "width", "prefetch": "hecate", "remat": "block"},
     ),
+    "latent_one_device": ({}, 1, {}, {**V3, "layers": 1}),
+    "latent_mp2_split_zero3_pairs": (
+        MP2_ESP2, 3, {"schedule": "s1", "shared_experts": 1, **ROOMY},
+        {**V3, **SPLIT, "moe_every": 2, "remat": "block"},
+    ),
+    "latent_hecate_first_dense": ({"expert": 8}, 1, ROOMY, {**LATENT, "prefetch": "hecate", "first_dense": 1}),
 }  # fmt: skip
 # experts split over `data` (their stage is the number), and tokens that move
 SPLIT_EXPERTS = {
+    "stage3_latent_halves": ({"data": 2, "expert": 2}, 1, ROOMY, {"overlap": "halves", **LATENT, "layers": 1}),
     "stage3_halves_unrolled": ({"data": 2, "expert": 2}, 1, {"bucket_slack": 0.5}, {"overlap": "halves", **UNROLLED}),
     "stage3_esp2_remat": ({"data": 2, "expert": 2, "expert_shard": 2}, 3, {"bucket_slack": 0.5}, {"remat": "block"}),
     "stage2_hecate_unrolled": ({"data": 2, "expert": 4}, 1, ROOMY, {"prefetch": "hecate", **UNROLLED}),
@@ -82,6 +95,17 @@ SLOW = {
             **PUBLISHED, **SPLIT, "kv_heads": 2, "qk_norm": "width", "attention_bias": True, "tied_head": True,
             "norm": "layer", "rotary_factor": 4.0, "remat": "dots", "kind": "bert",
         },
+    ),
+    "latent_s2_mp4_data2": (
+        {"data": 2, "expert": 4, "model": 4}, 1, {"schedule": "s2", **ROOMY}, {**LATENT, "remat": "dots"},
+    ),
+    "latent_dp_stage3": (DP8, 3, {"schedule": "dp"}, {**V3, "layers": 1}),
+    "latent_parm_split": (MP2_ESP2, 1, {"schedule": "parm", **ROOMY}, {**LATENT, **SPLIT, "kind": "bert"}),
+    "latent_pairwise_mp2": (MP2_ESP2, 1, {"schedule": "pairwise", **ROOMY}, {**V3, **UNROLLED, "layers": 1}),
+    "latent_ring": ({"expert": 8}, 3, {"schedule": "ring"}, {**V3, "remat": "block_but_attention"}),
+    "latent_deduplicated": ({"data": 2, "expert": 2}, 1, {"schedule": "deduplicated"}, {**LATENT, "layers": 1}),
+    "latent_pro_prophet_mp4_split": (
+        {"expert": 8, "model": 4}, 1, ROOMY, {**V3, **SPLIT, "prefetch": "pro_prophet", "remat": "block"},
     ),
     "deepspeed_mp2_esp4_split": ({"expert": 2, "expert_shard": 4, "model": 2}, 1, {"bucket_slack": 0.5}, SPLIT),
     "pairwise_mp2_split": (MP2_ESP2, 1, {"schedule": "pairwise", "bucket_slack": 0.5}, SPLIT),

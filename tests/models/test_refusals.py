@@ -11,10 +11,18 @@ from moe_jax.errors import UserError
 from moe_jax.models import ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
 
+LATENT = {"positions": "rotary", "kv_lora_rank": 8, "qk_rope_head_dim": 8}  # and four heads of 32
 CONFIGS = [
     ({"heads": 4, "kv_heads": 3}, "ModelConfig.heads (4) must be divisible by ModelConfig.kv_heads (3)"),
     ({"kv_heads": 0}, "ModelConfig.kv_heads (0) must be at least 1, or None"),
     ({"head_dim": 5, "positions": "rotary"}, "even head size, and ModelConfig.head_dim is 5"),
+    ({"q_lora_rank": 8}, "ModelConfig.q_lora_rank (8) is of latent attention; set ModelConfig.kv_lora_rank, or leave"),
+    ({"rotary_yarn": (64, 32, 1, 1, 1)}, "ModelConfig.rotary_yarn ((64, 32, 1, 1, 1)) is of latent attention"),
+    ({"kv_lora_rank": 8}, "ModelConfig.positions ('learned') must be 'rotary' with ModelConfig.kv_lora_rank (8)"),
+    ({**LATENT, "kv_heads": 2}, "ModelConfig.kv_heads (2) must be 4 with ModelConfig.kv_lora_rank (8)"),
+    ({**LATENT, "qk_rope_head_dim": None}, "qk_rope_head_dim (None) must be even and below the head size"),
+    ({**LATENT, "qk_rope_head_dim": 32}, "qk_rope_head_dim (32) must be even and below the head size (ModelConfig.mo"),
+    ({**LATENT, "rotary_yarn": (64, 1, 32, 1, 1)}, "rotary_yarn (64, 1, 32, 1, 1) must be (length, fast, slow, ms"),
     ({"norm": "batch"}, "ModelConfig.norm ('batch') must be one of layer, rms"),
     ({"qk_norm": "layer"}, "ModelConfig.qk_norm ('layer') must be one of none, head, width"),
     ({"norm_epsilon": 0.0}, "ModelConfig.norm_epsilon (0.0) must be positive"),

@@ -66,12 +66,14 @@ def latent_attention(x, p, config: ModelConfig, documents=None):
     """Keys and values of all heads, written out."""
     h, rotated, rank = normalize(x, p["norm"], config), config.qk_rope_head_dim, config.kv_lora_rank
     tiny = dataclasses.replace(config, norm_epsilon=1e-6)
-    latents = {name: h @ p[name] + p.get(f"{name}_bias", 0) for name in ("q_down", "kv_down") if name in p}
-    c = root_mean_square_norm(latents["kv_down"][..., :rank], p["kv_norm"]["scale"], (-1,), tiny)
+    latents = {name: h @ p[name] for name in ("q_down", "kv_down") if name in p}
+    if config.attention_bias:
+        latents = {name: latent + p[f"{name}_bias"][None, None] for name, latent in latents.items()}
+    c = root_mean_square_norm(latents["kv_down"][..., :rank], p["kv_norm"]["scale"][None, None], (-1,), tiny)
     keys_of_all = rotary_latent(latents["kv_down"][..., None, rank:], config)
     q, up = h, p.get("q")
     if "q_down" in p:
-        q, up = root_mean_square_norm(latents["q_down"], p["q_norm"]["scale"], (-1,), tiny), p["q_up"]
+        q, up = root_mean_square_norm(latents["q_down"], p["q_norm"]["scale"][None, None], (-1,), tiny), p["q_up"]
     q = jnp.einsum("bsr,rhd->bshd", q, up)
     q = jnp.concatenate([q[..., :-rotated], rotary_latent(q[..., -rotated:], config)], -1)
     own = config.head_size - rotated

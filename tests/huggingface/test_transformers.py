@@ -1,0 +1,55 @@
+"""The real transformers, where it is installed with torch: what it saves is read, and what is written it loads.
+
+    pip install torch transformers && pytest -m slow tests/huggingface/test_transformers.py
+
+Random weights in float32; logits of every position within 1e-5, both ways. The suite itself holds golden files instead.
+"""
+
+import jax
+import numpy as np
+import pytest
+from huggingface.random_models import YARN, build, save
+
+from moe_jax.inference import load
+from moe_jax.inference.conversion import export_folder, import_folder
+
+torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+ONE = {"n_group": 1, "topk_group": 1}
+CASES = {
+    "mixtral": {}, "olmoe": {}, "qwen3_moe": {}, "dots1": {},
+    "deepseek_v2": {
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0,
+        "attention_bias": True,
+    },
+    "deepseek_v2 lite": {"q_lora_rank": None},
+    "deepseek_v3": {},
+    "deepseek_v3 yarn without mscale": {"rope_extra": {**YARN, "factor": 8.0}},
+    "deepseek_v3 moonlight": {**ONE, "q_lora_rank": None, "rms_norm_eps": 1e-5, "rope_extra": {}},
+    "deepseek_v3 kimi": {
+        **ONE, "n_routed_experts": 12, "rope_extra": {**YARN, "beta_fast": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_same_both_ways(case, tmp_path):
+    family, *_ = case.split(" ")
+    model, ids = build(family, CASES[case]), np.random.default_rng(0).integers(0, 40, (2, 16))
+    save(model, tmp_path / "saved", "float32", "1GB")
+
+    def logits_of(model):
+        with torch.no_grad():
+            return model(torch.tensor(ids)).logits.numpy()
+
+    want = logits_of(model)
+    import_folder(tmp_path / "saved", tmp_path / "run")
+    generator = load(tmp_path / "run", devices=jax.devices()[:1])
+    losses = -jax.nn.log_softmax(want[:, :-1])[np.arange(2)[:, None], np.arange(15), ids[:, 1:]]
+    for length in (2, 7, 16):  # the mean loss of each prefix, so of every position
+        assert generator.loss(ids[:, :length].tolist()) == pytest.approx(losses[:, : length - 1].mean(), abs=1e-5)
+    export_folder(tmp_path / "run", tmp_path / "back")
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", **how).eval()
+    assert type(back) is type(model)
+    np.testing.assert_allclose(logits_of(back), want, rtol=0, atol=1e-5)
