@@ -49,8 +49,7 @@ HARMLESS = (
     "architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "initializer_range",
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "id2label", "label2id",
     "return_dict", "output_attentions", "output_hidden_states", "problem_type", "use_return_dict", "seq_aux",
-    "ep_size",
-    "experts_implementation", "attn_implementation", "_attn_implementation",
+    "ep_size", "experts_implementation", "attn_implementation", "_attn_implementation",
 )  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),

@@ -37,7 +37,6 @@ class TensorPlace:
     # (name, expert, half or None) of the same numbers in files that hold all experts of a layer in one tensor:
     # [E, 2 F, M] with the gate half first, or [E, M, F]
     fused: tuple[str, int, int | None] | None = None
-
     # of the part's last dim so many, at its end, are pairs of rotated features: next to each other in the files, in two
     # halves here
     pairs: int = 0

@@ -27,6 +27,7 @@ from moe_jax.errors import UserError
 from moe_jax.models import attention, make_loss
 from moe_jax.models.attention import attend
 
+LATENT = {"positions": "rotary", "head_dim": 6, "kv_lora_rank": 4, "qk_rope_head_dim": 2}
 # schedule, mesh, ZeRO stage, model
 CASES = {
     "one_device": ("deepspeed", {}, 1, {"remat": "dots"}),
@@ -46,7 +47,7 @@ CASES = {
         "s1",
         {"expert": 4, "model": 2},
         1,
-        {"overlap": "halves", "sequence_parallel": True},
+        {"overlap": "halves", "sequence_parallel": True, **LATENT},
     ),
     "segments_halves": (
         "deepspeed",

@@ -103,7 +103,7 @@ SLOW = {
     "latent_parm_split": (MP2_ESP2, 1, {"schedule": "parm", **ROOMY}, {**LATENT, **SPLIT, "kind": "bert"}),
     "latent_pairwise_mp2": (MP2_ESP2, 1, {"schedule": "pairwise", **ROOMY}, {**V3, **UNROLLED, "layers": 1}),
     "latent_ring": ({"expert": 8}, 3, {"schedule": "ring"}, {**V3, "remat": "block_but_attention"}),
-    "latent_deduplicated": ({"data": 2, "expert": 2}, 1, {"schedule": "deduplicated"}, {**LATENT, "layers": 1}),
+    "latent_deduplicated": ({"expert": 2}, 1, {"schedule": "deduplicated"}, {**LATENT, "layers": 1}),
     "latent_pro_prophet_mp4_split": (
         {"expert": 8, "model": 4}, 1, ROOMY, {**V3, **SPLIT, "prefetch": "pro_prophet", "remat": "block"},
     ),

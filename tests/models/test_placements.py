@@ -30,13 +30,15 @@ SHAPES = {
     "by_node_overflow": (True, {"expert": 8}, "auto:pairwise", BucketRows(own=16, node=8, far=8)),
     "flat_data2": (False, {"expert": 4, "data": 2}, "deepspeed", None),
 }
+LATENT = {"positions": "rotary", "head_dim": 6, "kv_lora_rank": 4, "qk_rope_head_dim": 2}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "flat_data2" else name for name in SHAPES]
 )
 def test_random_placements_equal_reference_without_compiling(name):
-    (by_node, mesh, schedule, rows), config = SHAPES[name], model_config(layers=2)
+    (by_node, mesh, schedule, rows) = SHAPES[name]
+    config = model_config(layers=2, **(LATENT if "mp2" in name else {}))
     placements, shape = placements_of(by_node, 2, mesh["expert"], 17, rules="any", replica_slots=3)
     schedule, _, named = schedule.partition(":")
     program = f"{named}/3" if named else ""
