@@ -86,6 +86,10 @@ def test_published_keys_are_read_and_written(name):
     assert read_config({**newer, "rope_parameters": rope, "head_dim": 64, "qk_head_dim": 192})[1:] == (model, moe)
 
 
+def test_greedy_choices_know_no_groups():
+    assert read_config({**V2, "topk_method": "greedy"})[2].expert_groups == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from huggingface.random_models import YARN, build, save
+from support.generation_cases import recorded_logits
 
 from moe_jax.inference import load
 from moe_jax.inference.conversion import export_folder, import_folder
@@ -45,9 +46,9 @@ def test_logits_are_the_same_both_ways(case, tmp_path):
     want = logits_of(model)
     import_folder(tmp_path / "saved", tmp_path / "run")
     generator = load(tmp_path / "run", devices=jax.devices()[:1])
-    losses = -jax.nn.log_softmax(want[:, :-1])[np.arange(2)[:, None], np.arange(15), ids[:, 1:]]
-    for length in (2, 7, 16):  # the mean loss of each prefix, so of every position
-        assert generator.loss(ids[:, :length].tolist()) == pytest.approx(losses[:, : length - 1].mean(), abs=1e-5)
+    logits = recorded_logits(generator)
+    generator.generate([row[: i + 1].tolist() for row in ids for i in range(16)], 1)  # each prefix is a prompt
+    np.testing.assert_allclose(logits[0].reshape(want.shape), want, rtol=0, atol=1e-5)
     export_folder(tmp_path / "run", tmp_path / "back")
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", **how).eval()
