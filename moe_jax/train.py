@@ -10,6 +10,7 @@ from absl import flags, logging
 
 from moe_jax.config.command_line import define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
+from moe_jax.recovery.standby import await_place, is_supervised
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
@@ -46,6 +47,10 @@ _PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 0, "Exit code aft
 
 def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code 0 or --preempt_exit_code; errors are raised."""
+    if is_supervised():
+        import moe_jax.training.run  # noqa: F401 takes long, and comes before the place in the job is known
+
+        argv = [*argv, *await_place()]
     parse_flags(argv, "moe_jax.train", "gin_file")
     logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
     from moe_jax.config.gin_files import parse_run_config

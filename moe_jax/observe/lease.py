@@ -2,7 +2,8 @@
 
 Inputs: a run folder. Outputs: `lease/00000007.json` in it, which says who holds epoch 7, and whose count rises while
 that job lives. A job takes the folder by making the file of the next epoch; who finds a higher one, or another's record
-in its own file (the folder was deleted and begun anew), has lost it.
+in its own file (the folder was deleted and begun anew), has lost it. Where supervisors restart the job's processes, the
+one that leads holds the lease, in an epoch of its own for every start, and the processes only look for a higher one.
 """
 
 # No lock of the file system is used, which a network may not have, and no two clocks are compared: the holder counts,
@@ -22,11 +23,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from moe_jax.errors import UserError
+from moe_jax.errors import HostLostError, UserError
 from moe_jax.observe.run_folder import RunFolder, disk_errors_named
 
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0  # without a beat, after which a job counts as dead; network file systems show changes late
+EPOCH_VARIABLE = "MOE_JAX_EPOCH"  # of a supervised process: the epoch that it belongs to
 _JOB_IDS = ("SLURM_JOB_ID", "PMIX_NAMESPACE")
 _log = logging.getLogger(__name__)
 
@@ -35,14 +37,22 @@ class Lease:
     """A job's right to write to a run folder, for the length of a `with` block.
 
     Attributes:
-      epoch: from 1; higher than that of every job that had the folder before.
+      epoch: from 1; higher than that of every job that had the folder before; 0 before it is taken.
+      seen: of who looks on: the newest epoch and its count.
+      moves: of who looks on: how often that has changed.
     """
 
-    def __init__(self, folder: RunFolder, on_lost: Callable[[UserError], object]):
-        """Take nothing yet; `on_lost` is called from another thread if a later job takes the folder meanwhile."""
+    def __init__(self, folder: RunFolder, on_lost: Callable[[Exception], object], group: str = ""):
+        """Take nothing yet.
+
+        Args:
+          on_lost: called from another thread if a later job, or start of this one, takes the folder meanwhile.
+          group: of supervisors: equal on all that may take the lease over from each other.
+        """
         self.epoch = 0
         self._run, self._folder, self._on_lost = folder, folder.lease, on_lost
-        self._ended = threading.Event()
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._holds, self.seen, self.moves, self._moved = True, (0, -1), 0, time.monotonic()
         self._beat = threading.Thread(target=self._keep, name="moe_jax lease", daemon=True)
         self._record = {
             "host": socket.gethostname(),
@@ -52,32 +62,78 @@ class Lease:
             "started": _started(os.getpid()),
             "beats": 0,
             "id": secrets.token_hex(8),
+            "group": group,
         }
 
     def __enter__(self) -> Lease:
-        """Take the folder; a UserError where another job has it."""
+        """Take the folder; a UserError where another job has it. A supervised process looks on, in its epoch."""
+        if epoch := os.environ.get(EPOCH_VARIABLE):
+            self.epoch, self._holds = int(epoch), False
+            self._beat.start()
+            return self
         with disk_errors_named(self._folder):
             self._folder.mkdir(exist_ok=True)
             before = self._newest()
             self._wait_for_end(before)
+        self.take(before)
+        return self
+
+    def look(self) -> None:
+        """Note whether the count has moved since the last look; a disk that does not answer shows nothing."""
+        with contextlib.suppress(OSError):
+            epoch = self._newest()
+            seen = epoch, self._read(epoch).get("beats", -1)
+            if seen != self.seen:
+                self.seen, self.moves, self._moved = seen, self.moves + 1, time.monotonic()
+
+    def is_free(self, patience: float) -> bool:
+        """Say whether nobody has the folder now, after a look.
+
+        Args:
+          patience: seconds for which the count of an epoch of this group has to stand still.
+        """
+        record = self._read(self.seen[0]) if self.seen[0] else {"released": True}
+        patience = patience if record.get("group", "") == self._record["group"] else STALE_SECONDS
+        return _has_ended(record) or time.monotonic() - self._moved >= patience
+
+    def is_own(self) -> bool:
+        """Say whether the epoch that was seen is of this group."""
+        return self._read(self.seen[0]).get("group", "") == self._record["group"]
+
+    def holder(self) -> str:
+        """Return in words who has the epoch that was seen."""
+        record = self._read(self.seen[0])
+        return f"process {record.get('process', '?')} on {record.get('host', '?')}, epoch {self.seen[0]}"
+
+    def take(self, before: int) -> None:
+        """Make the epoch after `before`, of this job or another, whose end the caller has seen.
+
+        UserError: another process was faster, or has the folder already.
+        """
+        with disk_errors_named(self._folder), self._lock:
+            if self.epoch and (later := self._lost_to()):
+                raise UserError(self._taken(later))
             self._folder.mkdir(exist_ok=True)  # who had it may have removed it
-            self.epoch = before + 1
             try:
-                open(self._path(self.epoch), "x").close()
+                open(self._path(before + 1), "x").close()
             except FileExistsError:
-                raise UserError(self._taken(self.epoch)) from None
+                raise UserError(self._taken(before + 1)) from None
+            self.epoch = before + 1
             self._write()
             if later := self._lost_to():  # this process was slow, and others have come and gone
                 raise UserError(self._taken(later))
             for path in self._folder.glob("*.json"):
                 if path.stem.isdecimal() and int(path.stem) < self.epoch:
                     path.unlink(missing_ok=True)
-        self._beat.start()
-        return self
+        if not self._beat.is_alive():
+            self._beat.start()
 
     def __exit__(self, *_error) -> None:
         self._ended.set()
-        self._beat.join()
+        if self._beat.is_alive():
+            self._beat.join()
+        if not self._holds or not self.epoch:
+            return
         self._record["released"] = True
         with contextlib.suppress(OSError):
             if self._lost_to():
@@ -105,17 +161,21 @@ class Lease:
     def _keep(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             try:
-                if later := self._lost_to():
-                    self._on_lost(UserError(self._taken(later)))
+                with self._lock:
+                    later = self._lost_to()
+                    if self._holds and not later:
+                        self._record["beats"] += 1
+                        self._write()
+                if later:
+                    kind = UserError if self._holds else HostLostError  # a later start of its job goes on
+                    self._on_lost(kind(self._taken(later)))
                     return
-                self._record["beats"] += 1
-                self._write()
             except OSError:  # a disk that does not answer now; if that lasts, others take the folder
                 pass
 
     def _lost_to(self) -> int:
         """Return the epoch of another job that has the folder now, 0 while this one has it."""
-        newest, held = self._newest(), self._read(self.epoch)
+        newest, held = self._newest(), self._read(self.epoch) if self._holds else {}
         if newest > self.epoch:
             return newest
         return self.epoch if held and held.get("id") != self._record["id"] else 0

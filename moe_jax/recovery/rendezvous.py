@@ -405,7 +405,7 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
             hub = Peer(index=0, name="", connection=connection)
             try:
                 answered_by = min(deadline, time.monotonic() + HELLO_SECONDS)
-                challenge = _read_message(hub, answered_by, MAX_HELLO_BYTES).get("challenge")
+                challenge = read_message(hub, answered_by, MAX_HELLO_BYTES).get("challenge")
                 if not isinstance(challenge, str):
                     raise ConnectionError("another program answers there")
                 hub.challenge = secrets.token_hex(16)
@@ -414,7 +414,7 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
                 hub.connection.settimeout(_SEND_SECONDS)
                 hub.send(seal(place.token, "hello", challenge, hello))
                 # process 0 times out first, and names the missing processes
-                message = _read_message(hub, deadline + HELLO_SECONDS, _MAX_GO_BYTES)
+                message = read_message(hub, deadline + HELLO_SECONDS, _MAX_GO_BYTES)
                 if message["kind"] == "stranger":
                     raise _OtherTokenError(
                         f"process 0 there holds another secret; give all processes the same {VARIABLE} or "
@@ -447,7 +447,7 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
     )
 
 
-def _read_message(hub: Peer, deadline: float, most: int) -> dict:
+def read_message(hub: Peer, deadline: float, most: int) -> dict:
     """Return process 0's next message; what follows it stays to be read by the watchdog."""
     while (message := hub.next_message(most)) is None:
         left = deadline - time.monotonic()

@@ -26,6 +26,7 @@ from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_ov
 from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.progress import Progress, with_prefix
 from moe_jax.observe.run_folder import EVALUATIONS, RunFolder
+from moe_jax.recovery.standby import report_step
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.program import Programs, Session
@@ -195,6 +196,7 @@ class Loop:
             stop.observe(int(metrics["stop"]), step)
             self.hosts.touch(step)
             self.take_in(step + 1, metrics)
+            report_step(step + 1)
 
     def judge_complete(self, complete: concurrent.futures.Future):
         """Say so if a step that overflows could not run the complete program, which is done compiling."""
