@@ -75,7 +75,7 @@ def command(argv: list[str]) -> int:
     from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.training.compiling import set_up_compilation_cache
     from moe_jax.training.hosts import HostsConfig, start_hosts
-    from moe_jax.training.run import evaluate_run, run
+    from moe_jax.training.run import Start, evaluate_run, run
 
     set_up_devices(_HOST_DEVICES.value)
 
@@ -87,8 +87,8 @@ def command(argv: list[str]) -> int:
         if _EVAL_ONLY.value:
             evaluate_run(config, config_text, hosts, _WORKDIR.value)
             return 0
-        start = {"init_from": _INIT_FROM.value, "init_from_ema": _INIT_FROM_EMA.value, "changed": changed}
-        finished = run(config, config_text, operative_text, hosts, workdir=_WORKDIR.value, **start)
+        start = Start(init_from=_INIT_FROM.value, init_from_ema=_INIT_FROM_EMA.value, changed=changed)
+        finished = run(config, config_text, operative_text, hosts, workdir=_WORKDIR.value, start=start)
     return 0 if finished else _PREEMPT_EXIT_CODE.value
 
 

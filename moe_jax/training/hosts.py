@@ -96,12 +96,9 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
     relay = Relay(place, listeners)
     own = (peers[0].connection if index else listeners[0]).getsockname()[0]
     hosts = Hosts(
-        process_index=index,
-        process_count=count,
+        config=config,
         peers=peers,
         host_ids=host_ids,
-        lost_seconds=config.lost_after_seconds,
-        stall_seconds=config.stall_after_seconds,
         relay=relay,
         addresses=(own, own if index else host),
         key=derive_key(place.token, f"this start, {epoch}"),
@@ -259,21 +256,20 @@ class Hosts:
     def __init__(
         self,
         *,
-        process_index: int = 0,
-        process_count: int = 1,
+        config: HostsConfig | None = None,  # with this process' place filled in; None: a process alone
         peers: Sequence[Peer] = (),  # process 0's connections to all others, or another's to process 0; none: no watch
         host_ids: Sequence[str] = ("",),  # the machine of every process, by index
-        lost_seconds: float = 30.0,  # silence after which a process counts as lost
-        stall_seconds: float = 0.0,  # without a `touch`, after which this process reports itself as stuck; 0 = never
         relay: Relay | None = None,  # of jax's connections
         addresses: tuple[str, str] = ("127.0.0.1", "127.0.0.1"),  # to listen at, and where others reach that
         key: bytes = b"",  # that the processes of this start share, and no earlier one
     ):
-        self.process_index, self.process_count = process_index, process_count
-        self.is_main = process_index == 0  # whether it writes what only one may write
+        config = config or HostsConfig()
+        self.process_index, self.process_count = config.process_id or 0, config.num_processes or 1
+        self.is_main = self.process_index == 0  # whether it writes what only one may write
         self._peers, self.host_ids, self.addresses, self.key = tuple(peers), tuple(host_ids), addresses, key
-        self._lost_seconds, self._stall_seconds, self._relay = lost_seconds, stall_seconds, relay
-        self._self = f"process {process_index} ({socket.gethostname()})"
+        self._lost_seconds, self._stall_seconds = config.lost_after_seconds, config.stall_after_seconds
+        self._relay = relay
+        self._self = f"process {self.process_index} ({socket.gethostname()})"
         self._send_lock, self._end_lock = threading.Lock(), threading.Lock()
         self._verdict: dict | None = None
         self._verdict_reached, self._stopped = threading.Event(), threading.Event()
@@ -282,7 +278,7 @@ class Hosts:
         self._texts: dict[str, list[str]] = {}  # topics on which all texts have arrived
         self._touched: tuple[float, int] | None = None
         for peer in self._peers:
-            peer.connection.settimeout(lost_seconds)  # bounds sending; reading waits for the selector
+            peer.connection.settimeout(self._lost_seconds)  # bounds sending; reading waits for the selector
             peer.last_heard = time.monotonic()
         if self._peers:
             # The signal module cannot do this: its handlers run in the main thread, which may be blocked; this one runs

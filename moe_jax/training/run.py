@@ -51,36 +51,49 @@ def say(hosts: Hosts, text: str):
         print(text, flush=True)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a command line says of a run's beginning.
+
+    Attributes:
+      init_from: run folder whose parameters a new run starts from, or ''.
+      init_from_ema: start from the moving average of that run's parameters instead.
+      changed: bindings that a started run goes on with another value of, as --override asks.
+    """
+
+    init_from: str = ""
+    init_from_ema: bool = False
+    changed: Collection[str] = ()
+
+
 def run(
-    config: RunConfig, config_text: str, operative_text: str, hosts: Hosts, *, workdir: str, init_from: str = "",
-    init_from_ema: bool = False, changed: Collection[str] = (),
-) -> bool:  # fmt: skip
+    config: RunConfig, config_text: str, operative_text: str, hosts: Hosts, *, workdir: str, start: Start | None = None
+) -> bool:
     """Train to the last step of the config; return False if a signal stopped the run before it, else True.
 
     Args:
       workdir: the run folder.
-      init_from: run folder whose parameters a new run starts from, or ''.
-      init_from_ema: start from the moving average of that run's parameters instead.
-      changed: bindings that a started run goes on with another value of, as --override asks.
+      start: where a new run starts from, what a started one changes; None: from nothing, and nothing.
 
     Raises:
       UserError: a folder of another config, a checkpoint of another model, data that cannot be read, and the like.
       NonFiniteError: a step whose loss or gradient is not finite.
     """
+    start = start or Start()
     with open_run(config, config_text, hosts, workdir) as (folder, checkpoints):
         history = json.loads(hosts.gather_text("history", json.dumps(read_history(folder.history)))[0])
         copies = latest = state = None
         if config.train.copy_every:
             copies = RamCopies(history, max(checkpoints.steps(), default=-1), hosts)
         while state is None:  # until a checkpoint or a copy proves whole
-            source, latest, past = newest_state(checkpoints, copies, folder, config_text, latest, changed=changed)
+            source, latest, past = newest_state(checkpoints, copies, folder, config_text, latest, changed=start.changed)
             if latest is not None and latest >= config.train.steps:
                 say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
                 if hosts.is_main and not has_report(folder):
                     report(folder)
                 return True
-            if latest is None and init_from:
-                check_text_named(config, init_from)
+            if latest is None and start.init_from:
+                check_text_named(config, start.init_from)
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
             session, compared = start_session(settled, hosts)
             say(hosts, banner(session, folder, latest))
@@ -88,7 +101,7 @@ def run(
             if copies is not None:
                 copies.prepare(session.abstract_state(), session.home)
             # the stepper alone holds the state: a step donates it
-            state = starting_state(session, source, latest, hosts, init_from, init_from_ema, engine, changed)
+            state = starting_state(session, source, latest, hosts, start, engine)
         if latest is not None:
             checkpoints.set_aside(latest)
         saved = latest
@@ -114,7 +127,7 @@ def run(
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
         counts = {name: past.get(name, 0) for name in ("skipped_steps", "overflowed_updates")}
         host = {"config": config_text, **counts, "teacher": identity, "tokenizer": session.feed.tokenizer.name}
-        host["changes"] = past.get("changes", []) + changes_since(past, config_text, changed, latest)
+        host["changes"] = past.get("changes", []) + changes_since(past, config_text, start.changed, latest)
         for change in host["changes"]:
             say(hosts, "from step {step} on: {binding} is {is}, and was {was}".format(**change))
         loop = Loop(stepper, host, saved, folder, checkpoints, copies, hosts)
@@ -305,13 +318,14 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
 
 
 def starting_state(
-    session: Session, source: Checkpointer | RamCopies, latest: int | None, hosts: Hosts, init_from: str = "",
-    init_from_ema: bool = False, engine: RejitEngine | None = None, changed: Collection[str] = (),
+    session: Session, source: Checkpointer | RamCopies, latest: int | None, hosts: Hosts, start: Start | None = None,
+    engine: RejitEngine | None = None,
 ) -> dict | None:  # fmt: skip
     """Return the state to go on from: that of `source` at step `latest`, another run's parameters, or a fresh one.
 
     None on every process where what is read proves damaged on one, which is named.
     """
+    start = start or Start()
     if latest is not None:
         home = session.home
         if engine is not None:
@@ -327,7 +341,7 @@ def starting_state(
         if found := next(filter(None, hosts.gather_text("damage", damage, RESTORE_SECONDS)), ""):
             say(hosts, f"{found}; the one before it is taken")
             return None
-        session.feed.stream.resume(host["data"], changed)
+        session.feed.stream.resume(host["data"], start.changed)
         decay = session.config.train.ema_decay
         if decay and "ema" not in state:
             start = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=session.state_shardings.state["ema"])
@@ -337,17 +351,17 @@ def starting_state(
             say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {latest} holds is dropped")
         say(hosts, f"resuming at step {latest} from {source.origin()}")
         return state
-    if init_from:
-        other = Checkpointer(RunFolder(init_from, create=False).checkpoints, keep=1)
+    if start.init_from:
+        other = Checkpointer(RunFolder(start.init_from, create=False).checkpoints, keep=1)
         step = other.latest()
         if step is None:
-            raise UserError(f"--init_from={init_from} has no finished checkpoint; give the folder of a run")
-        part, word = ("ema", "averaged parameters") if init_from_ema else ("params", "parameters")
+            raise UserError(f"--init_from={start.init_from} has no finished checkpoint; give the folder of a run")
+        part, word = ("ema", "averaged parameters") if start.init_from_ema else ("params", "parameters")
         params = other.restore_params(step, session.abstract_state()["params"], session.home, part)
         other.close()
-        say(hosts, f"starting from the {word} of {init_from}, step {step}")
+        say(hosts, f"starting from the {word} of {start.init_from}, step {step}")
         return session.fresh_state(params)
-    if init_from_ema:
+    if start.init_from_ema:
         raise UserError("--init_from_ema needs --init_from=DIR, the run whose averaged parameters are meant")
     return session.fresh_state()
 

@@ -103,7 +103,7 @@ def test_the_stall_clock_rests_before_the_first_step_and_on_request(monkeypatch)
     now, ended = [0.0], []
     monkeypatch.setattr(hosts_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Hosts, "_end", lambda self, line: ended.append(line))
-    hosts = Hosts(stall_seconds=10)
+    hosts = Hosts(config=HostsConfig(stall_after_seconds=10))
     now[0] = 100.0
     hosts._judge_silence()  # the first compilation is no step
     hosts.touch(0)
@@ -117,7 +117,7 @@ def test_the_stall_clock_rests_before_the_first_step_and_on_request(monkeypatch)
     now[0] = 1011.0
     hosts._judge_silence()
     assert len(ended) == 1 and "is stuck: no step for 11 s after step 7" in ended[0]
-    never = Hosts(stall_seconds=0)
+    never = Hosts(config=HostsConfig(stall_after_seconds=0))
     never.touch(0)
     now[0] = 1e9
     never._judge_silence()

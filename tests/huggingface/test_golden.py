@@ -28,7 +28,7 @@ from moe_jax.inference.tensor_places import tensor_places
 from moe_jax.models.counts import parameter_counts
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.optimizer import build_learning_rate
-from moe_jax.training.run import evaluate_run, run
+from moe_jax.training.run import Start, evaluate_run, run
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 FOLDER = Path(__file__).parent / "golden"
@@ -331,7 +331,7 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     bindings[1] = "train.batch_size = 16"
     config = parse_run_config([str(made / "config.gin")], bindings)[0]
     text = config_text(config)
-    assert run(config, text, text, Hosts(), workdir=str(tmp_path / "run"), init_from=str(made))
+    assert run(config, text, text, Hosts(), workdir=str(tmp_path / "run"), start=Start(init_from=str(made)))
     said = capsys.readouterr().out
     assert f"starting from the parameters of {made}, step 0" in said
     for name in ("tokenizer.json", "config.json"):

@@ -15,7 +15,7 @@ from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, HostsConfig, start_hosts
 from moe_jax.training.program import build_session
-from moe_jax.training.run import evaluate_run, run
+from moe_jax.training.run import Start, evaluate_run, run
 
 BINDINGS = (
     "ModelConfig.layers = 2",
@@ -95,7 +95,7 @@ def evaluate_here(folder, workdir, *changes: str) -> None:
 def run_here(folder, workdir, *changes: str, **options) -> bool:
     """Carry the run out in this process, on the first 2 devices' worth of mesh that the bindings ask for."""
     config, text, operative = parse_run_config((), bindings_of(folder, *changes))
-    return run(config, text, operative, Hosts(), workdir=str(workdir), **options)
+    return run(config, text, operative, Hosts(), workdir=str(workdir), start=Start(**options))
 
 
 def command(folder, workdir, *changes: str, devices: int = 2, flags=()) -> list[str]:

@@ -20,7 +20,7 @@ from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import check_finite, step_record
-from moe_jax.training.run import starting_state
+from moe_jax.training.run import Start, starting_state
 from moe_jax.training.step import first_scale, make_gradients
 from moe_jax.training.stepper import build_stepper
 
@@ -127,13 +127,15 @@ def test_mistakes_in_averages_are_one_line(tmp_path):
     session = session_of(tmp_path, 8)
     checkpointer = Checkpointer(tmp_path / "other" / "checkpoints", keep=1)
     with pytest.raises(UserError, match=r"^--init_from_ema needs --init_from=DIR"):
-        starting_state(session, checkpointer, None, Hosts(), init_from_ema=True)
+        starting_state(session, checkpointer, None, Hosts(), Start(init_from_ema=True))
     checkpointer.save(2, session.fresh_state(), session.home, {})
     checkpointer.close()
     with pytest.raises(
         UserError, match=r"00000002 holds no moving average of its parameters; leave out .*--init_from_ema"
     ):
-        starting_state(session, checkpointer, None, Hosts(), str(tmp_path / "other"), True)
+        starting_state(
+            session, checkpointer, None, Hosts(), Start(init_from=str(tmp_path / "other"), init_from_ema=True)
+        )
 
 
 # Steps that are not finite.
