@@ -34,14 +34,13 @@ import tempfile
 import threading
 import time
 
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2]), str(pathlib.Path(__file__).resolve().parent)]
+from machines import Machine, children_of
+from network import LabShape, build_network, find_missing, remove_leftovers, remove_network
 
-from machines import Machine, children_of  # noqa: E402
-from network import LabShape, build_network, find_missing, remove_leftovers, remove_network  # noqa: E402
+from moe_jax.observe.metrics_file import read_metrics
+from moe_jax.observe.run_folder import RunFolder, environment_record
 
-from moe_jax.observe.metrics_file import read_metrics  # noqa: E402
-from moe_jax.observe.run_folder import RunFolder, environment_record  # noqa: E402
-
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PORT = 8475
 RETURN_SECONDS = 20.0
 KINDS = ("process", "process 0", "supervisor", "machine")
@@ -94,7 +93,7 @@ class Lab:
         command += [f"--gin_file={path}" for path in options.gin_file]
         command += [f"--gin_bindings={binding}" for binding in options.gin_bindings]
         environment = {**os.environ, "MOE_JAX_JOB_TOKEN": self.secret, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-        environment |= {"PYTHONPATH": sys.path[0], "XLA_FLAGS": options.xla_flags}
+        environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": options.xla_flags}
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )

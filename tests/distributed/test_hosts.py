@@ -127,7 +127,11 @@ def test_the_stall_clock_rests_before_the_first_step_and_on_request(monkeypatch)
 def test_jax_aborts_later_than_the_watch_names_a_silent_process(monkeypatch):
     """Its client aborts from half of the heartbeat timeout on; the watch looks every 2 s."""
     given = {}
-    monkeypatch.setattr(hosts_module, "gather_peers", lambda *_, **__: ((), ("m", "m"), "epoch", ()))
+
+    def nobody_came(*_, **__):
+        return (), ("m", "m"), "epoch", [socket.create_server(("127.0.0.1", 0))]
+
+    monkeypatch.setattr(hosts_module, "gather_peers", nobody_came)
     monkeypatch.setattr(hosts_module.jax.distributed, "initialize", lambda *_, **named: given.update(named))
     for name, value in (
         ("XLA_FLAGS", os.environ.get("XLA_FLAGS", "")),

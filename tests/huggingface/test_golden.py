@@ -355,22 +355,22 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
 def test_what_cannot_be_gone_on_from_is_one_line(made, where, tmp_path):
     """No folder is left behind, and none is changed."""
     alone = "holds parameters alone, as moe_jax.convert makes it; start a run of its own from them, with --init_from="
-    mine, fresh = {"workdir": str(made)}, {"workdir": str(tmp_path / "run"), "init_from": str(made)}
+    mine, fresh, given = str(made), str(tmp_path / "run"), {"init_from": str(made)}
     other = "holds a run with another config: ModelConfig.norm_epsilon was 1e-05 and is 0.1 now"
     files = sorted(path.name for path in made.iterdir())
-    for options, changes, words in (
-        (mine, (), f"{made} {alone}{made} and another --workdir"),
-        (fresh, ("ModelConfig.hidden_dim = 12",), "is not of this model: "),
-        (fresh, ("DataConfig.path = ''",), "the sources of Python's library; name your text, such as --gin_bindings="),
-        ({**mine, "init_from": str(made)}, (), alone),
-        ({**fresh, "init_from_ema": True}, (), "holds no moving average of its parameters"),
-        (None, ("ModelConfig.norm_epsilon = 0.1",), other),
+    for workdir, start, changes, words in (
+        (mine, {}, (), f"{made} {alone}{made} and another --workdir"),
+        (fresh, given, ("ModelConfig.hidden_dim = 12",), "is not of this model: "),
+        (fresh, given, ("DataConfig.path = ''",), "the sources of Python's library; name your text, such as --gin_bi"),
+        (mine, given, (), alone),
+        (fresh, {**given, "init_from_ema": True}, (), "holds no moving average of its parameters"),
+        (None, {}, ("ModelConfig.norm_epsilon = 0.1",), other),
     ):
         config, text, operative = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where, *changes])
         with pytest.raises(UserError) as error:
-            if options is None:
+            if workdir is None:
                 evaluate_run(config, text, Hosts(), str(made))
             else:
-                run(config, text, operative, Hosts(), **options)
+                run(config, text, operative, Hosts(), workdir=workdir, start=Start(**start))
         assert words in str(error.value) and "\n" not in str(error.value)
     assert files == sorted(path.name for path in made.iterdir()) and not (tmp_path / "run").exists()
