@@ -38,7 +38,7 @@ def command(argv: list[str]) -> int:
     parse_flags(argv, "moe_jax.tune", "gin_file")
     logging.set_verbosity(logging.ERROR)
     from moe_jax.config.gin_files import parse_run_config
-    from moe_jax.config.run_config import BOUND, bound_in, config_text
+    from moe_jax.config.run_config import BOUND, bound_in, config_text, with_bindings
 
     config, text, _ = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)
     bound, out = bound_in(text), Path(_OUT.value)
@@ -83,7 +83,7 @@ def command(argv: list[str]) -> int:
     gain = f"{tuning.text_of(best, plain)}: {answer['ratio']:.3f} of plain's seconds a step, {answer['rounds']} rounds"
     gain = gain if best != plain else "nothing beat plain, which this is"
     moved = ", ".join(f"{name} = {plain[name]!r}" for name in best if name in bound and best[name] != plain[name])
-    marked = config_text(tuning.with_bindings(config, best), bound | best.keys()).splitlines()
+    marked = config_text(with_bindings(config, best), bound | best.keys()).splitlines()
     lines = [
         f"# {gain}",
         f"# {datetime.date.today()}: python -m moe_jax.tune {' '.join(argv[1:])}",

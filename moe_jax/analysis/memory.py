@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from moe_jax.analysis.compile_ahead import on_target
 from moe_jax.cluster.targets import MEMORY_SHARE, Target, parse_target
-from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig
+from moe_jax.config.run_config import RunConfig, with_bindings
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import E4M3
@@ -161,7 +161,7 @@ def verdict(plan: Plan, needed: int, given: RunConfig) -> str:
             return f"does not fit: {line}; {raised}, as scripts/launch sets it, would do"
     for changes in _changes(given):
         try:
-            changed = lay_out(with_values(given, changes), None, f"{target.name}:{target.nodes}x{target.per_node}")
+            changed = lay_out(with_bindings(given, changes), None, f"{target.name}:{target.nodes}x{target.per_node}")
             needs = count_bytes(changed).held.total
         except UserError:  # it does not go with the rest of this run
             continue
@@ -186,17 +186,6 @@ def _changes(run: RunConfig) -> Iterator[dict[str, object]]:
         for names in itertools.combinations(values, size):
             for chosen in itertools.product(*(values[name] for name in names)):
                 yield dict(zip(names, chosen, strict=True))
-
-
-def with_values(run: RunConfig, values: dict[str, object]) -> RunConfig:
-    """Return a run with other values, {'train.steps': 5, ...}; errors as the config classes raise them."""
-    fields = dict(zip(CONFIG_CLASSES, (field.name for field in dataclasses.fields(RunConfig)), strict=True))
-    parts: dict[str, dict[str, object]] = {}
-    for target, value in values.items():
-        name, _, field = target.partition(".")
-        parts.setdefault(fields[name], {})[field] = value
-    changed = {part: dataclasses.replace(getattr(run, part), **own) for part, own in parts.items()}
-    return dataclasses.replace(run, **changed)
 
 
 def _gib(size: float) -> str:

@@ -26,7 +26,7 @@ from moe_jax.analysis.replay_report import summarize
 from moe_jax.analysis.simulate import simulate
 from moe_jax.analysis.timed import interleaved_seconds
 from moe_jax.cluster.targets import device_named
-from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig
+from moe_jax.config.run_config import RunConfig, with_bindings
 from moe_jax.errors import UserError
 from moe_jax.kernels.grouped import HOPPER, choose_implementation, implementations
 from moe_jax.models.config import CHOICES
@@ -58,17 +58,6 @@ ROUNDS, MORE = 9, 12  # in turn, and more where noise could decide
 # by which share first losses may differ: sums are taken in another order, below float32 of other roundings
 LOSS_BOUND = {"float64": 1e-10, "float32": 2e-5}
 LOSS_BOUND_BELOW = 4e-3
-
-
-def with_bindings(config: RunConfig, setting: Setting) -> RunConfig:
-    """Return the config with these bindings; a UserError where they do not fit together."""
-    fields = dict(zip(CONFIG_CLASSES, (field.name for field in dataclasses.fields(config)), strict=True))
-    parts: dict[str, dict] = {}
-    for binding, value in setting.items():
-        name, field = binding.split(".")
-        parts.setdefault(fields[name], {})[field] = value
-    changed = {name: dataclasses.replace(getattr(config, name), **own) for name, own in parts.items()}
-    return dataclasses.replace(config, **changed)
 
 
 def text_of(setting: Setting, plain: Setting) -> str:

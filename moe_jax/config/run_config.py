@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from moe_jax.config.train_config import DistillationConfig, TrainConfig
@@ -75,6 +75,17 @@ class RunConfig:
         """Return the seven configs under the names by which gin binds them."""
         parts = (getattr(self, field.name) for field in dataclasses.fields(self))
         return dict(zip(CONFIG_CLASSES, parts, strict=True))
+
+
+def with_bindings(config: RunConfig, setting: Mapping[str, Any]) -> RunConfig:
+    """Return a run with these values, {'train.steps': 5, ...}; a UserError where they do not fit together."""
+    fields = dict(zip(CONFIG_CLASSES, (field.name for field in dataclasses.fields(config)), strict=True))
+    parts: dict[str, dict] = {}
+    for binding, value in setting.items():
+        name, field = binding.split(".")
+        parts.setdefault(fields[name], {})[field] = value
+    changed = {name: dataclasses.replace(getattr(config, name), **own) for name, own in parts.items()}
+    return dataclasses.replace(config, **changed)
 
 
 def config_text(run: RunConfig, bound: Collection[str] = ()) -> str:

@@ -135,6 +135,7 @@ def test_each_expert_and_each_other_leaf_is_kept_on_two_hosts(tmp_path, mesh, ze
             parts = leaf.sharding.devices_indices_map(leaf.shape)[session.devices[piece.device]]
             parts = [part.indices(size)[:2] for part, size in zip(parts, leaf.shape, strict=True)]
             assert tuple(parts) == piece.bounds and piece.device == process
+            assert all(stop <= size for (_, stop), size in zip(piece.bounds, shapes[piece.name], strict=True))
             for holder in (process, *([partner] if piece.sent else [])):
                 holders[piece.name][holder // 2, *at] += 1
                 stored[holder // 2] += 2 * piece.nbytes

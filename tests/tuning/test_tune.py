@@ -11,6 +11,7 @@ from support.tiny_run import bindings_of, config_of
 
 from moe_jax.analysis import tuning
 from moe_jax.config.gin_files import parse_run_config
+from moe_jax.config.run_config import with_bindings
 from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.rejit import homes_differ
@@ -178,7 +179,7 @@ def test_recorded_loads_choose_a_planner(tmp_path):
     even, hot = (tuning.planners_by_trace(config, roles, str(tmp_path / f"{name}.npz")) for name in ("even", "hot"))
     assert even == ["none"] == hot[:1] and len(hot) == 2
     with pytest.raises(UserError, match=r"has loads \[L, S, E\] = \[2, 4, 8\]; name a trace of this model and mesh"):
-        other = tuning.with_bindings(config, {"ModelConfig.layers": 3})
+        other = with_bindings(config, {"ModelConfig.layers": 3})
         tuning.planners_by_trace(other, roles, str(tmp_path / "hot.npz"))
 
 
