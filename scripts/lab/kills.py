@@ -8,9 +8,11 @@ steps are made or while a checkpoint is written; a second one may come before th
 plays the launcher: 20 s later it boots what was killed, or starts the supervisor that ended. Nothing else helps.
 
 First the job runs undisturbed; then, in a new folder, with kills. Prints a line for each kill with the seconds of every
-phase, then one JSON line with medians. With --prepare programs are kept, and those of every number of machines compiled
-by short runs first, whose time is printed too. Without it every start compiles; on three machines a program from the
-cache was seen to hang between two collectives (CPU, jax 0.10.2). --xla_flags may let it compile sooner.
+phase, then one JSON line with medians, and with the steps whose loss is not that of the undisturbed run: none where all
+starts had one mesh; after a start on fewer machines ("meshes" names both) sums are rounded otherwise. With --prepare
+programs are kept, and those of every number of machines compiled by short runs first, whose time is printed too.
+Without it every start compiles; on three machines a program from the cache was seen to hang between two collectives
+(CPU, jax 0.10.2). --xla_flags may let it compile sooner.
 
 With --every=60 a kill comes every minute, mended or not, and the share of useful time is printed: steps of the final
 history times the undisturbed median step, over wall clock.
@@ -297,6 +299,7 @@ def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
         ),
         "steps": len(got),
         "steps_with_another_loss": differ,
+        "meshes": sorted({text for _, _, text in lab.lines if text.startswith("mesh ")}),
         "rows": rows,
         "seed": options.seed,
     }
