@@ -11,7 +11,7 @@ from support import feed_rows
 from support.tiny_run import config_of, finish_pair, session_of, start_pair, write_corpus
 
 from moe_jax.errors import UserError
-from moe_jax.training.hosts import Hosts
+from moe_jax.training.hosts import Hosts, HostsConfig
 from moe_jax.training.loop import evaluate
 from moe_jax.training.run import start_session
 
@@ -47,7 +47,7 @@ def test_what_processes_compare_before_a_run_compiles(tmp_path, capsys):
         def gather_text(self, topic, text, *_):
             return [text, *(other or text for _ in range(3))]
 
-    hosts, other = Four(process_count=4, host_ids=["a"] * 4), ""
+    hosts, other = Four(config=HostsConfig(process_id=0, num_processes=4), host_ids=["a"] * 4), ""
     session, compared = start_session(config, hosts)
     assert session.roles.config.devices_per_node == len(jax.devices()) and compared == {}
     assert capsys.readouterr().out == "8 devices a node (4 processes on 1 host(s))\n"
