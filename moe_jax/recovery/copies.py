@@ -14,6 +14,9 @@ pieces again, checked, from this host's memory or over TCP from another's; and w
 # its epoch and the step that it went on from, and what earlier epochs did after that step is no part of the run any
 # more. So a host that comes back late, with copies of steps that the others made anew, does not win.
 #
+# A start that goes on from a copy makes that step's copy anew, on its own hosts, before its first step. Until that is
+# made by all, the files that it went on from stay, and of one step there may be copies of two layouts: of two meshes.
+#
 # Connections between processes begin with a handshake, both ways, whose key belongs to this start of the job: a process
 # of an earlier start is a stranger. After it bytes pass as they are, neither encrypted nor signed.
 
@@ -43,7 +46,7 @@ from moe_jax.recovery.job_secret import seal, unseal
 from moe_jax.recovery.rendezvous import HELLO_SECONDS, MAX_HELLO_BYTES, machine_id, note_stranger
 
 VARIABLE, RAM_DISK = "MOE_JAX_COPIES", "/dev/shm"
-_FORMAT = "moe_jax copy 1"
+_FORMAT = "moe_jax copy 2"
 _SECONDS = 60.0  # for the other end of a connection to take or send something
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_CONNECTIONS = 256
@@ -51,6 +54,7 @@ _MOST_STARTS = 100  # that a run folder remembers; copies of older ones are not 
 _NAME = re.compile(r"[0-9]+\.[01]")
 _log = logging.getLogger(__name__)
 Region = tuple[str, list, int, int, int]  # leaf, [[start, stop] of each dim], offset and bytes in the file, CRC
+Kept = Sequence[int] | None  # [step, layout] of a copy that stays, as its headers have them
 
 
 # The history of a run.
@@ -161,13 +165,13 @@ class CopyFolder:
                         found[name] = header
         return found
 
-    def write(self, header: dict, pieces: Sequence, keep: int | None) -> str:
+    def write(self, header: dict, pieces: Sequence, keep: Kept) -> str:
         """Write a copy and return its name; an OSError where the memory is full.
 
         Args:
           header: as `headers` returns it, but for the CRCs, which are filled in.
           pieces: buffers, in the order of header['regions'].
-          keep: the step whose copy stays.
+          keep: step and layout of the copy that stays.
         """
         with self._generation(header, keep) as (name, descriptor):
             for region, piece in zip(header["regions"], pieces, strict=True):
@@ -177,7 +181,7 @@ class CopyFolder:
                     done += os.pwrite(descriptor, piece[done:], region[2] + done)
         return name
 
-    def receive(self, header: dict, stream: BinaryIO, keep: int | None) -> None:
+    def receive(self, header: dict, stream: BinaryIO, keep: Kept) -> None:
         """Take a copy in from a connection; a ConnectionError where it ends, or a piece is not what the header says."""
         with self._generation(header, keep) as (_, descriptor):
             _say(stream, {"refused": ""})  # there is room for it
@@ -192,14 +196,21 @@ class CopyFolder:
                             raise ConnectionError(f"the CRC of {name} differs")
 
     @contextlib.contextmanager
-    def _generation(self, header: dict, keep: int | None) -> Iterator[tuple[str, int]]:
+    def _generation(self, header: dict, keep: Kept) -> Iterator[tuple[str, int]]:
         """Yield (name, open file) of the generation to write; it is valid when the block ends without an error."""
         names = [f"{header['process']}.{generation}" for generation in (0, 1)]
         found = self.headers(names)
         if any(other["epoch"] > header["epoch"] for other in found.values()):  # this process slept meanwhile
             raise OSError(errno.EBUSY, "a later start of the run has copies there")
-        held = {name: other["step"] for name, other in found.items()}
-        name = min(names, key=lambda name: (name in held and held[name] == keep, held.get(name, -1)))
+        step, layout = keep or (-1, 0)
+
+        def worth(name: str) -> tuple:  # of what a new copy would overwrite
+            held = found.get(name)
+            if held is None:
+                return ()
+            return held["step"] == step, held["step"] == step and held["layout"] == layout, held["step"], held["epoch"]
+
+        name = min(names, key=worth)
         path, said = self.path / name, self.path / f"{name}.json"
         said.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -231,10 +242,10 @@ class CopyFolder:
             raise ValueError("its CRC differs")
         return piece
 
-    def forget(self, epoch: int, keep: int | None) -> None:
-        """Remove the copies of other epochs, but those of the step `keep`."""
+    def forget(self, epoch: int, keep: Kept) -> None:
+        """Remove the copies of other epochs, but the one to keep."""
         for name, header in self.headers().items():
-            if header["epoch"] != epoch and header["step"] != keep:
+            if header["epoch"] != epoch and [header["step"], header["layout"]] != keep:
                 for file in (f"{name}.json", name):
                     (self.path / file).unlink(missing_ok=True)
 
@@ -274,10 +285,10 @@ class Link:
             self.close()
             raise
 
-    def push(self, header: dict, file: Path, keep: int | None) -> None:
+    def push(self, header: dict, file: Path, keep: Kept) -> None:
         """Send a copy, which lies at the beginning of a file; a ConnectionError where it is refused.
 
-        keep: the step whose copy stays there.
+        keep: step and layout of the copy that stays there.
         """
         _say(self._stream, {"kind": "push", "header": header, "keep": keep})
         if (why := _hear(self._stream)["refused"]) == "" and (size := _size(header)):

@@ -125,6 +125,8 @@ class Loop:
         self.hosts.touch(stepper.step)
         if stepper.step == 0:
             self.evaluate()
+        elif self.copies is not None:  # what a lost host has taken has two holders again, before anything is compiled
+            self.copy()
         self.hosts.rest()  # compiling may take long
         self.compile_seconds = stepper.compile()
         self.compiled_peak = compiled_peak(stepper.executable)

@@ -34,7 +34,7 @@ import numpy as np
 
 from moe_jax.models.language_model import flatten
 from moe_jax.observe.progress import with_prefix
-from moe_jax.recovery.copies import CopyFolder, CopyServer, Link, Region, folder_for, next_epoch, why_not_current
+from moe_jax.recovery.copies import CopyFolder, CopyServer, Kept, Link, Region, folder_for, next_epoch, why_not_current
 from moe_jax.training.bank_order import Homes, copied, described_for_file, in_host_memory, shapes_in_file
 from moe_jax.training.checkpoint import DamagedCheckpointError, read_leaves, without_ema
 from moe_jax.training.hosts import Hosts
@@ -142,23 +142,28 @@ class RamCopies:
         texts = hosts.gather_text("copies", packed, _START_SECONDS)
         self._peers = [json.loads(zlib.decompress(base64.b64decode(text))) for text in texts]
         self.newest_on_disk = self._peers[0]["newest"]
-        self._copies: dict[int, list[tuple[int, str, dict]]] = defaultdict(list)  # {step: (process, file, header)}
-        unknown = {}
+        found, unknown = defaultdict(list), {}
         for process, peer in enumerate(self._peers):
             for name, header in peer["copies"].items():
                 if why := why_not_current(header, history, self.newest_on_disk):
                     unknown.setdefault((header["epoch"], header["step"]), f"{self._named(process)} is not used: {why}")
                 else:
-                    self._copies[header["step"]].append((process, name, header))
+                    found[header["step"], header["layout"]].append((process, name, header))
         for (_, step), line in unknown.items() if hosts.is_main else ():
             _log.warning("the copy of step %d in %s", step, line)
+        self._copies: dict[int, list[tuple[int, str, dict]]] = {}  # {step: (process, file, header), the latest first}
+        for held in found.values():
+            held.sort(key=lambda copy: -copy[2]["epoch"])
+        for (step, _), held in sorted(found.items(), key=lambda item: item[1][0][2]["epoch"]):
+            if self._is_complete(held):
+                self._copies[step] = held
         self._host_data: dict[int, dict] = {}
         self._bytes_read: Counter = Counter()
         self._kept: list[list[Piece]] = []
         self._devices: list = []
         self._thread: threading.Thread | None = None
         self._failure, self._off = "", False
-        self.keep: int | None = None  # step of the newest copy that all processes have
+        self.keep: Kept = None  # the newest copy that all processes have
         self.made, self.nbytes, self.seconds, self.cpu_seconds, self.waited = 0, 0, 0.0, 0.0, 0.0
 
     def _named(self, process: int) -> str:
@@ -169,20 +174,18 @@ class RamCopies:
 
     def latest(self, below: int | None = None) -> int | None:
         """Return the newest step of which some host has each piece, None without any; below: only earlier ones."""
-        steps = [step for step in self._copies if below is None or step < below]
-        return max((step for step in steps if self._is_complete(step)), default=None)
+        return max((step for step in self._copies if below is None or step < below), default=None)
 
-    def _is_complete(self, step: int) -> bool:
+    def _is_complete(self, copies: list[tuple[int, str, dict]]) -> bool:
         elements: Counter = Counter()
-        for name, bounds in self._holders(step):
+        for name, bounds in self._holders(copies):
             elements[name] += math.prod(stop - start for start, stop in bounds)
-        leaves = self._copies[step][0][2]["leaves"]
-        return all(elements[name] == math.prod(shape) for name, (_, shape) in leaves.items())
+        return all(elements[name] == math.prod(shape) for name, (_, shape) in copies[0][2]["leaves"].items())
 
-    def _holders(self, step: int) -> dict[tuple[str, Bounds], list[tuple[int, str, Region]]]:
-        """Return {(leaf, bounds): (process, file, region) of who has it, this host first}."""
+    def _holders(self, copies: list[tuple[int, str, dict]]) -> dict[tuple[str, Bounds], list[tuple[int, str, Region]]]:
+        """Return {(leaf, bounds): (process, file, region) of who has it, this host first}; copies: of one layout."""
         host_ids, found = self._hosts.host_ids, defaultdict(list)
-        for process, name, header in self._copies[step]:
+        for process, name, header in copies:
             for region in header["regions"]:
                 found[region[0], tuple(map(tuple, region[1]))].append((process, name, region))
         for holders in found.values():
@@ -204,7 +207,7 @@ class RamCopies:
 
     def restore(self, step: int, abstract_state, home: Homes) -> tuple[Any, dict]:
         """Return (state, host data) of a copy, as `Checkpointer.restore` does."""
-        host, self.keep = self.read_host(step), step
+        host, self.keep = self.read_host(step), [step, self._copies[step][0][2]["layout"]]
         self._bytes_read.clear()
         with contextlib.closing(_Reader(self, step)) as reader:
             leaves = self._copies[step][0][2]["leaves"]
@@ -233,6 +236,8 @@ class RamCopies:
         shapes = shapes_in_file(leaves, home)
         self._kept = layout(leaves, shapes, lambda device: (owner[device], host_ids[owner[device]]), len(host_ids))
         self._leaves = {name: (leaf.dtype.name, shapes[name]) for name, leaf in leaves.items()}
+        boxes = {(piece.name, piece.bounds) for pieces in self._kept for piece in pieces}
+        self._layout = zlib.crc32(json.dumps([self._leaves, sorted(boxes)]).encode())  # pieces of one fit together
         self._folder.check_room(bytes_of_hosts(self._kept, host_ids)[host_ids[self._me]])
 
     def _why_refused(self, header: dict) -> str:
@@ -260,8 +265,8 @@ class RamCopies:
         for piece in self._kept[self._me]:
             regions.append([piece.name, piece.bounds, offset, piece.nbytes, 0])
             offset += piece.nbytes
-        header = {"epoch": self.epoch, "step": step, "process": self._me, "leaves": self._leaves, "regions": regions}
-        header["host"] = json.loads(json.dumps(host))  # what it is now
+        header = {"epoch": self.epoch, "step": step, "process": self._me, "layout": self._layout}
+        header |= {"leaves": self._leaves, "regions": regions, "host": json.loads(json.dumps(host))}  # what it is now
         devices = defaultdict(list)
         for piece in self._kept[self._me]:
             devices[piece.name].append(self._devices[piece.device])
@@ -307,8 +312,8 @@ class RamCopies:
             what = "copies go off, and the run goes on with checkpoints alone" if self._off else "the next may"
             self._failure = f"no copy of step {step} in RAM: {failed[0]['why']}; {what}"
             return
-        self._folder.forget(self.epoch, self.keep)
-        self.keep = step
+        self._folder.forget(self.epoch, None if self.keep and self.keep[0] == step else self.keep)
+        self.keep = [step, self._layout]
         self.made, self.nbytes = self.made + 1, sum(region[3] for region in header["regions"])
 
     def wait(self) -> str:
@@ -355,7 +360,7 @@ class _Reader:
         self._failed: set[tuple[int, str]] = set()  # what was said
         self._leaf, self._fetched = "", {}
         self.holders: dict[str, dict[Bounds, list]] = defaultdict(dict)
-        for (name, bounds), held in copies._holders(step).items():
+        for (name, bounds), held in copies._holders(copies._copies[step]).items():
             self.holders[name][bounds] = held
 
     def fetch(self, name: str, bounds: Bounds) -> memoryview:

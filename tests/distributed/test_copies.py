@@ -25,13 +25,14 @@ KEY, RUN = b"k" * 32, "ab" * 8
 PIECES = [b"first" * 100_000, b"", b"third" * 7]
 
 
-def header_of(step, pieces=PIECES, process=3, epoch=2):
+def header_of(step, pieces=PIECES, process=3, epoch=2, layout=7):
     regions, offset = [], 0
     for index, piece in enumerate(pieces):
         regions.append([f"leaf {index}", [[0, len(piece)]], offset, len(piece), 0])
         offset += len(piece)
     leaves = {f"leaf {index}": ["uint8", [len(piece)]] for index, piece in enumerate(pieces)}
-    return {"epoch": epoch, "step": step, "process": process, "leaves": leaves, "regions": regions, "host": {"a": 1}}
+    header = {"epoch": epoch, "step": step, "process": process, "layout": layout, "leaves": leaves, "regions": regions}
+    return {**header, "host": {"a": 1}}
 
 
 @pytest.fixture
@@ -52,19 +53,32 @@ def contents(source, name, header):
 
 def test_two_generations_and_the_newest_that_all_have_stays(folder):
     for step, keep, held in [(4, None, [4]), (8, 4, [4, 8]), (12, 8, [8, 12]), (16, 8, [8, 16]), (20, 16, [16, 20])]:
-        name = folder.write(header_of(step), [*PIECES[:2], b"%07d" % step * 5], keep)
+        name = folder.write(header_of(step), [*PIECES[:2], b"%07d" % step * 5], keep and [keep, 7])
         assert steps(folder) == held, step
         assert contents(folder, name, folder.headers()[name]) == [*PIECES[:2], b"%07d" % step * 5]
     assert sorted(os.listdir(folder.path)) == ["3.0", "3.0.json", "3.1", "3.1.json"]
     assert os.stat(folder.path).st_mode & 0o077 == 0
-    folder.forget(2, 20)
+    folder.forget(2, [20, 7])
     assert steps(folder) == [16, 20]
-    folder.forget(3, 20)  # of the epoch that went on from it
+    folder.forget(3, [20, 7])  # of the epoch that went on from it
     assert steps(folder) == [20]
     with pytest.raises(OSError, match="a later start of the run has copies there"):
         folder.write(header_of(24, epoch=1), PIECES, None)
     assert steps(folder) == [20]
     assert CopyFolder(folder.path, "another run").headers() == {}
+
+
+def test_of_two_copies_of_a_step_the_one_that_was_gone_on_from_stays(folder):
+    """Epoch 3 went on from epoch 2's copy of step 4 and ended while it made its own; epoch 4 begins with the same."""
+    for layouts, stays in (((7, 9), 2), ((9, 7), 3), ((7, 7), 3)):
+        for epoch, layout in zip((2, 3), layouts, strict=True):
+            folder.write(header_of(4, epoch=epoch, layout=layout), PIECES, [4, 7])
+        folder.write(header_of(4, epoch=4), PIECES, [4, 7])
+        assert sorted(header["epoch"] for header in folder.headers().values()) == [stays, 4], layouts
+        folder.forget(4, None)
+        assert [header["epoch"] for header in folder.headers().values()] == [4]
+        folder.remove()
+        folder.path.mkdir()
 
 
 def test_no_flipped_bit_of_a_copy_is_read(folder):
@@ -96,7 +110,7 @@ def test_a_full_memory_is_an_error_that_leaves_the_newest_copy(folder):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            folder.write(header_of(8), PIECES, 4)
+            folder.write(header_of(8), PIECES, [4, 7])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert sorted(os.listdir(folder.path)) == ["3.0", "3.0.json"] and steps(folder) == [4]
@@ -127,7 +141,7 @@ def server(folder):
 def test_a_copy_goes_to_the_partner_and_back(folder, server, tmp_path):
     own = CopyFolder(tmp_path / "own", RUN)
     for step, keep in ((4, None), (8, 4), (12, 8)):
-        header = header_of(step)
+        header, keep = header_of(step), keep and [keep, 7]
         name = own.write(header, PIECES, keep)
         sent = {**header, "regions": header["regions"][:2]}
         with Link(("127.0.0.1", server.port), KEY) as link:
@@ -243,10 +257,25 @@ def test_a_copy_that_lacks_a_piece_is_none(tmp_path, monkeypatch):
     folder = CopyFolder(tmp_path / RUN, RUN)
     for step, lacks in ((4, 0), (8, 1)):
         header = header_of(step)
-        folder.write({**header, "regions": header["regions"][lacks:]}, PIECES[lacks:], 4)
+        folder.write({**header, "regions": header["regions"][lacks:]}, PIECES[lacks:], [4, 7])
     copies = RamCopies({"id": RUN, "starts": [[2, 0, -1]]}, -1, hosts_that_say({}))
     copies._server.close()
     assert copies.latest() == 4
+
+
+def test_pieces_of_two_layouts_are_not_mixed_and_the_latest_whole_one_is_read(tmp_path, monkeypatch):
+    """Epoch 3 cut the state of step 8 in another way, and ended before all of its processes had their copies."""
+    monkeypatch.setenv("MOE_JAX_COPIES", str(tmp_path))
+    folder, whole = CopyFolder(tmp_path / RUN, RUN), header_of(8, [b"abcd"], process=0)
+    cut = [header_of(8, [b"ab"], process, epoch=3, layout=9) | {"leaves": whole["leaves"]} for process in range(2)]
+    cut[1]["regions"][0][1] = [[2, 4]]
+    history = {"id": RUN, "starts": [[2, 0, -1], [3, 8, -1]]}
+    for header, epoch in ((whole, 2), (cut[0], 2), (cut[1], 3)):
+        folder.write(header, [b"abcd"] if header is whole else [b"ab"], [8, 7])
+        copies = RamCopies(history, -1, hosts_that_say({}))
+        copies._server.close()
+        assert copies.latest() == 8
+        assert {held["epoch"] for _, _, held in copies._copies[8]} == {epoch}
 
 
 def test_a_partner_takes_in_what_it_expects_and_nothing_else(tmp_path, monkeypatch):
