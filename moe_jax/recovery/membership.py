@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from moe_jax.recovery.workers import STOPPED
 
 MOST_FAILED_STARTS = 3  # in a row, without a finished step
+_LOST_ANOTHER = 4  # exit code of a process that ends because of another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,14 @@ class End:
     line: str
 
 
+@dataclass(frozen=True)
+class Leave:
+    """End these hosts alone, because of `line`; the others go on without them."""
+
+    hosts: tuple[int, ...]
+    line: str
+
+
 def leader_of(membership: Membership, living: Mapping[int, State]) -> int:
     """Return the index of the host that leads: who did, else the first one left that trains, else the lowest."""
     staying = {index: state for index, state in living.items() if not state.leaving}
@@ -126,7 +135,7 @@ def first_start(rules: Rules, living: Mapping[int, State], waited: float, quiet:
 
 def next_act(
     rules: Rules, membership: Membership, living: Mapping[int, State], own: int, failures: int
-) -> Form | Stop | End | None:
+) -> Form | Stop | Leave | End | None:
     """Return what the leader does now that a membership stands; None to wait.
 
     Args:
@@ -151,9 +160,12 @@ def next_act(
         why = ", ".join(f"the processes of host {index} ended with exit code {code}" for index, code in failed.items())
         stepped = any(living[i].epoch == membership.epoch and living[i].step for i in present)
         if not stepped and failures + 1 >= MOST_FAILED_STARTS:
-            return End(
-                2, f"{MOST_FAILED_STARTS} starts in a row failed before a step was finished; the last time {why}"
-            )
+            line = f"{MOST_FAILED_STARTS} starts in a row failed before a step was finished; the last time {why}"
+            broken = tuple(index for index, code in failed.items() if code != _LOST_ANOTHER)
+            if broken and not stopped:
+                return None  # the others tell soon whether they fail by themselves too
+            some = 0 < len(broken) < len(ended) and len(usable - set(broken)) >= rules.least
+            return Leave(broken, line) if some else End(2, line)
     elif stopped:
         why = "the processes have saved and stopped"
     elif membership.leader != own:

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -23,9 +24,21 @@ from pathlib import Path
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.observe.lease import BEAT_SECONDS, EPOCH_VARIABLE, Lease
 from moe_jax.observe.run_folder import RunFolder
+from moe_jax.recovery.copies import folder_for, read_history
 from moe_jax.recovery.job_secret import FILE_VARIABLE, VARIABLE, derive_key
 from moe_jax.recovery.links import Links
-from moe_jax.recovery.membership import End, Form, Membership, Rules, State, Stop, first_start, leader_of, next_act
+from moe_jax.recovery.membership import (
+    End,
+    Form,
+    Leave,
+    Membership,
+    Rules,
+    State,
+    Stop,
+    first_start,
+    leader_of,
+    next_act,
+)
 from moe_jax.recovery.rendezvous import VERSIONS
 from moe_jax.recovery.workers import STOPPED, Workers
 
@@ -143,6 +156,9 @@ class Supervisor:
                         key.data()
                 self._turn()
             self._say(self._end.line + f"; exit code {self._end.code}")
+            if self._end.code == 3:  # what follows it in time would not be finite again
+                run_id = read_history(RunFolder(self.config.workdir, create=False).history)["id"]
+                shutil.rmtree(folder_for(run_id), ignore_errors=True)
             return self._end.code
         finally:
             self._workers.close()
@@ -313,6 +329,12 @@ class Supervisor:
                 self._say(f"epoch {self.membership.epoch}: {act.why}; the processes save and stop")
                 self._links.send({"kind": "stop", "epoch": self.membership.epoch})
                 self._workers.ask_to_stop()
+            case Leave():
+                for index in act.hosts:
+                    if index == self.config.index:
+                        self._end = End(2, act.line)
+                    else:
+                        self._links.send({"kind": "end", "code": 2, "line": act.line}, index)
             case Form() if len(act.hosts) < self.config.min_hosts:
                 self._short = self._short or now
                 if now - self._short > self.config.start_timeout_seconds:

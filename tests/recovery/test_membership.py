@@ -7,6 +7,7 @@ import pytest
 from moe_jax.recovery.membership import (
     End,
     Form,
+    Leave,
     Membership,
     Rules,
     State,
@@ -116,6 +117,21 @@ def test_three_failures_without_a_step_in_between_end_the_job():
     assert isinstance(done, End) and done.code == 2 and "3 starts in a row failed before a step" in done.line
     assert isinstance(act({0: {"code": 1}}, failures=9), Form)  # a step was finished
     assert isinstance(act({**failing, 1: None}, failures=9), Form)  # a host was lost: the others could not help it
+
+
+def test_a_host_that_fails_by_itself_leaves_where_the_others_are_enough():
+    others = {0: {"code": 4, "step": 0}, 2: {"code": 4, "step": 0}}
+    failing = {**others, 1: {"code": 1, "step": 0}}
+    assert isinstance(act(failing, failures=1), Form)
+    left = act(failing, failures=2)
+    assert isinstance(left, Leave) and left.hosts == (1,) and "host 1 ended with exit code 1" in left.line
+    assert act({**failing, 2: {"step": 0}}, failures=2) is None, "it may fail by itself too"
+    few = {**failing, 3: None}
+    assert isinstance(act(few, failures=2), Leave)
+    done = act(few, failures=2, rules=dataclasses.replace(RULES, least=3))
+    assert isinstance(done, End) and done.code == 2
+    done = act({**others, 1: {"code": 4, "step": 0}}, failures=2)
+    assert isinstance(done, End) and done.code == 2, "none is to blame"
 
 
 def test_a_host_joins_once_steps_are_made_and_it_has_its_imports():

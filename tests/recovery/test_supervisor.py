@@ -17,6 +17,7 @@ from moe_jax.errors import HostLostError, UserError
 from moe_jax.observe import lease
 from moe_jax.observe.lease import Lease
 from moe_jax.observe.run_folder import RunFolder
+from moe_jax.recovery.copies import note_start
 from moe_jax.recovery.links import parse_hosts
 from moe_jax.recovery.supervisor import SupervisorConfig
 from moe_jax.supervise import find_index, find_workdir
@@ -117,14 +118,19 @@ def test_a_silent_host_is_left_out_and_comes_back_without_harm(start_job, victim
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_what_a_restart_cannot_mend_ends_all_hosts_with_its_code_and_one_line(start_job, code):
+def test_what_a_restart_cannot_mend_ends_all_hosts_with_its_code_and_one_line(start_job, code, tmp_path, monkeypatch):
+    """Copies in RAM go with code 3; with 2 the same run may go on from them, once the mistake is mended."""
+    monkeypatch.setenv("MOE_JAX_COPIES", str(tmp_path / "memory"))
     job = start_job(2)
     job.epoch_of(2)
+    note_start(job.workdir / "run.json", {"id": "ab" * 8, "starts": []}, 0, -1)
+    (tmp_path / "memory" / ("ab" * 8)).mkdir(parents=True)
     job.tell("exit", str(code))
     assert [job.end(index) for index in range(2)] == [code, code]
     for index in range(2):
         assert f"ended with exit code {code}, which a restart cannot mend" in job.log(index).splitlines()[-1]
     assert len(job.placed()) == 1
+    assert (tmp_path / "memory" / ("ab" * 8)).exists() == (code == 2)
 
 
 def test_starts_that_fail_again_and_again_stop_with_the_reason(start_job):
@@ -135,6 +141,18 @@ def test_starts_that_fail_again_and_again_stop_with_the_reason(start_job):
     assert [job.end(index) for index in range(2)] == [2, 2]
     assert "3 starts in a row failed before a step was finished; the last time the processes of host" in job.log(1)
     assert len(job.placed()) == 4
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_whose_processes_always_fail_leaves_to_the_spare(start_job, host):
+    job = start_job(3, "--spares=1")
+    first = job.epoch_of(2)
+    job.tell("broken", str(host))
+    os.kill(job.placed()[first][host]["pid"], signal.SIGKILL)
+    assert job.end(host) == 2
+    (job.workdir / "broken").unlink()
+    assert f"the processes of host {host} ended with exit code 1" in job.log(host).splitlines()[-1]
+    assert set(job.hosts_of(job.epoch_of(2, after=first))) == {1 - host, 2}
 
 
 def test_all_hosts_killed_and_started_again_go_on_in_a_later_epoch(start_job):

@@ -1,7 +1,7 @@
 """A job of supervisors on this machine, whose processes only count; one of them is this file, run as a program.
 
 A process writes its place to WORKDIR/places, counts steps, and ends: with the code that WORKDIR/exit holds, with 75
-after SIGTERM, with 1 before its first step where WORKDIR/broken exists.
+after SIGTERM, with 1 before its first step where WORKDIR/broken exists; where that names another host, with 4.
 """
 
 import contextlib
@@ -130,8 +130,8 @@ def count() -> None:
     place |= {"coordinator": flags["coordinator"], "secret": os.environ["MOE_JAX_JOB_TOKEN"]}
     (places / f"{name}.part").write_text(json.dumps(place))
     (places / f"{name}.part").rename(places / f"{name}.json")
-    if (workdir / "broken").exists():
-        sys.exit(1)
+    if (workdir / "broken").exists():  # names who is, or nobody: all are
+        sys.exit(1 if (workdir / "broken").read_text() in ("", host) else 4)
     for step in range(1, 10_000):
         time.sleep(0.05)
         report_step(step)
