@@ -97,12 +97,15 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
     if folder == "":
         jax.config.update("jax_enable_compilation_cache", False)
         return None
-    if folder is not None and not jax.config.jax_enable_compilation_cache:
+    asked = folder or jax.config.jax_compilation_cache_dir
+    alone = jax.config.jax_enable_compilation_cache and jax.process_count() == 1
+    if asked and not alone and (platform or jax.default_backend()) == "cpu":
         _LOG.warning(
-            "--compilation_cache=%s is not used with --host_devices: with several CPU devices a program from it hangs "
-            "between two collectives (jax 0.10.2)",
-            folder,
+            "compilation cache %s is not used with --host_devices, or with several processes on CPUs: with several CPU "
+            "devices a program from it hangs between two collectives (jax 0.10.2)",
+            asked,
         )
+        jax.config.update("jax_enable_compilation_cache", False)
         return None
     if folder is None and not jax.config.jax_compilation_cache_dir:
         if (platform or jax.default_backend()) not in ("gpu", "cuda"):

@@ -146,7 +146,7 @@ def as_before(monkeypatch, tmp_path):
     jax.config.update("jax_enable_compilation_cache", enabled)
 
 
-def test_which_folder_keeps_programs(as_before, tmp_path, caplog):
+def test_which_folder_keeps_programs(as_before, tmp_path, caplog, monkeypatch):
     """On GPUs the user's, on CPUs none, a named one or the environment's before both; '' switches it off."""
     assert set_up_compilation_cache(None) is None and jax.config.jax_compilation_cache_dir is None
     assert set_up_compilation_cache(None, "gpu") == str(tmp_path / "moe_jax" / "compilation")
@@ -158,7 +158,13 @@ def test_which_folder_keeps_programs(as_before, tmp_path, caplog):
     assert set_up_compilation_cache("", "gpu") is None
     assert not jax.config.jax_enable_compilation_cache
     assert set_up_compilation_cache(str(tmp_path / "mine")) is None  # as set_up_devices leaves it
-    assert f"--compilation_cache={tmp_path}/mine is not used with --host_devices" in caplog.text
+    assert f"compilation cache {tmp_path}/mine is not used with --host_devices" in caplog.text
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", "/from/JAX_COMPILATION_CACHE_DIR")
+    with monkeypatch.context() as several:
+        several.setattr(jax, "process_count", lambda: 2)
+        assert set_up_compilation_cache(None) is None and not jax.config.jax_enable_compilation_cache
+        assert "_CACHE_DIR is not used with --host_devices, or with several processes on CPUs" in caplog.text
     jax.config.update("jax_enable_compilation_cache", True)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--compilation_cache=.*file/below cannot be made \(.*\); name another"):
