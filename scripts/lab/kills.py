@@ -9,10 +9,8 @@ plays the launcher: 20 s later it boots what was killed, or starts the superviso
 
 First the job runs undisturbed; then, in a new folder, with kills. Prints a line for each kill with the seconds of every
 phase, then one JSON line with medians, and with the steps whose loss is not that of the undisturbed run: none where all
-starts had one mesh; after a start on fewer machines ("meshes" names both) sums are rounded otherwise. With --prepare
-programs are kept, and those of every number of machines compiled by short runs first, whose time is printed too.
-Without it every start compiles; on three machines a program from the cache was seen to hang between two collectives
-(CPU, jax 0.10.2). --xla_flags may let it compile sooner.
+starts had one mesh; after a start on fewer machines ("meshes" names both) sums are rounded otherwise. Every start
+compiles its programs; --xla_flags may let it do so sooner.
 
 With --every=60 a kill comes every minute, mended or not, and the share of useful time is printed: steps of the final
 history times the undisturbed median step, over wall clock.
@@ -68,16 +66,15 @@ class Lab:
         self.supervisors: dict[int, subprocess.Popen] = {}
         self.lines: list[tuple[float, int, str]] = []  # (when, machine, text), as they came
         self.due: dict[int, float] = {}  # when a machine's supervisor is started again
-        self.workdir, self.only = base / "run", list(range(len(self.machines)))
+        self.workdir = base / "run"
         self.secret = secrets.token_hex(32)
         for machine in self.machines:
             machine.boot()
 
-    def start_job(self, name: str, only: list[int] | None = None) -> None:
-        """Start the supervisors of a new job, on all machines or these alone."""
+    def start_job(self, name: str) -> None:
+        """Start the supervisors of a new job."""
         self.workdir, self.lines, self.due, self.supervisors = self.base / name, [], {}, {}
-        self.only = list(range(len(self.machines))) if only is None else only
-        for index in self.only:
+        for index in range(len(self.machines)):
             self.start(index)
 
     def start(self, index: int) -> None:
@@ -85,13 +82,11 @@ class Lab:
         options, machine = self.options, self.machines[index]
         if not machine.is_up:
             machine.boot()
-        hosts = ",".join(f"{self.machines[at].host.address}:{PORT}" for at in self.only)
-        spares = 0 if len(self.only) <= options.hosts else options.spares
+        hosts = ",".join(f"{machine.host.address}:{PORT}" for machine in self.machines)
         command = [*machine.inside(), sys.executable, "-m", "moe_jax.supervise", f"--hosts={hosts}"]
-        command += [f"--host_index={self.only.index(index)}", f"--spares={spares}"]
+        command += [f"--host_index={index}", f"--spares={options.spares}"]
         command += ["--start_timeout_seconds=60", "--"]  # one that returns after the job's end waits for the others
         command += [sys.executable, "-m", "moe_jax.train", f"--workdir={self.workdir}"]
-        command += [f"--compilation_cache={self.base / 'programs'}"] if options.prepare else []
         command += [f"--gin_file={path}" for path in options.gin_file]
         command += [f"--gin_bindings={binding}" for binding in options.gin_bindings]
         environment = {**os.environ, "MOE_JAX_JOB_TOKEN": self.secret, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
@@ -145,7 +140,7 @@ class Lab:
         formed = [when for when, _, line in list(self.lines) if MARKS[1][0].search(line)]
         if self.due or not formed or not self.said(MARKS[-1][0], formed[-1]):
             return False
-        return len(self.training()) == min(self.options.hosts, len(self.only))
+        return len(self.training()) == self.options.hosts
 
     def said(self, pattern: re.Pattern, since: float) -> tuple[float, int, re.Match] | None:
         """Return the first line of any machine since a time that a pattern is found in: (when, machine, match)."""
@@ -158,7 +153,7 @@ class Lab:
         """Return the machines of the newest epoch, in the order of their processes."""
         found = [re.search(r"hosts ([\d, ]+) train", line) for _, _, line in list(self.lines)]
         newest = next(match for match in reversed(found) if match)
-        return [self.only[int(word)] for word in newest[1].split(", ")]
+        return [int(word) for word in newest[1].split(", ")]
 
     def kill(self, kind: str, rng: random.Random) -> str:
         """Kill something of a kind on a machine that is up; return what, in words."""
@@ -174,15 +169,6 @@ class Lab:
         else:
             os.kill(processes[0], signal.SIGKILL)
         return f"{kind} on machine {index}"
-
-    def stop_job(self) -> None:
-        """Let the job save and end."""
-        for process in self.supervisors.values():
-            for supervisor in children_of(process.pid):
-                os.kill(supervisor, signal.SIGTERM)
-        for process in self.supervisors.values():
-            process.wait()
-        self.supervisors = {}
 
     def close(self) -> None:
         for machine in self.machines:
@@ -256,21 +242,10 @@ def kill_by_the_clock(lab: Lab, options: argparse.Namespace) -> float:
     return time.time() - began
 
 
-def prepare(lab: Lab, options: argparse.Namespace) -> float:
-    """Let the programs of every number of machines be compiled once; return the seconds."""
-    began = time.time()
-    for count in range(1, options.hosts + 1):
-        lab.start_job(f"prepare-{count}", list(range(count)))
-        lab.wait(lambda: lab.said(MARKS[-1][0], 0.0))
-        lab.stop_job()
-    return time.time() - began
-
-
 def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
     """Run everything in `base`; return the result as plain data."""
     lab = Lab(base, options)
     try:
-        prepared = prepare(lab, options) if options.prepare else 0.0
         lab.start_job("undisturbed")
         lab.finish()
         median = statistics.median(line["step_seconds"] for line in read_metrics(RunFolder(base / "undisturbed")))
@@ -291,7 +266,6 @@ def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
     medians = {phase: statistics.median([row[phase] for row in single if phase in row] or [0]) for phase in PHASES}
     return {
         "kills": len(rows),
-        "prepare_seconds": round(prepared, 1),
         "median_seconds": {phase: round(seconds, 2) for phase, seconds in medians.items()},
         "longest_seconds": round(max((row["total"] for row in single), default=0.0), 2),
         "longest_after_a_second_loss": round(
@@ -317,7 +291,6 @@ def main() -> int:
     )
     parser.add_argument("--every", type=float, default=0.0, help="seconds between kills; 0 = once all is mended")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what is killed")
-    parser.add_argument("--prepare", action="store_true", help="compile for every number of machines first")
     parser.add_argument("--gin_file", action="append", default=[], help="config file of the run; may repeat")
     parser.add_argument("--gin_bindings", action="append", default=[], help="binding of the run; may repeat")
     parser.add_argument("--xla_flags", default="", help="XLA_FLAGS of the processes")
