@@ -8,10 +8,13 @@ first reads the metrics of all steps in flight.
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
+import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,7 @@ from moe_jax.training.ram_state import RamCopies
 from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import NoCompleteProgramError, Stepper
 
+_SLOW = 1.5  # times the median
 _MOST_PICTURES = 40  # of loads, that the dashboards of a run get
 
 
@@ -277,6 +281,11 @@ class Loop:
             return
         self.checkpoints.save(step, *self.what_to_save())
         self.checkpoint = step
+        if self.hosts.process_count > 1:
+            told = json.dumps([probe_seconds(), socket.gethostname()])
+            told = self.hosts.gather_text(f"speed at step {step}", told)
+            if line := slow_processes(*zip(*map(json.loads, told), strict=True)):
+                self.note(line)
         self.hosts.touch(step)
 
     def copy(self):
@@ -366,6 +375,37 @@ def evaluate(
         if after_batch is not None:
             after_batch()
     return total / max(count, 1)
+
+
+def probe_seconds() -> float:
+    """Return how long this process' first device takes for a product of matrices, at best; other devices do not count.
+
+    A step tells nothing: in it all wait for the slowest.
+    """
+    device, seconds = jax.local_devices()[0], []
+    side = 512 if device.platform == "cpu" else 8192
+    matrix = jax.device_put(np.ones((side, side), np.float32), device)
+    for _ in range(4):  # the first one compiles
+        began = time.monotonic()
+        jax.block_until_ready(_product(matrix))
+        seconds.append(time.monotonic() - began)
+    return min(seconds)
+
+
+@jax.jit
+def _product(matrix):
+    return matrix @ matrix
+
+
+def slow_processes(seconds: Sequence[float], names: Sequence[str]) -> str:
+    """Return in words which processes take more than _SLOW times the median for the same work, '' where none does."""
+    median = statistics.median_low(seconds)  # of two the faster one
+    slow = [
+        f"process {index} ({name}) takes {own / median:.1f} times as long as the median"
+        for index, (own, name) in enumerate(zip(seconds, names, strict=True))
+        if own > _SLOW * median
+    ]
+    return f"{', '.join(slow)} for the same work on its device: all wait for it" if slow else ""
 
 
 def build_local_finite(state: dict, mesh: jax.sharding.Mesh) -> Callable:

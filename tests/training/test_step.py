@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -322,3 +323,14 @@ def test_step_record():
     np.testing.assert_array_equal(record.pop("device_load_max_over_mean"), [10 / 8, 2])
     np.testing.assert_array_equal(record.pop("dead_experts"), [1, 3])
     assert record == {**numbers, "dropped_fraction": 4 / 32, "overflow_steps": 1}
+
+
+def test_a_slow_process_is_named_beside_the_median(monkeypatch):
+    """The probe's time comes from a clock that the test turns; its first run, which compiles, counts for nothing."""
+    times = iter([0.0, 9.0, 10.0, 10.5, 20.0, 20.25, 30.0, 31.0])
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: next(times)))
+    assert loop.probe_seconds() == 0.25
+    assert loop.slow_processes([1.0, 1.4, 1.0], ["a", "b", "c"]) == loop.slow_processes([2.0], ["a"]) == ""
+    line = loop.slow_processes([1.0, 3.1, 1.0, 0.5], ["a", "b", "c", "d"])
+    assert line.startswith("process 1 (b) takes 3.1 times as long as the median for the same work")
+    assert loop.slow_processes([1.0, 2.0], ["a", "b"]).startswith("process 1 (b) takes 2.0 times")
