@@ -14,6 +14,7 @@ import numpy as np
 import scipy.stats
 
 from moe_jax.cluster import read_cluster
+from moe_jax.cluster.tables import assumed
 from moe_jax.papers.loads import fit_loads, with_loads_before
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import (
@@ -59,6 +60,7 @@ PER_DEVICE, TOP_K = 2, 2  # experts of a device
 BACK = 3  # iterations: where the mean of the five before (w = 5, section 4.2) lies; others then plan from that too
 STATE, FLEXMOE_SLOTS = 12, 4  # bytes of Adam's state a parameter: six times 16 bits (2.3); PlannerConfig's default
 FLOAT32_RATE = {"hecate_a": 15.7 / 125, "hecate_b": 19.5 / 312}  # of float16's: NVIDIA's data sheets
+V100_MEMORY = 900e9  # bytes/s: likewise, SXM2
 BASELINES = ("FasterMoE", "SmartMoE", "FlexMoE")
 COMPARED = (*BASELINES, "Hecate")
 ALL = ("EP", *COMPARED, "Hecate-RM")
@@ -105,12 +107,27 @@ def in_float32(setting: Setting) -> Setting:
     return dataclasses.replace(setting, cluster=dataclasses.replace(setting.cluster, flops=rate), item=4)
 
 
+def with_scores(setting: Setting) -> Setting:
+    """Return the setting, of cluster A, with attention that writes its scores to memory, as `free_bytes` counts them.
+
+    A score of 16 bits and its mask are 13 bytes of traffic forward (written; masked, with softmax; dropped; multiplied)
+    and 19 backward; a step has three times what is added here. FlashAttention's kernels need a newer GPU than a V100.
+    """
+    model = setting.model
+    scores = setting.tokens / setting.devices * model.length * model.model_dim / 64  # heads of 64
+    moved = (13 + 19) / 3 * scores * setting.item / 2
+    return dataclasses.replace(setting, besides=moved / (V100_MEMORY * assumed("memory_share", "middle")))
+
+
+SCORES = "attention that writes its scores to memory: V100 have no FlashAttention"
 CHANGES: dict[str, Callable[[Setting], Setting]] = {
     "float32, PyTorch's default, as no precision is named": in_float32,
     "links between nodes as NCCL's users measured them (issues 235, 527), t by what they are sold as": with_sold_links,
+    SCORES: with_scores,
 }
 SAME: Change = dataclasses.replace
 EXPERIMENTS = {cause: functools.partial(dataclasses.replace, change=cause) for cause in CHANGES}
+ON_V100 = {SCORES: EXPERIMENTS.pop(SCORES)}
 ON_A = {"cluster A, as the text names none": functools.partial(dataclasses.replace, cluster="hecate_a")}
 OF_SMALL = {"GPT-MoE-S, as the text names no model": functools.partial(dataclasses.replace, model=SMALL.model)}
 
@@ -250,6 +267,7 @@ def overlap_degree(inputs, change=SAME):
     },
     bars("speed-up over EP"),
     (BATCH, "The text's 1.645 and 2.05 exceed Hecate over EP: its best baseline is slower than EP."),
+    experiments=EXPERIMENTS | ON_V100,
 )
 def figure_9(inputs, change=SAME):
     rows, speeds = end_to_end(inputs, change, GRID_A)

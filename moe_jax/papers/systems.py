@@ -59,6 +59,7 @@ class Setting:
     replica_slots: int = 4
     overlap_degree: int | None = None  # Hecate's t; None: by its formula
     every: int = 1
+    besides: float = 0.0  # forward seconds before an MoE layer that are no matmuls
 
     @property
     def devices(self) -> int:
@@ -71,7 +72,7 @@ class Setting:
         model = self.model
         block = {"moe_every": model.moe_every, "matrices": model.matrices, "dense_hidden_dim": 4 * model.model_dim}
         sizes = {"model_dim": model.model_dim, "length": model.length}
-        return preceding_seconds(self.cluster, self.tokens / self.devices, self.item, **sizes, **block)
+        return preceding_seconds(self.cluster, self.tokens / self.devices, self.item, **sizes, **block) + self.besides
 
     @property
     def head_seconds(self) -> float:

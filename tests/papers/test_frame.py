@@ -113,12 +113,13 @@ def test_a_verdict_follows_from_the_numbers():
     near, far = {"near": (1.9,)}, {"far": (1.2,)}
     assert Claim("a", (2.0,), (1.7,)).verdict == WITHIN
     assert Claim("a", (1.0, 2.0), (1.1, 1.6)).verdict == UNEXPLAINED  # one end is off
-    assert Claim("a", (2.0,), (1.0,), experiments=far).verdict == UNEXPLAINED
+    assert Claim("a", (2.0,), (1.0,), experiments=far).verdict == f"{UNEXPLAINED}; nearest by far: 1.2"
+    assert Claim("a", (2.0,), (1.0,), experiments={"away": (0.9,)}).verdict == UNEXPLAINED
     assert Claim("a", (2.0,), (1.0,), experiments=far | near).verdict.startswith("explained by near")
     assert Claim("a", None, (1.0,)).verdict == NO_NUMBER
     # no ratio measures a gap from 0: only what comes within a fifth explains it
     anything, right = {"anything": (1e-6, 1e9)}, {"right": (7.5, 16.0)}
-    assert Claim("a", (7.5, 16.9), (0.0, 0.0), experiments=anything).verdict == UNEXPLAINED
+    assert Claim("a", (7.5, 16.9), (0.0, 0.0), experiments=anything).verdict.startswith(UNEXPLAINED)
     assert Claim("a", (7.5, 16.9), (0.0, 0.0), experiments=anything | right).verdict.startswith("explained by right")
 
 
@@ -146,7 +147,7 @@ def test_cells_are_within_by_ends_mean_and_half_of_them(paper, ours, verdict):
 
 @pytest.mark.parametrize(
     ("paper", "verdict", "tried"), [(1.1, WITHIN, []), (2.0, "explained by near: 1.9", [1.9, 1.2]),
-                                    (9.0, UNEXPLAINED, [1.9, 1.2])],
+                                    (9.0, "unexplained; nearest by near: 1.9", [1.9, 1.2])],
 )  # fmt: skip
 def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdict, tried):
     calls, tables = [], Tables("modelled", {"near": 1.9, "far": 1.2}, lambda find, inputs, paper: ("last",))

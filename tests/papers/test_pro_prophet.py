@@ -4,7 +4,7 @@ import numpy as np
 
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import with_loads_before
-from moe_jax.papers.pro_prophet import Row, setting_of, speedups, step_of
+from moe_jax.papers.pro_prophet import TORCH_SEARCH, Row, released_seconds, setting_of, speedups, step_of
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, PRO_PROPHET, run
 from moe_jax.papers.table import Inputs
 
@@ -47,3 +47,9 @@ def test_copies_through_the_host_slow_the_links_inside_a_node_alone():
     peers, copies = (setting_of(INPUTS, ROW, change).cluster for change in ("", "copies"))
     assert (peers.intra_bandwidth, copies.intra_bandwidth) == (15.75e9, 4.28e9)
     assert copies.inter_bandwidth == peers.inter_bandwidth
+
+
+def test_the_released_search_waits_for_an_all_gather_and_a_copy_of_each_count():
+    """4 nodes of 4: a start, 12 messages to other nodes and 3 inside; 17 copies of 5 us, one to the host."""
+    waited = 45e-6 + 12 * 1.0e-6 + 3 * 1.1e-6 + 17 * 5e-6
+    np.testing.assert_allclose(released_seconds(setting_of(INPUTS, ROW)), TORCH_SEARCH + waited)
