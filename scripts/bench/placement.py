@@ -13,6 +13,12 @@ in buckets of --slack; try several first, the best is what is fair. Runs are int
 trains the same few steps; the speed-up is that of the medians. Before the rounds every side
 runs --settle steps; planners start from the loads of EP's, so that their first executable is the one they need, and its
 buckets are of the size they predict.
+
+A side is a planner, or PLANNER+SCHEDULE; `auto` chooses both, and runs --auto_settle steps before the rounds, in which
+it decides and compiles. It is held against these six, EP among them, whose names stood here before the first run:
+
+    sudo python scripts/bench/placement.py --out=DIR --trace=configs/trace/top_2.npz --devices_per_host=2 --rounds=5 \\
+        --timeout=900 --planners=hecate,pro_prophet,balanced,llep,none+pairwise,auto
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ PLANNERS = ("hecate", "pro_prophet", "balanced", "llep", "fastermoe", "flexmoe",
 
 _OUT = flags.DEFINE_string("out", None, "Folder for results.", required=True)
 _TRACE = flags.DEFINE_string("trace", None, "npz of loads to replay.", required=True)
-_PLANNERS = flags.DEFINE_list("planners", list(PLANNERS), "Planners besides EP; NAME_after_gate decides in the step.")
+_PLANNERS = flags.DEFINE_list("planners", list(PLANNERS), "Sides besides EP; NAME_after_gate decides in the step.")
 _HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts of the lab.")
 _DEVICES = flags.DEFINE_integer("devices_per_host", 4, "Devices of each.")
 _RATE = flags.DEFINE_string("rate", "200mbit", "Rate of a host's link, each way.")
@@ -42,6 +48,7 @@ _TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens of a device.")
 _ROUNDS = flags.DEFINE_integer("rounds", 4, "Interleaved rounds.")
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps of each side in a round.")
 _SETTLE = flags.DEFINE_integer("settle", 6, "Steps of each side before the rounds.")
+_AUTO_SETTLE = flags.DEFINE_integer("auto_settle", 140, "The same of `auto`, whose rounds have up to 128 steps.")
 _TRANSPORT = flags.DEFINE_string("transport", "all_to_all", "MoEConfig.transport of all sides.")
 _SLACK = flags.DEFINE_float("slack", 1.5, "Bucket size of EP, over the mean; planners choose theirs.")
 _REPLICA_SLOTS = flags.DEFINE_integer("replica_slots", 4, "Replicas of a device in a layer.")
@@ -94,10 +101,12 @@ def install_counted_gate(axes: tuple[str, ...]) -> None:
     TopK.choose = choose
 
 
-def run_config(planner: str):
+def run_config(side: str):
     """Return the run of one side."""
     from moe_jax.config.gin_files import parse_run_config
 
+    planner, _, schedule = side.partition("+")
+    schedule = "auto" if planner == "auto" else schedule or "s1"
     devices = _HOSTS.value * _DEVICES.value
     late = planner.endswith("_after_gate")
     bindings = [
@@ -105,8 +114,9 @@ def run_config(planner: str):
         f"ModelConfig.max_length = {LENGTH}", f"DataConfig.sequence_length = {LENGTH}", "ModelConfig.heads = 4",
         f"MoEConfig.bucket_slack = {_SLACK.value if planner == 'none' else 1.5}",
         f"MoEConfig.num_experts = {EXPERTS}", "MoEConfig.aux_loss_weight = 0.0",
-        f"MoEConfig.transport = '{_TRANSPORT.value}'", f"MeshConfig.expert = {devices}",
-        f"MeshConfig.devices_per_node = {_DEVICES.value}", f"train.batch_size = {devices * _TOKENS.value // LENGTH}",
+        f"MoEConfig.transport = '{_TRANSPORT.value}'", f"MoEConfig.schedule = '{schedule}'",
+        f"MeshConfig.expert = {devices}", f"MeshConfig.devices_per_node = {_DEVICES.value}",
+        f"train.batch_size = {devices * _TOKENS.value // LENGTH}",
         "train.learning_rate = 1e-6", "train.zero_stage = 0", "train.steps = 1000000",
         f"PlannerConfig.name = '{planner.removesuffix('_after_gate')}'",
         f"PlannerConfig.when = '{'after_gate' if late else 'ahead'}'",
@@ -158,7 +168,7 @@ def worker() -> None:
             began = time.perf_counter()
             side = build_stepper(run_config(planner), jax.devices(), with_counts, past)
             compiled = time.perf_counter() - began
-            past = [record["loads"] for record in side.run(_SETTLE.value)]
+            past = [record["loads"] for record in side.run(_AUTO_SETTLE.value if planner == "auto" else _SETTLE.value)]
             say(f"{planner}: compiled in {compiled:.0f} s, settled after {side.step} steps")
             return side, past
 
@@ -236,6 +246,9 @@ def main(_):
     (folder / "results.md").write_text("\n".join([json.dumps(machine), "", *lines]) + "\n")
     print("\n".join(lines))
     print(json.dumps({name: round(side["speedup"], 3) for name, side in sides.items()}))
+    if "auto" in sides:
+        auto = sides.pop("auto")["step_seconds"]
+        print(f"auto over the best other side: {auto / min(side['step_seconds'] for side in sides.values()):.3f}")
     return 0
 
 
