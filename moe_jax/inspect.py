@@ -4,8 +4,8 @@
         --target=h200:4x8 --out=runs/inspect
 
 prints, and writes to --out: report.json (memory, every collective, what computes next to it, modelled and exposed
-time; the same with the expected rows of buckets alone, and with fewer cores next to transfers; what stands in command
-buffers), timeline.png, trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program as the compiler scheduled it).
+time; the same with the expected rows of buckets alone, and with fewer cores next to transfers), timeline.png,
+trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program as the compiler scheduled it).
 Without --target the devices of this machine are taken, and --profile puts measured times next to the modelled ones,
 instruction by instruction, with the constants that would have fitted; --constants=FILE models with them.
 Exit codes: 0, or 2 for a user's mistake.
@@ -17,7 +17,6 @@ import datetime
 import gzip
 import json
 import re
-import tempfile
 from pathlib import Path
 
 from absl import flags, logging
@@ -53,10 +52,6 @@ _CONSTANTS = flags.DEFINE_string(
 )
 _RATES = flags.DEFINE_string("rates", "", "Without --target: DEVICE whose rates the model takes, if it cannot tell.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Without --target: the CPU, split into so many devices.")
-_PROGRAM = flags.DEFINE_enum(
-    "program", "step", ["step", "complete"],
-    "'step', what a step runs, or 'complete', which optimistic steps take after an overflow.",
-)  # fmt: skip
 _COMPLETE = flags.DEFINE_bool(
     "complete", False, "Of optimistic steps compile the complete program too, for what an overflow costs."
 )
@@ -134,15 +129,10 @@ def inspect_devices(config, devices, prices, options: dict[str, str]) -> None:
     from moe_jax.analysis.program_report import report_text
 
     asked = {"skew": _SKEW.value, "real": not _TARGET.value, "bare": _BARE.value}
-    with tempfile.TemporaryDirectory(prefix="moe_jax_dump_") as folder:
-        # The compiler then writes all that it makes there, and JAX's compilation cache does not find the program again.
-        dump = {"xla_dump_to": folder} if devices[0].platform in ("gpu", "cuda") else {}
-        complete = _PROGRAM.value == "complete"
-        compiled, rest = compile_step(config, devices, options={**options, **dump}, complete=complete, **asked), None
-        if _COMPLETE.value and compiled.common:
-            rest = compile_step(config, devices, options=options, complete=True, **asked)
-        dumped = Path(folder) if dump else None
-        report, module = write_report(compiled.text, prices, compiled.buckets, compiled, rest, dumped)
+    compiled, rest = compile_step(config, devices, options=options, **asked), None
+    if _COMPLETE.value and compiled.common:
+        rest = compile_step(config, devices, options=options, complete=True, **asked)
+    report, module = write_report(compiled.text, prices, compiled.buckets, compiled, rest)
     if _PROFILE.value:
         out = Path(_OUT.value)
         seconds = record_steps(config, devices, compiled, out / "profile", PROFILED_STEPS, PLAIN_STEPS)
@@ -152,14 +142,13 @@ def inspect_devices(config, devices, prices, options: dict[str, str]) -> None:
         print(report_text(report), end="")
 
 
-def write_report(text: str, prices, buckets=(), compiled=None, complete=None, dump: Path | None = None):
+def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
     """Model a schedule, print the report and fill the folder; return the report and the program (`Module`).
 
     Args:
       buckets: of the program, () where they are not known.
       compiled: what the text is of, None for a saved one, of which it is not known what overflows cost.
       complete: the complete program next to a common one, None where it was not compiled.
-      dump: the folder of the compiler's dump, None without one.
     """
     from moe_jax.analysis import program_report
     from moe_jax.analysis.compile_ahead import without_places
@@ -175,7 +164,7 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None, du
             "environment": environment_record(mesh=compiled.mesh),
             "bindings": [*_GIN_FILES.value, *_GIN_BINDINGS.value],
             **{name: getattr(compiled, name) for name in ("lower_seconds", "compile_seconds", "plan_shape")},
-            "compiler_options": {k: v for k, v in compiled.options.items() if dump is None or v != str(dump)},
+            "compiler_options": compiled.options,
             "guided_scheduler": compiled.guided,
             "program": "common" if compiled.common else "complete",
             **{name: getattr(compiled, name) for name in ("resolved", "memory", "model_flops")},
@@ -186,8 +175,6 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None, du
         facts["overflow"] = program_report.overflow_record(timeline, buckets, rest)
         if complete is not None:
             facts["overflow"]["complete_compile_seconds"] = complete.compile_seconds
-    if dump is not None and (thunks := program_report.count_thunks(dump, module)) is not None:
-        facts["thunks"] = thunks
     report = program_report.build_report(timeline, prices, **facts)
     out = Path(_OUT.value)
     try:

@@ -1,7 +1,7 @@
 """The report of a scheduled program: a record for JSON, the same as a table for people, and pictures of its timeline.
 
 Besides the modelled timeline: the same program under other assumptions (buckets without empty rows, fewer cores next to
-a transfer, overflows), and what the compiler puts into command buffers; `measured.py` adds the times of a trace.
+a transfer, overflows); `measured.py` adds the times of a trace.
 Seconds are modelled unless a name says measured.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +18,6 @@ from moe_jax.cluster.hlo import EXCHANGE, Module
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.tables import LEVELS
 from moe_jax.cluster.timeline import Flight, Timeline, play
-from moe_jax.errors import UserError
 
 MOST_NAMES = 8  # of what computes next to a transfer
 TAKEN_CORES = (0, 16, 20, 32)
@@ -30,7 +28,7 @@ def build_report(timeline: Timeline, prices: Prices, **facts) -> dict:
 
     Args:
       facts: what stands at the top of the record as it is: command, date, versions, memory, compile_seconds, what
-        `what_if` and `count_thunks` return; model_flops, of a device's step.
+        `what_if` returns; model_flops, of a device's step.
     """
     target, described = prices.target, dataclasses.asdict(prices.target)
     described.pop("config")
@@ -202,106 +200,6 @@ def overflow_record(timeline: Timeline, buckets: Sequence[Buckets], complete: Ti
     }
 
 
-BUFFER, LOOP, CONDITIONAL = "kCommandBuffer", "kWhile", "kConditional"
-AROUND = frozenset("kSequential kDynamicSliceFusion kDynamicSlice kAsyncStart kAsyncDone kWaitForStreams".split())
-GROUPS = {
-    "kernels": (),  # all that is in no other group
-    "memory_copies": "kCopy kCopyDone kMemset kMemset32BitValue kMemzero kPartitionId kReplicaId".split(),
-    "collectives": "kAllGather kAllReduce kAllToAll kReduceScatter kCollectivePermute kCollectiveBroadcast "
-    "kCollectiveGroup kCollectiveKernel kSend kRecv kNcclGroup".split(),
-    "conditionals": (CONDITIONAL,),
-    "loops": (LOOP,),
-}
-_SEQUENCE, _METADATA = ".thunk_sequence_after_thunk_passes.txt", ".thunk_metadata.txt"
-_THUNK = re.compile(r"^( *)(\d+): (k\w+)")
-_SECTION = re.compile(r"^( *)(condition|body|true_branch|false_branch|branch_?\d+):?$")
-_RECORD = re.compile(r"thunk_metadata \{\s*thunk_info \{(.*?)\}", re.DOTALL)
-
-
-def count_thunks(dump: pathlib.Path, module: Module) -> dict | None:
-    """Return what one step launches, by XLA's dump of the program that was compiled last into a folder.
-
-    Args:
-      module: the program, which knows how often its loops turn; one whose turns are data counts one.
-
-    Returns:
-      buffers: launches of command buffers; inside: {group: thunks in them}; outside: {group: thunks in none}, over
-      `GROUPS`. A loop counts once however many turns it has, what it runs once for each; of a conditional the branch
-      with the fewest. outside_kinds: {XLA's name of the kind: thunks in no buffer}. None where the folder has no dump.
-    """
-    files = sorted(dump.glob(f"*{_SEQUENCE}"), key=lambda path: path.stat().st_mtime_ns)
-    if not files:
-        return None
-    metadata = files[-1].with_name(files[-1].name.removesuffix(_SEQUENCE) + _METADATA)
-    instructions = (own for computation in module.computations.values() for own in computation.instructions)
-    turns = {own.name: own.trip_count or 1 for own in instructions if own.opcode == "while"}
-    loops = {}  # number of a loop's thunk -> turns
-    for record in _RECORD.findall(metadata.read_text(encoding="utf-8") if metadata.exists() else ""):
-        name, number = re.search(r'profile_annotation: "([^"]*)"', record), re.search(r"thunk_id: (\d+)", record)
-        if name and number:
-            loops[int(number.group(1))] = turns.get(name.group(1), 1)
-
-    counted = _thunks_that_run(files[-1].read_text(encoding="utf-8"), loops)
-    if not counted:
-        raise UserError("the compiler's dump holds no thunks; its text has a form that is not known here")
-    group_of = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
-    places = {True: dict.fromkeys(GROUPS, 0), False: dict.fromkeys(GROUPS, 0)}
-    kinds = {}
-    for (kind, in_buffer), times in counted.items():
-        if kind not in AROUND and kind != BUFFER:
-            places[in_buffer][group_of.get(kind, "kernels")] += times
-            if not in_buffer:
-                kinds[kind] = times
-    return {
-        "buffers": counted[BUFFER, False],
-        "inside": places[True],
-        "outside": places[False],
-        "outside_kinds": dict(sorted(kinds.items(), key=lambda item: -item[1])),
-    }
-
-
-def _thunks_that_run(text: str, loops: dict[int, int]) -> Counter[tuple[str, bool]]:
-    """Return {(kind, in a command buffer): how often it runs}.
-
-    Args:
-      text: a thunk a line, below the one that it runs in and indented deeper; loops: {number of a loop: turns}.
-    """
-    total: Counter[tuple[str, bool]] = Counter()
-    # those that are open, from the outside in: (indentation, kind, number, inside a buffer, {section: what runs in it})
-    open_thunks = [(-1, "", 0, False, {"": total})]
-
-    def close() -> None:
-        """Add what runs in the innermost thunk to the section that it stands in."""
-        _, kind, number, _, sections = open_thunks.pop()
-        if kind == LOOP:
-            body = sections.get("body", Counter())
-            ran = {key: loops.get(number, 1) * times for key, times in body.items()}
-        else:  # of the branches of a conditional the one with the fewest
-            ran = min(sections.values(), key=Counter.total, default={})
-        list(open_thunks[-1][-1].values())[-1].update(ran)
-
-    for line in text.splitlines():
-        thunk, head = _THUNK.match(line), _SECTION.match(line.rstrip())
-        if head:  # of the loop or conditional above
-            # the heading of a loop's condition stands at the margin, right below the loop
-            name, indent = head.group(2), len(head.group(1))
-            if name != "condition" and any(own[0] == indent - 2 for own in open_thunks):
-                while open_thunks[-1][0] > indent - 2:
-                    close()
-            open_thunks[-1][-1].setdefault(name, Counter())
-        elif thunk:
-            indent, kind = len(thunk.group(1)), thunk.group(3)
-            while open_thunks[-1][0] >= indent:
-                close()
-            *_, inside, sections = open_thunks[-1]
-            list(sections.values())[-1][kind, inside] += 1
-            own = {} if kind in (LOOP, CONDITIONAL) else {"": Counter()}
-            open_thunks.append((indent, kind, int(thunk.group(2)), inside or kind == BUFFER, own))
-    while len(open_thunks) > 1:
-        close()
-    return total
-
-
 def report_text(report: dict) -> str:
     """Return a report as text: memory, step, other assumptions, totals, every collective, and what was measured."""
     lines = [*_step_lines(report), *_what_if_lines(report)]
@@ -354,10 +252,7 @@ def _step_lines(report: dict) -> list[str]:
         seconds = f"{report['compile_seconds']:.1f} s (lowering {report['lower_seconds']:.1f} s)"
         lines.append(f"compiled {guided}in {seconds}")
     if report.get("program") == "common":
-        lines.append(
-            "program  the common one of optimistic steps; a step that overflows costs it and the complete one "
-            "(--program=complete)"
-        )
+        lines.append("program  the common one of optimistic steps; one that overflows costs it and the complete one")
     if report.get("resolved"):
         lines.append("resolved: " + ", ".join(f"{name} = {value!r}" for name, value in report["resolved"].items()))
     assumed = [
@@ -403,9 +298,9 @@ def _step_lines(report: dict) -> list[str]:
 
 
 def _what_if_lines(report: dict) -> list[str]:
-    """Return what a report says of overflows, cores, thunks and rows."""
+    """Return what a report says of overflows, cores and rows."""
     lines = []
-    overflow, thunks, rows = (report.get(name) for name in ("overflow", "thunks", "rows"))
+    overflow, rows = report.get("overflow"), report.get("rows")
     if overflow:
         common, chance = _ms(overflow["common_seconds"]), overflow["chance"]
         said = "not known, since planned buckets state no chance" if chance is None else f"at most {chance:.3%}"
@@ -427,10 +322,6 @@ def _what_if_lines(report: dict) -> list[str]:
             f"{_ms(own['step_seconds'])}, exposed {_ms(own['exposed_seconds'])}"
             + ("" if both is None else f"; by expected rows {_ms(both)}")
         )
-    if thunks:
-        names = ", ".join(f"{count:,} {group.replace('_', ' ')}" for group, count in thunks["outside"].items())
-        inside = sum(thunks["inside"].values())
-        lines.append(f"{thunks['buffers']:,} command buffers with {inside:,} thunks; outside of them {names}")
     if rows:
         lines.append("")
         for own in rows["buckets"]:

@@ -1,5 +1,4 @@
-"""The report of a program: its sums, the same program under other assumptions, what stands in command buffers, and what
-a trace measured.
+"""The report of a program: its sums, the same program under other assumptions, and what a trace measured.
 
 Seconds are those of the toy target; test_timeline.py has the program as it is: 16 s a turn.
 """
@@ -13,17 +12,22 @@ import pytest
 from support.gpu_trace import write_gpu_trace
 from support.toy import BRANCH, LOOP, MODEL, PRICES, TARGET
 
-from moe_jax.analysis import program_report
 from moe_jax.analysis.compile_ahead import stated_buckets
 from moe_jax.analysis.measured import Span, add_measured, compare_instructions, fit_constants, read_spans
-from moe_jax.analysis.program_report import build_report, overflow_record, report_text, what_if
+from moe_jax.analysis.program_report import (
+    build_report,
+    draw_timeline,
+    overflow_record,
+    report_text,
+    what_if,
+    write_chrome_trace,
+)
 from moe_jax.cluster.costs import Buckets, exchanged_rows, multiplied_rows
 from moe_jax.cluster.hlo import arrays_of, parse_module
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
 from moe_jax.config.gin_files import parse_run_config
-from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import build_mesh
 
 RUN = pathlib.Path(__file__).parents[2] / "configs/run/gpt_moe_s_h200.gin"
@@ -59,11 +63,11 @@ def test_report_sums_and_prints(tmp_path):
         "at most 1.80 times faster (FasterMoE's bound), in this program 1.80",
     ):
         assert said in text, said
-    program_report.write_chrome_trace(timeline, tmp_path / "trace.json")
+    write_chrome_trace(timeline, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     waits = [event for event in events if event["ph"] == "X" and event["tid"] == 3]
     assert [event["dur"] for event in waits] == [pytest.approx(4e6)] * 3
-    program_report.draw_timeline(timeline, tmp_path / "timeline.png", "two windows")
+    draw_timeline(timeline, tmp_path / "timeline.png", "two windows")
     assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -124,7 +128,6 @@ def test_the_report_says_all_of_it():
     module, target = parse_module(LOOP), dataclasses.replace(TARGET, config="core_count: 132")
     line = play(module, Prices(target, MODEL))
     found = what_if(module, Prices(target, MODEL), (HALF,))
-    found["thunks"] = {"buffers": 2, "inside": {"kernels": 7}, "outside": {"kernels": 3, "conditionals": 0}}
     text = report_text(
         build_report(line, Prices(target, MODEL), overflow=overflow_record(line, (HALF,), line), **found)
     )
@@ -134,7 +137,6 @@ def test_the_report_says_all_of_it():
         "compute at 100 / 132 next to transfers: step ",
         "buckets of all: 8 rows by shape, 4 expected (50.0%), 3 exchanges a step",
         "by expected rows: step 24000.000 ms",
-        "2 command buffers with 7 thunks; outside of them 3 kernels, 0 conditionals",
     ):
         assert said in text, said
     assumed = Prices(target, dataclasses.replace(MODEL, node_start=None))  # 18, 45 or 93 us a turn, which are exposed
@@ -166,71 +168,6 @@ def test_buckets_of_the_committed_run():
     dense = dataclasses.replace(config, moe=dataclasses.replace(config.moe, schedule="dp"))
     assert stated_buckets(dense, build_mesh(config.mesh, 32), None) == ()
     assert parse_target("h200:4x8").cores == 132
-
-
-# a loop of 3 turns around a buffer, a transfer, and a conditional with an inner loop in its longer branch
-SEQUENCE = """\
-000: kCommandBuffer [source       | next=047 (1)]
-    001: kCustomKernel [source       | sink        ] fusion_33 grid: [2, 1, 1] threads: [128, 1, 1]
-    002: kCopy         [source       | sink        ] kCopy
-003: kWhile         [prev=000 (1) | next=017 (1)]
-condition:
-    004: kCustomKernel [source | sink] loop_compare_fusion_3 grid: [1, 1, 1] threads: [1, 1, 1]
-  body:
-    005: kDynamicSliceFusion [source        | next=052 (1) ] params=1, results=1
-        006: kCopy [source | sink] kCopy
-    000: kCommandBuffer      [prev=052 (1)  | next=062 (2) ]
-        007: kCustomKernel [source       | next=056 (2)] fusion_6 grid: [96, 1, 1] threads: [128, 1, 1]
-        008: kCuDnn        [source       | next=056 (1)] kCuDnn
-        009: kCustomKernel [prev=055 (1) | next=057 (1)] gemm_fusion grid: [768, 1, 1] threads: [64, 1, 1]
-    010: kAsyncStart         [prev=165 (1)  | next=083 (1) ] stream=communication_stream[0], async_id=10
-        011: kAllToAll [source | sink] kAllToAll
-    012: kConditional        [prev=170 (1)  | next=210 (1) ]
-      false_branch:
-        013: kCopy         [source       | next=174 (3)] kCopy
-        014: kWhile        [prev=173 (1) | sink        ]
-condition:
-            015: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1]
-          body:
-            016: kCustomCall   [source | sink] kCustomCall
-      true_branch:
-        018: kCopy [source | sink] kCopy
-    019: kAsyncDone          [prev=083 (1)  | next=233 (1) ] async_id=10
-020: kCustomKernel  [prev=003 (1) | sink        ] fusion_9 grid: [1, 1, 1] threads: [32, 1, 1]
-"""
-METADATA = """\
-thunk_metadata {
-  thunk_info { profile_annotation: "while.1" thunk_id: 3 }
-}
-thunk_metadata {
-  thunk_info { }
-}
-"""
-
-
-def count(folder, sequence, metadata=METADATA):
-    (folder / "module_0001.jit_step.thunk_sequence_after_thunk_passes.txt").write_text(sequence)
-    (folder / "module_0001.jit_step.thunk_metadata.txt").write_text(metadata)
-    return program_report.count_thunks(folder, parse_module(LOOP))
-
-
-def test_every_turn_of_a_loop_counts_in_and_out_of_command_buffers(tmp_path):
-    found = count(tmp_path, SEQUENCE)
-    # outside: the loop, in each turn a slice's copy, a transfer, a conditional and its shorter branch; one kernel
-    assert found == {
-        "buffers": 1 + 3,
-        "inside": {"kernels": 1 + 3 * 3, "memory_copies": 1, "collectives": 0, "conditionals": 0, "loops": 0},
-        "outside": {"kernels": 1, "memory_copies": 3 * 2, "collectives": 3, "conditionals": 3, "loops": 1},
-        "outside_kinds": {"kCopy": 6, "kAllToAll": 3, "kConditional": 3, "kWhile": 1, "kCustomKernel": 1},
-    }
-    # a loop whose name is not known turns once
-    assert count(tmp_path, SEQUENCE, "")["outside"]["collectives"] == 1
-    lines = [f"    {line}" if line and line != "condition:" else line for line in SEQUENCE.splitlines()]
-    found = count(tmp_path, "\n".join(["000: kCommandBuffer [source | sink]", *lines]))
-    assert found["buffers"] == 1 and not any(found["outside"].values())
-    assert found["inside"]["loops"] == 1 and found["inside"]["collectives"] == 3
-    with pytest.raises(UserError, match="holds no thunks"):
-        count(tmp_path, "nothing")
 
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"

@@ -218,12 +218,6 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
     assert sum(r["executions"] for r in exchanges if r["bytes"] == 4 * 96 * 64 * 2) == 4 * 3
     # those that have nothing to stand next to the compiler makes synchronous (jax 0.12: one, on 2080ti)
     assert any(r["asynchronous"] for r in exchanges)
-    # XLA's dump of thunks knows the same program: transfers and later passes' conditionals stand in no command buffer
-    thunks, step = report["thunks"], report["step"]
-    assert thunks["outside"]["collectives"] == sum(r["executions"] for r in report["collectives"])
-    assert thunks["outside"]["conditionals"] == step["conditionals"] and thunks["inside"]["conditionals"] == 0
-    launched = [thunks[place][group] for place in ("inside", "outside") for group in ("kernels", "memory_copies")]
-    assert 0.9 * step["kernels"] < sum(launched) < 1.2 * step["kernels"]
 
 
 @pytest.mark.gpu_compile
@@ -250,7 +244,6 @@ def test_what_overflows_cost_is_compiled_too(tmp_path):
     bindings = ("MoEConfig.overflow_chance = 0.001", "ModelConfig.overlap = 'halves'")
     report = inspect("h200:2x2", tmp_path, *bindings, flags=["--complete"])
     assert report["program"] == "common" and report["step"]["conditionals"] == 0
-    assert report["thunks"]["outside"]["conditionals"] == 0 < report["thunks"]["buffers"]
     found, (buckets,) = report["overflow"], report["rows"]["buckets"]
     assert 0 < found["chance"] <= 0.001 * buckets["exchanges_of_a_step"] and buckets["exchanges_of_a_step"] == 2 * 3
     assert found["complete_with_passes_seconds"] > found["complete_seconds"] > 0
