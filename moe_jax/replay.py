@@ -145,22 +145,14 @@ def replay() -> dict:
     )
     for note in given.messages:
         print(note, flush=True)
-    # Plain EP is the base of RB and speed-up, others of the RB ratio: run them even if the flags do not name them.
-    references = [name for name, found in BALANCERS.items() if found.reference]
-    every = dict.fromkeys(["none", *asked, *references])
+    every = dict.fromkeys(["none", *asked])  # plain EP is the base of RB and speed-up
     how = (given.trace, _config(), placement, cost, FLAGS.lag, FLAGS.every)
     records = {name: simulate.simulate(name, *how) for name in every}
     for name in asked:
         planner = build_planner(dataclasses.replace(_config(), name=simulate.split_name(name)[0]))
         if (remark := planner.remark(cost)) is not None:
             print(f"{name}: {remark}", flush=True)
-    summaries = {name: report.summarize(record, records["none"], cost) for name, record in records.items()}
-    for name in references:  # each planner's RB over that of this one (Pro-Prophet, figure 16)
-        base = summaries.get(name, {}).get("rb")
-        for summary in summaries.values():
-            ratio = None if not base else float(f"{summary['rb'] / base:.6g}")
-            summary[f"rb_ratio_to_{name}"] = ratio
-    answer = {name: summaries[name] for name in asked}
+    answer = {name: report.summarize(records[name], records["none"], cost) for name in asked}
     print(report.table(answer), flush=True)
     if FLAGS.out is not None:
         out = pathlib.Path(FLAGS.out)

@@ -1,4 +1,4 @@
-"""Replayed planners: balance, bytes, modelled seconds, costs of the original systems; tables and pictures.
+"""Replayed planners: balance, bytes and modelled seconds; tables and pictures.
 
 matplotlib is imported when a picture is drawn, never before. Letters: docs/notation.md; n samples.
 """
@@ -10,8 +10,7 @@ import pathlib
 
 import numpy as np
 
-from moe_jax.analysis.simulate import Records, split_name
-from moe_jax.planning.balancer import BALANCERS
+from moe_jax.analysis.simulate import Records
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
 
@@ -35,25 +34,19 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         "rb": before / max(spread, 1e-9),
         "replicas_per_layer": replicas.mean(),
         "replicas_per_device": replicas.mean() / devices,
-        "replicas_most": int(records.device_replicas.max(initial=0)),
         "bytes_moved": (2 * replicas * cost.expert_bytes + records.moved * cost.state_bytes).sum(axis=1).mean(),
         "lambda": chunks.mean(),
-        "lambda_per_layer": chunks.mean(axis=0).tolist(),
         **_seconds(records, base, cost),
-        **_original(records, cost),
         "planner_us_per_layer": 1e6 * (records.search / layers).mean(),
         **_sent(records),
         "hiding": records.hiding,
-        "shape_changes": len(records.transfers.changed),
-        "shape_changes_at": records.sample[list(records.transfers.changed)].tolist(),
+        "shape_changes": records.transfers.changes,
         **{f"counter_{name}": count for name, count in records.counters.items()},
     }
     return {key: _rounded(value) for key, value in found.items()}
 
 
 def _rounded(value):
-    if isinstance(value, list):
-        return [_rounded(one) for one in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -88,30 +81,6 @@ def _seconds(records: Records, base: Records, cost: Cost) -> dict:
     }
 
 
-def _original(records: Records, cost: Cost) -> dict:
-    """Return what the system that a planner comes from would move and hold, by its own rules.
-
-    Bytes count every receiver, per layer and step; memory is optimizer state kept for replicas, per device.
-    """
-    planner, replicas = BALANCERS[split_name(records.name)[0]], records.expert_replicas.astype(np.int64)
-    if planner.standing:
-        # Replicas with optimizer state of their own, which moves to every new one. Gradients are summed by a ring over
-        # n members, with 2 (n - 1) / n Z on each of its n links.
-        members = replicas + 1
-        each_step = (2.0 * (members - 1) / members * cost.expert_bytes * members).sum(axis=2)
-        memory = records.device_replicas.sum(axis=1).max() * float(cost.state_bytes - cost.expert_bytes)
-        total = each_step + records.arrived * float(cost.state_bytes)
-    else:  # replicas of one step: parameters come, gradients go back, homes alone move
-        memory = 0.0
-        total = 2.0 * replicas.sum(axis=2) * cost.expert_bytes + records.moved * float(cost.state_bytes)
-    return {
-        "original": planner.original,
-        "original_bytes_per_layer": total.mean(),
-        "original_seconds_per_layer": total.mean() / (records.computed.shape[2] * cost.bandwidth()),
-        "original_optimizer_bytes_per_device": memory,
-    }
-
-
 def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
     """Return seconds [n, L] by purpose, under the shapes in force and the planner's own block-wise schedule."""
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=records.hiding))
@@ -131,27 +100,16 @@ def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
 def _sent(records: Records) -> dict:
     """Return what the busiest device sends and receives for a layer's Trans, in experts, mean over samples and layers.
 
-    The transfer of the shape in force (`transfer_form`), and after the gate what came late; `least` with the smallest
-    shape of each plan, `own` with each layer's own sizes; then both forms of what is in force ahead.
+    The transfer of the shape in force (`transfer_form`), and after the gate what came late.
     """
     moved = records.transfers
-    late = moved.late.mean(axis=(0, 1))
-    inside, across = (moved.in_force[moved.form].mean(axis=0) + late).tolist()
-    least, own = (moved.least.mean(axis=0) + late).tolist(), (moved.own.mean(axis=(0, 1)) + late).tolist()
-    found = {
+    inside, across = (moved.ahead.mean(axis=0) + moved.late.mean(axis=(0, 1))).tolist()
+    return {
         "transfer_form": moved.form,
         "sent_experts": inside + across,
         "sent_experts_across": across,
         "received_experts": records.device_replicas.max(axis=2).mean(),
-        "sent_experts_least": sum(least),
-        "sent_experts_across_least": least[1],
-        "sent_experts_own": sum(own),
-        "sent_experts_across_own": own[1],
     }
-    for form, sent in moved.in_force.items():
-        near, far = (sent.mean(axis=0) + late).tolist()
-        found |= {f"sent_experts_{form}": near + far, f"sent_experts_across_{form}": far}
-    return found
 
 
 # title, key of a summary, what it is multiplied by, what it says

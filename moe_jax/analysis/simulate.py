@@ -14,7 +14,7 @@ import numpy as np
 from moe_jax.cluster import exchange_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
-from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
+from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import AFTER_GATE, NAMES, routing
 from moe_jax.planning.auto import plan_session
 from moe_jax.planning.balancer import BALANCERS, with_late
@@ -34,15 +34,13 @@ class Transfers:
     """What the transfers of a replay send and take; what is sent are experts of the busiest device, inside and across
     nodes, [..., 2]."""
 
-    form: str  # of the transfer ahead that is in force in the end, 'flat' or 'by_node'
+    form: str  # of the transfer ahead, 'flat' or 'by_node'
     needed: TransferSizes  # that each layer's replicas ahead need, [n, L]
-    in_force: dict[str, np.ndarray]  # form -> sent under the shape in force, [n, 2], for both forms
-    least: np.ndarray  # sent under the smallest shape of each plan, in the form that runs, [n, 2]
-    own: np.ndarray  # sent under the sizes of each layer alone, [n, L, 2]
+    ahead: np.ndarray  # sent under the shape in force, [n, 2]
     late: np.ndarray  # sent after the gate, [n, L, 2]
     seconds: np.ndarray  # of one Trans ahead, [n]
     late_seconds: np.ndarray  # of one after the gate, [n, L]
-    changed: tuple[int, ...]  # places in n at which a plan did not fit the compiled sizes
+    changes: int  # how many plans did not fit the compiled sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,26 +145,15 @@ def follow_transfers(
     """
     group = {"devices": start.devices, "devices_per_node": start.devices_per_node}
     forms, bounded = forms_of("auto", *group.values()), late is not None
-    form, shapes = None, dict.fromkeys(forms, build_shape(start))
-    changed, rows = [], []
+    form, shape, changes, rows = None, build_shape(start), 0, []
     for place, (ahead, plan) in enumerate(plans):
         need = build_shape(ahead, by_node=len(forms) > 1).ahead
         if form is None and need is not None:
             form = cost.form(need, *group.values())
-        by_node = form == "by_node"
-        if place and not fits(shapes[form or "flat"], ahead):
-            changed.append(place)
-        for name, shape in shapes.items():
-            if not fits(shape, ahead):
-                room = {"replica_slots": cost.replica_slots, "most": most}
-                shapes[name] = grow(shape, ahead, by_node=name == "by_node", **room)
-        in_use = [shape.ahead for shape in shapes.values()]
-        least = build_shape(ahead, by_node=by_node).ahead
-        *in_force, least = [(0.0, 0.0) if shape is None else tuple(shape.sent()) for shape in (*in_use, least)]
-        sizes = placement_sizes(ahead)
-        parts = sent_by_collective(*sizes[:3], **group, by_node=by_node)
-        inside, across = (sum(np.asarray(part[at], float) for part in parts) for at in (0, 1))
-        own = np.stack(np.broadcast_arrays(inside, across), axis=-1)  # by each layer
+        if not fits(shape, ahead):
+            changes += place > 0
+            room = {"replica_slots": cost.replica_slots, "most": most}
+            shape = grow(shape, ahead, by_node=form == "by_node", **room)
         sent, late_seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
         if len(plan.replicas) != len(ahead.replicas):
             added, late_now = plan.replicas[ahead.find(plan.replicas) < 0], late
@@ -184,19 +171,17 @@ def follow_transfers(
             for number, size in enumerate(late_now.halves(), 1):
                 sent[size_of_layer == number] = size.sent()
                 late_seconds[size_of_layer == number] = cost.shape_seconds(size)
-        ahead_now = shapes[form or "flat"].ahead
-        seconds = 0.0 if ahead_now is None else cost.shape_seconds(ahead_now)
-        rows.append((sizes, in_force, least, own, sent, late_seconds, seconds))
-    sizes, in_force, least, own, sent, late_seconds, seconds = zip(*rows, strict=True)
-    stacked = np.array(in_force)
+        in_force, seconds = (0.0, 0.0), 0.0
+        if shape.ahead is not None:
+            in_force, seconds = tuple(shape.ahead.sent()), cost.shape_seconds(shape.ahead)
+        rows.append((placement_sizes(ahead), in_force, sent, late_seconds, seconds))
+    sizes, in_force, sent, late_seconds, seconds = zip(*rows, strict=True)
     return Transfers(
         form=form or "flat",
         needed=TransferSizes(*(np.stack(column) for column in zip(*sizes, strict=True))),
-        in_force={name: stacked[:, at] for at, name in enumerate(forms)},
-        least=np.array(least),
-        own=np.stack(own),
+        ahead=np.array(in_force),
         late=np.stack(sent),
         seconds=np.array(seconds),
         late_seconds=np.stack(late_seconds),
-        changed=tuple(changed),
+        changes=changes,
     )

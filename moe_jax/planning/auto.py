@@ -50,7 +50,6 @@ class AutoPlanner(Planner):
 
     auto_steps: int = knob(32, "steps over which settings are judged before one is chosen", least=2)
     auto_margin: float = knob(0.01, "part of a step's time in the MoE layers that a change must save", least=0.0)
-    original = "what the chosen planner's system pays"
 
     def propose(self, loads, placement, cost):
         found = [super().propose(loads, placement, cost)]

@@ -40,18 +40,12 @@ class Planner:
     # its own values for fields of `PlannerConfig` that were left at None
     defaults: typing.ClassVar[Mapping[str, typing.Any]]
     after_gate: typing.ClassVar[bool]  # whether `when = 'after_gate'` works
-    # whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16)
-    reference: typing.ClassVar[bool] = False
     # whether a token may go to any holder after the gate, so that a step's lists have room for all devices
     any_holder: typing.ClassVar[bool] = True
     # the block-wise schedule that the system runs with (block_schedule.py), by which replay hides transfers
     schedule: typing.ClassVar[str] = "none"
     # the knob that decides again after the gate what was planned ahead; None for no such knob
     decides_again: typing.ClassVar[str | None] = None
-    # what the system that this planner comes from pays
-    original: typing.ClassVar[str] = "Trans and Agg to the chosen devices, every step"
-    # whether its replicas stand, with optimizer state of their own, rather than last one step
-    standing: typing.ClassVar[bool] = False
     # whether all its replicas come after the gate where it decides after it
     late_replicas: typing.ClassVar[bool] = False
     most_devices: typing.ClassVar[int | None] = None  # beyond which its search is too long; None for no limit
@@ -156,8 +150,6 @@ def build_planner(config) -> Planner:
 @register("none")
 class NonePlanner(Planner):
     """Plain expert parallelism."""
-
-    original = "plain expert parallelism: nothing moves"
 
 
 def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:

@@ -20,8 +20,6 @@ class EplbPlanner(Planner):
     """Pack replicas anew from the loads; homes move with them, so plan at an interval."""
 
     groups: int = knob(1, "expert groups; more than one packs them node by node when nodes divide them", least=1)
-    original = "homes and replicas packed freely: state moves to new places, all-reduce of replicas every step"
-    standing = True
     most_devices = 4096
 
     def propose(self, loads, placement, cost):

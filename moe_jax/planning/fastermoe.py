@@ -23,10 +23,8 @@ class FasterMoePlanner(Planner):
     """
 
     residual: bool = knob(True, "count the all-to-all that is left after shadowing; off: T(r) as printed, without it")
-    reference = True
     late_replicas = True
     any_holder = False  # a device computes its own tokens of a shadowed expert, all others go home
-    original = "broadcast and reduce of each shadowed expert, every step"
 
     def propose(self, loads, placement, cost):
         if self.config.when == "after_gate":

@@ -22,8 +22,6 @@ class FlexMoePlanner(Planner):
     Source: FlexMoE (SIGMOD 2023), expand, shrink and migrate; the paper's code is not public.
     """
 
-    original = "standing replicas with optimizer state: state moves to new replicas, all-reduce every step"
-    standing = True
     most_devices = 1024
 
     def propose(self, loads, placement, cost):

@@ -31,7 +31,6 @@ class HecatePlanner(Planner):
     late_slots: int = knob(2, "replicas that a device may get by that decision, in slots of their own", least=1)
     schedule = "hecate"
     decides_again = "calibrate"
-    original = "sparse all-gather and reduce-scatter every step; state moves at a reshard"
 
     @property
     def reshard_every(self):

@@ -126,7 +126,6 @@ class LlepPlanner(Planner):
     )
     uneven_from: float = knob(1.3, "layers whose largest load is below this times the mean stay as they are", least=0.0)
     late_replicas = True
-    original = "parameters of spilled experts to their helpers and gradients back, every step"
 
     def propose(self, loads, placement, cost):
         if self.config.when == "after_gate":

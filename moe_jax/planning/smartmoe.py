@@ -19,8 +19,6 @@ from moe_jax.planning.sizes import TransferSizes
 class SmartMoePlanner(Planner):
     """Pack experts by falling load onto the least-loaded device with a free place. Source: SmartMoE (ATC 2023)."""
 
-    original = "parameters and optimizer state move when homes change"
-
     def propose(self, loads, placement, cost):
         devices = placement.devices
         bare = super().propose(loads, placement, cost)

@@ -12,7 +12,6 @@ class TopkAllPlanner(Planner):
     """Replicate the `top_k` heaviest experts of every layer on every device."""
 
     top_k: int = knob(2, "experts replicated on all devices", least=1)
-    original = "broadcast and reduce of each replicated expert, every step"
 
     def propose(self, loads, placement, cost):
         count = min(self.config.top_k, placement.experts)

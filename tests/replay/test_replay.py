@@ -70,8 +70,7 @@ def test_cli_prints_a_table_and_writes_figures_and_pictures(tmp_path, capsys):
     assert (out / "ddl_roofline.png").exists()
     keys = "max_over_mean max_over_mean_p95 max_over_mean_from_10 max_over_mean_p95_from_10 rb replicas_per_layer "
     keys += "lambda layer_seconds search_seconds place_seconds reduce_seconds others_seconds speedup_over_ep "
-    keys += "original_bytes_per_layer original_seconds_per_layer rb_ratio_to_fastermoe planner_us_per_layer "
-    keys += "bytes_moved shape_changes sent_experts sent_experts_across received_experts sent_experts_least hiding"
+    keys += "planner_us_per_layer bytes_moved shape_changes sent_experts sent_experts_across received_experts hiding"
     assert set(keys.split()) <= set(answer["planners"]["balanced"])
 
 
@@ -88,7 +87,7 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, capsys):
     answer = json.loads((tmp_path / "replay.json").read_text())
     assert answer["cluster"] == "calibrated" and list(answer["planners"]) == names
     for summary in answer["planners"].values():
-        assert summary["layer_seconds"] > 0 and summary["original_seconds_per_layer"] is not None
+        assert summary["layer_seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -141,10 +140,7 @@ def test_what_transfers_send_by_hand():
     # 2 x 2 devices; expert 0 (a quarter of topk's two) goes to all others: X = 1, m = 1, Cp = 1. In force: one offer
     # more where homes allow it (X = 2) and mu = 2 slots: (2 + 2) 3/4, half of a device's 4 abroad
     assert (summary["sent_experts"], summary["sent_experts_across"]) == (4 * 3 / 4, 4 * 2 / 4)
-    assert (summary["sent_experts_least"], summary["sent_experts_across_least"]) == (2 * 3 / 4, 2 * 2 / 4)
     assert (summary["received_experts"], summary["hiding"], summary["transfer_form"]) == (1, "none", "flat")
-    # by node: (2 + 2) 1/2 inside, one more crossing than needed: (2 - 1) 2 / 2 across
-    assert (summary["sent_experts_by_node"], summary["sent_experts_across_by_node"]) == (3, 1)
     # the shape in force is paid: 4 3/4 experts of 65,536 bytes over 3 GB/s there and back, plus H = 40 tokens' 12 M F
     paid = 2 * 3 * 65536 / 3e9
     assert summary["place_seconds"] + summary["reduce_seconds"] == pytest.approx(paid, rel=1e-5)
@@ -170,15 +166,6 @@ def test_every_system_hides_as_its_own_schedule_does():
     hides = {"hecate": "hecate", "pro_prophet": "pro_prophet", "fastermoe": "none", "balanced": "none"}
     assert {name: simulate_one(name, trace, cost=cost).hiding for name in hides} == hides
     assert simulate_one("hecate", trace, scheduler=False).hiding == "none"
-
-
-def test_original_accounting_moves_state_for_standing_replicas():
-    trace = make_trace()
-    base = simulate_one("none", trace)
-    flex, shadow = (report.summarize(simulate_one(name, trace), base, COST) for name in ("flexmoe", "fastermoe"))
-    assert flex["replicas_per_layer"] > 0 and flex["original_optimizer_bytes_per_device"] > 0
-    assert shadow["original_optimizer_bytes_per_device"] == 0
-    assert shadow["original_bytes_per_layer"] == pytest.approx(shadow["bytes_moved"] / 2, rel=1e-4)  # two layers a step
 
 
 def test_replay_imports_neither_jax_nor_heavy_packages():
