@@ -359,7 +359,7 @@ def step_ms(inputs: Inputs, change: str = "") -> dict[str, float]:
     (
         "ms are not comparable because the text names no batch: ours has 1,024 tokens a device, BASE no assignment.",
         "The topology gate lets W_net / (M_w W_local) of a device's choices out, its text's k being garbled.",
-        "Steps are the demo's, measured, to a held-out loss (curves: docs/bench/gates.png); time is over FasterMoE's.",
+        "Steps are the demo's, measured, to a held-out loss (docs/results.md, gates); time is over FasterMoE's.",
     ),
     experiments=EXPERIMENTS | TRAINED,
 )

@@ -1,7 +1,6 @@
 """Train the demo with several gates, shared experts, other models' layers or float8; compare losses and steps to one.
 
     python scripts/bench/gates.py --out=runs/gates --seeds=3
-    python scripts/bench/gates.py --out=runs/gates --step_ms=topk=118.0,gshard=118.9,base=80.1,topology=101.5
     python scripts/bench/gates.py --out=runs/float8 --seeds=1 --base=bfloat16 --gin_bindings='train.steps = 80' \\
         --kinds='bfloat16,float8 dispatch,float8 experts,float8 both'
 
@@ -9,10 +8,9 @@ What it says: held-out cross-entropy of the demo's model after equal steps on eq
 (below). A difference is that of two runs of one seed. `steps to topk's loss`: where a kind's held-out loss reaches what
 --base (topk) ends with, plus --margin nats so that no noise at the end decides, over its own steps to there.
 `fullest expert`: largest over mean count of an expert, mean over layers and seeds, of the recorded steps of the last
-third: of each by itself, and of their sum. With --step_ms, milliseconds of a step of each kind on some machine (as
-`python -m moe_jax.inspect` models them, or measured), also over that time. Runs are commands of the trainer in folders
-below --out, so a command that was stopped goes on where it was. Prints Markdown, and writes losses.json and gates.png
-to --out. On a CPU float8 is emulated: the same rounding, none of the speed.
+third: of each by itself, and of their sum. Runs are commands of the trainer in folders below --out, so a command that
+was stopped goes on where it was. Prints Markdown, and writes losses.json to --out. On a CPU float8 is emulated: the
+same rounding, none of the speed.
 """
 
 from __future__ import annotations
@@ -22,41 +20,39 @@ import statistics
 from pathlib import Path
 
 from absl import app, flags
-from held_out_curves import Curve, draw_curve, loss_cells, steps_to, train
+from held_out_curves import Curve, loss_cells, steps_to, train
 
 from moe_jax.observe.loads import read_loads
-from moe_jax.observe.report import BLUE, GREEN, GREY, INK, ORANGE, new_figure, save_figure, style_axes, title_axes
 
-_OUT = flags.DEFINE_string("out", None, "Folder of the runs, the table and the picture.", required=True)
+_OUT = flags.DEFINE_string("out", None, "Folder of the runs and losses.json.", required=True)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
 _KINDS = flags.DEFINE_list("kinds", [], "Which kinds to train; all gates by default.")
 _BASE = flags.DEFINE_string("base", "topk", "The kind that others are compared with, the first.")
 _MARGIN = flags.DEFINE_float("margin", 0.1, "Nats above the last loss of --base to which steps are counted.")
-_STEP_MS = flags.DEFINE_list("step_ms", [], "KIND=milliseconds of a step.")
 _BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding of all runs; may repeat.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", 8, "Devices that the CPU is split into.")
 
 _RESIDUAL = ["MoEConfig.top_k = 1", "MoEConfig.shared_experts = 1", "MoEConfig.renormalize = False"]
 _NARROW = "ModelConfig.dtype = 'bfloat16'"
 _DISPATCH, _EXPERTS = (f"MoEConfig.{name}_dtype = 'float8_e4m3'" for name in ("dispatch", "expert"))
-# kind: (colour, line, run file, bindings)
+# kind: (run file, bindings)
 GATES = {
-    "topk": (INK, "-", "demo", []),
-    "gshard": (ORANGE, "-", "gshard", []),
-    "base": (GREEN, "-", "base", []),
-    "topology": (BLUE, "-", "topology", []),
-    "sigmoid_bias": (GREY, "-", "sigmoid_bias", []),
-    "residual top-1": (BLUE, ":", "demo", _RESIDUAL),
-    "residual top-1, learned mix": (ORANGE, ":", "demo", [*_RESIDUAL, "MoEConfig.residual = 'learned'"]),
-    "pr_moe": (GREEN, ":", "pr_moe", []),
-    "deepseek_moe": (GREY, ":", "deepseek_moe", []),
+    "topk": ("demo", []),
+    "gshard": ("gshard", []),
+    "base": ("base", []),
+    "topology": ("topology", []),
+    "sigmoid_bias": ("sigmoid_bias", []),
+    "residual top-1": ("demo", _RESIDUAL),
+    "residual top-1, learned mix": ("demo", [*_RESIDUAL, "MoEConfig.residual = 'learned'"]),
+    "pr_moe": ("pr_moe", []),
+    "deepseek_moe": ("deepseek_moe", []),
 }
 KINDS = {
     **GATES,
-    "bfloat16": (INK, "-", "demo", [_NARROW]),
-    "float8 dispatch": (BLUE, "-", "demo", [_NARROW, _DISPATCH]),
-    "float8 experts": (GREEN, "-", "demo", [_NARROW, _EXPERTS]),
-    "float8 both": (ORANGE, "-", "demo", [_NARROW, _DISPATCH, _EXPERTS]),
+    "bfloat16": ("demo", [_NARROW]),
+    "float8 dispatch": ("demo", [_NARROW, _DISPATCH]),
+    "float8 experts": ("demo", [_NARROW, _EXPERTS]),
+    "float8 both": ("demo", [_NARROW, _DISPATCH, _EXPERTS]),
 }
 
 
@@ -66,39 +62,34 @@ def main(_) -> None:
     fullest: dict[str, list[tuple[float, float]]] = {}
     for seed in range(_SEEDS.value):
         for kind in _KINDS.value or GATES:
-            _, _, file, bindings = KINDS[kind]
+            file, bindings = KINDS[kind]
             folder = out / f"{kind.replace(',', '').replace(' ', '_')}_{seed}"
             bindings = [*_BINDINGS.value, *bindings, f"train.seed = {seed}"]
             run = train(folder, f"configs/run/{file}.gin", bindings, _HOST_DEVICES.value)
             curves.setdefault(kind, []).append(run)
             fullest.setdefault(kind, []).append(fullest_expert(folder))
-    milliseconds = {kind: float(value) for kind, value in (pair.split("=") for pair in _STEP_MS.value)}
-    record = {"bindings": _BINDINGS.value, "step_ms": milliseconds, "fullest": fullest, "curves": curves}
+    record = {"bindings": _BINDINGS.value, "fullest": fullest, "curves": curves}
     (out / "losses.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(curves, fullest, milliseconds))
-    print(save_figure(picture(curves, milliseconds), out / "gates.png"))
+    print(table(curves, fullest))
 
 
-def table(curves: dict[str, list[Curve]], fullest: dict, milliseconds: dict[str, float]) -> str:
+def table(curves: dict[str, list[Curve]], fullest: dict) -> str:
     """Return Markdown, one row for each kind."""
     base = _BASE.value
     rows = [
         f"| gate | held-out loss, nats per token | smallest to largest | below {base}, seed by seed | "
-        f"steps to {base}'s loss, over {base}'s | time to it, over {base}'s | fullest expert of a step, of all |",
-        "|---|---|---|---|---|---|---|",
+        f"steps to {base}'s loss, over {base}'s | fullest expert of a step, of all |",
+        "|---|---|---|---|---|---|",
     ]
     for kind, runs in curves.items():
         cells = loss_cells(runs, None if kind == base else curves[base])
         ratios = [ratio_of_steps(run, other) for run, other in zip(runs, curves[base], strict=True)]
         reached = [ratio for ratio in ratios if ratio is not None]
-        steps = time = "not reached"
+        steps = "not reached"
         if len(reached) == len(ratios):
-            mean = statistics.mean(reached)
-            steps = f"{mean:.2f} ({min(reached):.2f} to {max(reached):.2f})"
-            known = kind in milliseconds and base in milliseconds
-            time = f"{mean * milliseconds[kind] / milliseconds[base]:.2f}" if known else ""
+            steps = f"{statistics.mean(reached):.2f} ({min(reached):.2f} to {max(reached):.2f})"
         each, whole = (statistics.mean(seed[at] for seed in fullest[kind]) for at in (0, 1))
-        rows.append(f"| {kind} | {cells} | {steps} | {time} | {each:.2f}, {whole:.2f} |")
+        rows.append(f"| {kind} | {cells} | {steps} | {each:.2f}, {whole:.2f} |")
     return "\n".join(rows)
 
 
@@ -114,28 +105,6 @@ def ratio_of_steps(run: Curve, base: Curve) -> float | None:
     goal = base[-1][1] + _MARGIN.value
     reached, own = steps_to(run, goal), steps_to(base, goal)
     return None if reached is None or own is None else reached / own
-
-
-def picture(curves: dict[str, list[Curve]], milliseconds: dict[str, float]):
-    """Draw held-out losses over steps; next to it the second half of the steps, or over the time of --step_ms."""
-    figure = new_figure(10.0, 4.4)
-    left, right = figure.subplots(1, 2)
-    for axes in (left, right):
-        style_axes(axes)
-    for kind, runs in curves.items():
-        color, line, _, _ = KINDS[kind]
-        draw_curve(left, runs, color, kind, linestyle=line)
-        if milliseconds and kind in milliseconds:
-            draw_curve(right, runs, color, kind, linestyle=line, scale=milliseconds[kind] / 1e3)
-        elif not milliseconds:
-            late = [[point for point in run if 2 * point[0] >= run[-1][0]] for run in runs]
-            draw_curve(right, late, color, kind, linestyle=line)
-    left.set(xlabel="step", ylabel="held-out loss, nats per token")
-    right.set(xlabel="modelled seconds" if milliseconds else "step", ylabel="held-out loss, nats per token")
-    left.legend(frameon=False, fontsize=8, labelcolor=INK)
-    title_axes(left, "Held-out loss of each gate")
-    title_axes(right, "Over modelled time" if milliseconds else "The second half")
-    return figure
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Held-out losses of runs that the trainer carries out, several seeds of each kind: train, tabulate, draw.
+"""Held-out losses of runs that the trainer carries out, several seeds of each kind: train, tabulate.
 
 Inputs: run files and bindings. Outputs: for each run its [(step, held-out loss)]; for each kind a list of those, one a
-seed; Markdown cells and curves with the mean and the range over seeds.
+seed; Markdown cells with the mean and the range over seeds.
 """
 
 from __future__ import annotations
@@ -34,20 +34,6 @@ def loss_cells(runs: list[Curve], base: list[Curve] | None) -> str:
         gains = [b - a for a, b in zip(last, (run[-1][1] for run in base), strict=True)]
         below = f"{statistics.mean(gains):.4f} ({min(gains):.4f} to {max(gains):.4f})"
     return f"{statistics.mean(last):.4f} | {min(last):.4f} to {max(last):.4f} | {below}"
-
-
-def draw_curve(axes, runs: list[Curve], color: str, label: str, *, linestyle: str = "-", scale: float = 1.0) -> None:
-    """Draw the mean over seeds as a line and their range as a band, without step 0, which is before all learning.
-
-    scale turns steps into the unit of the x axis.
-    """
-    runs = [[point for point in run if point[0]] for run in runs]
-    steps = [step * scale for step, _ in runs[0]]
-    losses = list(zip(*([loss for _, loss in run] for run in runs), strict=True))
-    axes.plot(
-        steps, [statistics.mean(at) for at in losses], color=color, label=label, linestyle=linestyle, linewidth=1.6
-    )
-    axes.fill_between(steps, [min(at) for at in losses], [max(at) for at in losses], color=color, alpha=0.15)
 
 
 def steps_to(run: Curve, loss: float) -> float | None:
