@@ -16,13 +16,11 @@ import pathlib
 
 from absl import flags
 
-from moe_jax.config.command_line import define_job_flags, parse_flags, run_command
+from moe_jax.config.command_line import define_config_flags, define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
 
 _OUT = flags.DEFINE_string("out", None, "File to write, such as cluster.json.")
-_GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file whose mesh is wanted; may repeat.")
-_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'MeshConfig.model = 2'; may repeat.")
-_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
+_GIN_FILES, _GIN_BINDINGS, _GIN_PATHS, _HOST_DEVICES = define_config_flags()
 flags.DEFINE_integer("smallest", 2**14, "Bytes of the smallest message.")
 flags.DEFINE_integer("largest", 2**22, "Bytes of the largest message.")
 flags.DEFINE_integer("points", 6, "Sizes between them.")
@@ -43,7 +41,7 @@ def command(argv: list[str]) -> None:
     if _GIN_FILES.value or _GIN_BINDINGS.value:
         from moe_jax.config.gin_files import parse_run_config
 
-        mesh = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].mesh
+        mesh = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)[0].mesh
     from moe_jax.parallel.mesh import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)

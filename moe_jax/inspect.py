@@ -21,14 +21,12 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.config.command_line import define_config_flags, parse_flags, run_command
 from moe_jax.errors import UserError
 
 PROFILED_STEPS = PLAIN_STEPS = 5
 
-_GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
-_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
-_GIN_PATHS = flags.DEFINE_multi_string("gin_search_paths", [], "Folder in which config files are looked for.")
+_GIN_FILES, _GIN_BINDINGS, _GIN_PATHS, _HOST_DEVICES = define_config_flags()
 _TARGET = flags.DEFINE_string("target", "", "DEVICE:NODESxDEVICES, such as h200:4x8; '' takes this machine's GPUs.")
 _OUT = flags.DEFINE_string("out", "", "Folder for report.json, timeline.png, trace.json and schedule.hlo.gz.")
 _INSTALL = flags.DEFINE_bool("install", False, "Put the CUDA wheels into an environment of their own if missing.")
@@ -51,7 +49,6 @@ _CONSTANTS = flags.DEFINE_string(
     "node_step (seconds).",
 )
 _RATES = flags.DEFINE_string("rates", "", "Without --target: DEVICE whose rates the model takes, if it cannot tell.")
-_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Without --target: the CPU, split into so many devices.")
 _COMPLETE = flags.DEFINE_bool(
     "complete", False, "Of optimistic steps compile the complete program too, for what an overflow costs."
 )

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from absl import flags, logging
 
-from moe_jax.config.command_line import define_job_flags, parse_flags, run_command
+from moe_jax.config.command_line import define_config_flags, define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
 from moe_jax.recovery.standby import await_place, is_supervised
 
-_GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
-_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
+_GIN_FILES, _GIN_BINDINGS, _GIN_PATHS, _HOST_DEVICES = define_config_flags()
 _OVERRIDE = flags.DEFINE_multi_string(
     "override", [], "Binding that a started run goes on with, such as 'train.learning_rate = 1e-4'; may repeat."
 )
-_GIN_PATHS = flags.DEFINE_multi_string(
-    "gin_search_paths", [], "Folder in which config files are looked for; may repeat."
-)
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder; the same command on the same folder resumes.")
-_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, mesh, parameters, bytes and FLOPs, then stop.")
 _ALL = flags.DEFINE_bool("all", False, "With --dry_run: print the bindings that are defaults too.")
 _TARGET = flags.DEFINE_string(

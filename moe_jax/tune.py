@@ -22,15 +22,13 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.config.command_line import define_config_flags, parse_flags, run_command
 from moe_jax.errors import UserError
 
-_GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
-_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.batch_size = 64'; may repeat.")
+_GIN_FILES, _GIN_BINDINGS, _GIN_PATHS, _HOST_DEVICES = define_config_flags()
 _OUT = flags.DEFINE_string("out", "tuned.gin", "File to write; it repeats what is bound, and binds what was chosen.")
 _BUDGET = flags.DEFINE_float("budget_seconds", 1200, "Seconds to measure in, those of an interrupted command too.")
 _TRACE = flags.DEFINE_string("trace", "", "Run folder or loads.npz: a planner is chosen by replaying these loads.")
-_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
 
 
 def command(argv: list[str]) -> int:
@@ -40,7 +38,7 @@ def command(argv: list[str]) -> int:
     from moe_jax.config.gin_files import parse_run_config
     from moe_jax.config.run_config import BOUND, bound_in, config_text, with_bindings
 
-    config, text, _ = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)
+    config, text, _ = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
     bound, out = bound_in(text), Path(_OUT.value)
     if not out.parent.is_dir():
         raise UserError(f"--out={out} lies in a folder that does not exist; make {out.parent} first")

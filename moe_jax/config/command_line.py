@@ -30,6 +30,16 @@ HELP, HELP_FULL = ("--help", "-help", "-h", "--helpshort", "-helpshort"), ("--he
 flags.disclaim_key_flags()  # what is defined here is a flag of the command that asked for it
 
 
+def define_config_flags() -> list[flags.FlagHolder]:
+    """Define the flags of a run's config and of its devices: files, bindings, folders of files, CPU devices."""
+    return [
+        flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win."),
+        flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat."),
+        flags.DEFINE_multi_string("gin_search_paths", [], "Folder in which config files are looked for; may repeat."),
+        flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices."),
+    ]
+
+
 def define_job_flags() -> list[flags.FlagHolder]:
     """Define the flags of a process' place in its job; each has the name of its field of `HostsConfig`."""
     return [
