@@ -11,7 +11,6 @@ is one line, exit code 2.
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 from absl import flags
@@ -21,14 +20,12 @@ from moe_jax.errors import UserError
 
 _OUT = flags.DEFINE_string("out", None, "File to write, such as cluster.json.")
 _GIN_FILES, _GIN_BINDINGS, _GIN_PATHS, _HOST_DEVICES = define_config_flags()
-flags.DEFINE_integer("smallest", 2**14, "Bytes of the smallest message.")
 flags.DEFINE_integer("largest", 2**22, "Bytes of the largest message.")
-flags.DEFINE_integer("points", 6, "Sizes between them.")
+flags.DEFINE_integer("points", 6, "Sizes from 16 KiB to that.")
 flags.DEFINE_integer("rounds", 9, "Interleaved calls of each size.")
 flags.DEFINE_integer("devices_per_node", 0, "Devices of a node; 0 takes those of a host.")
 flags.DEFINE_bool("compute", True, "Time matmuls, gating and moving rows too.")
 flags.DEFINE_integer("layers", 14, "Whole layers to time under each schedule; 0 for none.")
-flags.DEFINE_float("scale", 1.0, "Tokens of the timed compute over the default ones.")
 _PLACE = define_job_flags()
 
 
@@ -51,7 +48,7 @@ def command(argv: list[str]) -> None:
     from moe_jax.cluster import write_cluster
     from moe_jax.training.hosts import HostsConfig, start_hosts
 
-    names = (field.name for field in dataclasses.fields(CalibrationOptions))
+    names = ("largest", "points", "rounds", "devices_per_node", "compute", "layers")
     options = CalibrationOptions(**{name: flags.FLAGS[name].value for name in names})
     with start_hosts(HostsConfig(**{flag.name: flag.value for flag in _PLACE})) as hosts:
         say = (lambda line: print(line, flush=True)) if hosts.is_main else (lambda line: None)

@@ -47,11 +47,10 @@ class CalibrationOptions:
     devices_per_node: int = 0  # devices joined by fast links; 0 takes those of a host, which may run several processes
     compute: bool = True  # time matmuls, gating and rows as well
     layers: int = 14  # and so many whole layers under each schedule, 0 for none
-    scale: float = 1.0  # sizes of the timed compute over the default ones, in tokens
 
     def __post_init__(self):
         if not 0 < self.smallest < self.largest:
-            raise UserError(f"--smallest ({self.smallest}) must be above 0 and below --largest ({self.largest})")
+            raise UserError(f"--largest ({self.largest}) must be above {self.smallest}, the smallest message's bytes")
         if self.points < 3 or self.rounds < 1:
             raise UserError(f"--points ({self.points}) must be at least 3 and --rounds ({self.rounds}) at least 1")
         if self.layers and not LEAST_LAYERS <= self.layers:
@@ -125,7 +124,7 @@ def calibrate(
         sizes = [round(options.smallest * step**i) for i in range(options.points)]
         time_cases(timed.name, [case for size in sizes for case in collective_cases(timed, devices, size)])
     if options.compute:
-        for name, cases in compute_cases(devices, options.scale).items():
+        for name, cases in compute_cases(devices).items():
             time_cases(name, cases)
     if options.compute and options.layers:
         layers, layer_fits = time_layers(devices, options, mesh, _cluster(fits, devices, per_node), clock)
@@ -138,7 +137,7 @@ def time_layers(
     devices, options: CalibrationOptions, mesh, alone: Cluster, clock: Clock
 ) -> tuple[dict[str, Points], dict[str, Fit]]:
     """Return (predicted communication, predicted computation, seconds) of whole layers by fit name, and the fits."""
-    cases = layer_cases(len(devices), options.scale, mesh, options.layers)
+    cases = layer_cases(len(devices), mesh, options.layers)
     wanted = [(case, schedule) for case in cases for schedule in schedules_of(case)]
     workers = 2 if len({device.process_index for device in devices}) == 1 else 1  # several compile in one order
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:

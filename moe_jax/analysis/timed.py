@@ -214,21 +214,19 @@ def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
     return cases
 
 
-def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
-    """Return what is timed of computation, each at several sizes, with `scale` times so many tokens.
+def compute_cases(devices) -> dict[str, list[Case]]:
+    """Return what is timed of computation, each at several sizes.
 
     dense: matmuls, x is FLOPs. gate: gate, route, fill buckets and combine their rows, with gradients; x is tokens, y
     bytes of rows moved. regroup: received rows into group order and back, with gradients; x is rows, y bytes of rows
     moved. expert_step: see `expert_case`.
     """
     cases: dict[str, list[Case]] = {name: [] for name in ("dense", "gate", "regroup", "expert_step")}
-    for dim, count in ((128, 256), (256, 256), (256, 1024)):
-        rows = max(16, round(count * scale))
+    for dim, rows in ((128, 256), (256, 256), (256, 1024)):
         call = _on_every_device(devices, jnp.matmul, [(rows, dim), (dim, dim)])
         cases["dense"].append(Case(call, 1, 2.0 * rows * dim * dim))
     experts = sources = 8
-    for count, dim, top_k in ((64, 64, 2), (128, 256, 1), (256, 128, 2), (512, 256, 2), (1024, 64, 1), (1024, 256, 2)):
-        tokens = max(16, round(count * scale))
+    for tokens, dim, top_k in ((64, 64, 2), (128, 256, 1), (256, 128, 2), (512, 256, 2), (1024, 64, 1), (1024, 256, 2)):
         config = MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=1.0, min_capacity=1)
         capacity = config.capacity(tokens)
 
@@ -242,8 +240,7 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
         call = _on_every_device(devices, _with_gradients(gate), [(tokens, dim), (dim, experts)])
         cases["gate"].append(Case(call, 1, tokens, 2 * moved))
     shapes = ((128, 64, 1), (512, 64, 4), (512, 256, 1), (2048, 64, 2), (2048, 256, 1), (4096, 128, 4))
-    for count, dim, groups in shapes:
-        rows = max(16, round(count * scale))
+    for rows, dim, groups in shapes:
         each = rows // sources
         counts = np.full((sources, groups), each // groups // 2, np.int32)
 
@@ -253,11 +250,11 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
 
         call = _on_every_device(devices, _with_gradients(reorder), [(each * sources, dim)])
         cases["regroup"].append(Case(call, 1, rows, 4 * _ITEM * dim * rows))
-    for count, groups, dim, hidden in (
+    for rows, groups, dim, hidden in (
         (128, 1, 64, 64), (512, 4, 64, 256), (512, 1, 256, 64), (1024, 2, 128, 128),
         (2048, 4, 64, 64), (2048, 2, 256, 128), (4096, 1, 256, 256), (4096, 4, 128, 64),
     ):  # fmt: skip
-        cases["expert_step"].append(expert_case(devices, max(16, round(count * scale)), groups, dim, hidden))
+        cases["expert_step"].append(expert_case(devices, rows, groups, dim, hidden))
     return cases
 
 
@@ -373,7 +370,7 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> L
     return layer_seconds(shape, load, cluster, gather=GATHER)
 
 
-def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:
+def layer_cases(devices: int, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:
     """Return the layers to time: over all (N_MP, N_ESP) of 1, 2, 4 that divide the devices, or on one mesh."""
     if mesh is not None:
         pairs = [(mesh.model, mesh.expert_shard)] if mesh.expert * mesh.expert_shard == devices else []
@@ -387,7 +384,7 @@ def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int 
             return found
         tokens, *others = sizes
         unit = pair[0] * 16
-        found.append(LayerCase(*pair, max(unit, round(tokens * scale / unit) * unit), *others))
+        found.append(LayerCase(*pair, max(unit, round(tokens / unit) * unit), *others))
     return found
 
 

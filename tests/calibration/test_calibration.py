@@ -52,10 +52,10 @@ def test_groups_of_a_mesh_by_hand():
 
 
 def test_layers_of_a_machine_visit_every_pair():
-    cases = layer_cases(8, 1.0, None)
+    cases = layer_cases(8, None)
     assert {(case.mp_size, case.esp_size) for case in cases} == set(itertools.product((1, 2, 4), repeat=2))
     assert schedules_of(cases[0]) == ("deepspeed", "s1", "s2")
-    assert layer_cases(8, 1.0, MeshConfig(expert=2, expert_shard=2)) == []  # gradients would be summed
+    assert layer_cases(8, MeshConfig(expert=2, expert_shard=2)) == []  # gradients would be summed
 
 
 def test_calls_take_turns_after_one_each():
@@ -149,7 +149,7 @@ def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):
     fits = {name: line for name in names} | {"saa:4,2,2": (1e-4, 1e-9, 1e-9), "call": (1e-4, 0.0)}
     fits |= {name: (2e-4, 3e-9, 1e-10) for name in ("gate", "regroup", "expert_step")}
     alone = Cluster(fits=fits)
-    wanted = [(case, name) for case in layer_cases(4, 1.0, mesh, 5) for name in schedules_of(case)]
+    wanted = [(case, name) for case in layer_cases(4, mesh, 5) for name in schedules_of(case)]
     predicted = [predict(name, case, 4, alone) for case, name in wanted]
     monkeypatch.setattr(measure, "build_layer", lambda schedule, case, devices: (schedule, case))
 
@@ -255,7 +255,7 @@ def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so(deepspeed,
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--smallest=10", "--largest=5"], "--smallest (10) must be above 0 and below --largest (5)"),
+        (["--largest=5"], "--largest (5) must be above 16384, the smallest message's bytes"),
         (["--devices_per_node=3"], "--devices_per_node (3) must divide the 8 devices"),
         (["--out="], "--out is missing"),
     ],
