@@ -30,7 +30,6 @@ V3 = {
 # mesh, ZeRO stage, what differs of the layer, of the model
 CASES = {
     "ep4_one_hot": ({"expert": 4}, 0, {}, {}),
-    "ep4_data2_zero3": ({"data": 2, "expert": 4}, 3, ROOMY, {}),
     "ep2_data2_zero0_tokens": ({"data": 2, "expert": 2}, 0, ROOMY, {}),
     "dp8_stage0": (DP8, 0, {"schedule": "dp"}, {}),
     "dp8_stage3_one_hot": (DP8, 3, {"schedule": "dp"}, {}),
