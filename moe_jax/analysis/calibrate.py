@@ -32,6 +32,7 @@ from moe_jax.training.hosts import Hosts
 
 LEAST_LAYERS = 4
 LEAST_SECONDS = 0.02
+SMALLEST = 2**14  # bytes of the smallest message
 
 Clock = Callable[[list[Callable], int], list[float]]  # calls and rounds -> the median seconds of each
 
@@ -40,17 +41,16 @@ Clock = Callable[[list[Callable], int], list[float]]  # calls and rounds -> the 
 class CalibrationOptions:
     """What is timed."""
 
-    smallest: int = 2**14  # bytes of the smallest message
-    largest: int = 2**22  # of the largest; up to 4 times more where that takes less than `LEAST_SECONDS`
-    points: int = 6  # sizes between them, evenly in the logarithm
+    largest: int = 2**22  # bytes of the largest message; up to 4 times more where that takes less than `LEAST_SECONDS`
+    points: int = 6  # sizes from the smallest to it, evenly in the logarithm
     rounds: int = 9  # interleaved calls of each size; the median counts
     devices_per_node: int = 0  # devices joined by fast links; 0 takes those of a host, which may run several processes
     compute: bool = True  # time matmuls, gating and rows as well
     layers: int = 14  # and so many whole layers under each schedule, 0 for none
 
     def __post_init__(self):
-        if not 0 < self.smallest < self.largest:
-            raise UserError(f"--largest ({self.largest}) must be above {self.smallest}, the smallest message's bytes")
+        if self.largest <= SMALLEST:
+            raise UserError(f"--largest ({self.largest}) must be above {SMALLEST}, the smallest message's bytes")
         if self.points < 3 or self.rounds < 1:
             raise UserError(f"--points ({self.points}) must be at least 3 and --rounds ({self.rounds}) at least 1")
         if self.layers and not LEAST_LAYERS <= self.layers:
@@ -120,8 +120,8 @@ def calibrate(
             if (clock([case.call], 2)[0] - empty) / case.count >= LEAST_SECONDS:
                 break
             largest *= 4
-        step = (largest / options.smallest) ** (1 / (options.points - 1))
-        sizes = [round(options.smallest * step**i) for i in range(options.points)]
+        step = (largest / SMALLEST) ** (1 / (options.points - 1))
+        sizes = [round(SMALLEST * step**i) for i in range(options.points)]
         time_cases(timed.name, [case for size in sizes for case in collective_cases(timed, devices, size)])
     if options.compute:
         for name, cases in compute_cases(devices).items():

@@ -104,7 +104,7 @@ def test_calibrate_recovers_lines_from_synthetic_times(monkeypatch):
 
 def test_small_calibration_serves_parm_and_reads_back(tmp_path):
     mesh = MeshConfig(expert=2, expert_shard=2, model=2)
-    options = CalibrationOptions(smallest=2**12, largest=2**18, points=3, rounds=1, compute=False)
+    options = CalibrationOptions(largest=2**18, points=3, rounds=1, compute=False)
     devices = jax.devices()[:4]
     cluster, points = calibrate(devices, options, Hosts(), mesh)
     assert all(second >= 0 for found in points.values() for second in found.seconds)
