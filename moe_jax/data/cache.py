@@ -1,7 +1,7 @@
 """A corpus as one memory-mapped array of token ids, built by the first process, whole or not at all.
 
-A cache is a folder `tokens-<fingerprint>` with tokens.bin (ids, each document closed by end_id), documents.bin (where
-each document ends) and meta.json.
+A cache is a folder `tokens-<fingerprint>` with tokens.bin (ids, each document closed by end_id; of conversations what
+chat.py makes of them, marked), documents.bin (where each document ends) and meta.json.
 """
 
 # It is written in a folder of another name, synced, and renamed: the rename is what makes it a cache, so a killed
@@ -26,6 +26,7 @@ import numpy as np
 from absl import logging
 
 from moe_jax.data import user_cache
+from moe_jax.data.chat import ANSWER, ID_BITS, ChatTemplate, conversations
 from moe_jax.data.corpus import DataConfig, Source, find_documents
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
@@ -83,8 +84,13 @@ def shuffled(index: np.ndarray, count: int, *key) -> np.ndarray:
 _PURPOSE = 3  # keeps these numbers apart from the other purposes in stream.py
 
 
-def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+def split_documents(
+    ends: np.ndarray, held_out_fraction: float, *, whole: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Divide a corpus, whose documents end before `ends` (int64 [documents]), between training and held-out text.
+
+    Args:
+      whole: cut no document.
 
     Returns (train, held_out), int64 [runs, 2] each: start and end of each run of tokens, ascending; no token in both.
     """
@@ -102,6 +108,10 @@ def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndar
         runs = np.stack([starts[border], np.append(starts[border[1:]], total)], axis=1)
         return runs[~held[border]], runs[held[border]]
     tail = max(2, round(total * held_out_fraction))  # two tokens make one target
+    if whole:
+        if ends.size < 2:
+            raise UserError("DataConfig.path holds one conversation, and one is held out; name at least two")
+        tail = total - int(starts[max(1, np.searchsorted(starts, total - tail, side="right") - 1)])
     return np.array([[0, total - tail]]), np.array([[total - tail, total]])
 
 
@@ -110,7 +120,7 @@ class TokenSpan:
 
     def __init__(self, tokens: np.ndarray, runs: np.ndarray):
         self._tokens = tokens
-        self._runs = runs
+        self.runs = runs
         self._ends = np.cumsum(runs[:, 1] - runs[:, 0])
 
     def __len__(self) -> int:
@@ -122,7 +132,7 @@ class TokenSpan:
         parts, run = [], int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             here = min(stop, int(self._ends[run])) - start
-            first = int(self._runs[run, 1] - self._ends[run]) + start
+            first = int(self.runs[run, 1] - self._ends[run]) + start
             parts.append(self._tokens[first : first + here])
             start += here
             run += 1
@@ -150,6 +160,7 @@ class CacheMeta:
     entries: list[int]  # tokens up to the end of each entry of DataConfig.path
     content: str  # a hash of the ids and the ends of the documents, equal on any two machines with the same text
     crc32: int  # of the two files, one after the other
+    answers: int = 0  # tokens of conversations that are targets; 0 of text
 
 
 class TokenCache:
@@ -160,7 +171,7 @@ class TokenCache:
         self.tokens = np.memmap(folder / "tokens.bin", np.dtype(meta.dtype), "r")  # uint16 or uint32 [meta.tokens]
         # int64 [meta.documents], one past the last token of each
         self.ends = np.memmap(folder / "documents.bin", np.dtype("<i8"), "r")
-        train, held_out = split_documents(self.ends, held_out_fraction)
+        train, held_out = split_documents(self.ends, held_out_fraction, whole=meta.answers > 0)
         self.train, self.held_out = TokenSpan(self.tokens, train), TokenSpan(self.tokens, held_out)
         borders = [0, *meta.entries]
         # the part of each entry of the path that is trained on
@@ -184,8 +195,10 @@ def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab
     """
     tokenizer = tokenizer or build_tokenizer(config)
     sources = find_documents(config)
+    template = ChatTemplate(tokenizer) if config.kind == "chat" else None
     # the name is that of all that decides the tokens: the files as they are now, and the tokenizer
-    digest = hashlib.blake2b(f"{FORMAT}\n{tokenizer.name}\n{tokenizer.end_id}\n".encode(), digest_size=16)
+    name = (template or tokenizer).name
+    digest = hashlib.blake2b(f"{FORMAT}\n{name}\n{tokenizer.end_id}\n".encode(), digest_size=16)
     for source in sources:
         digest.update(os.fsencode(os.path.realpath(source.path)))
         digest.update(f"\n{source.size}\n{source.mtime_ns}\n{source.field}\n{source.entry}\n".encode())
@@ -194,7 +207,7 @@ def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab
         raise UserError("DataConfig.cache_dir ('') needs a home folder and this user has none; name a folder there")
     folder = root / f"tokens-{digest.hexdigest()}"
     try:
-        meta = _read_meta(folder) or _build(folder, sources, tokenizer)
+        meta = _read_meta(folder) or _build(folder, sources, tokenizer, template)
     except OSError as error:
         raise UserError(
             f"the token cache in {str(root)!r} cannot be written or read ({error.strerror or error}); make room "
@@ -236,7 +249,7 @@ def _crc(folder: Path) -> int:
     return crc
 
 
-def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer) -> CacheMeta:
+def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None) -> CacheMeta:
     """Write a cache next to its place, then rename it there; keep the one that another builder put there first."""
     import fcntl
 
@@ -270,7 +283,7 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer) -> CacheMe
         building = root / f".building-{uuid.uuid4().hex}"
         building.mkdir()
         try:
-            meta = _write(building, sources, tokenizer)
+            meta = _write(building, sources, tokenizer, template)
             if folder.exists() and _read_meta(folder) is None:
                 os.replace(folder, building.with_name(building.name + "-damaged"))
                 shutil.rmtree(building.with_name(building.name + "-damaged"), ignore_errors=True)
@@ -291,33 +304,48 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer) -> CacheMe
     return meta
 
 
-def _write(building: Path, sources: list[Source], tokenizer: Tokenizer) -> CacheMeta:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    content = hashlib.blake2b(digest_size=16)
-    tokens = documents = 0
-    end, max_id = np.array([tokenizer.end_id], np.int32), tokenizer.end_id
+def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None):
+    """Yield lists of (ids of a piece of a document, whether it ends it, entry of the path), int32 [tokens]."""
+    if template is None:
+        pieces = ((*piece, source.entry) for source in sources for piece in source.pieces())
+    else:
+        pieces = ((chat, True, entry) for chat, entry in conversations(sources, template))
+    end = np.int32(tokenizer.end_id)
+    while True:
+        batch, characters = [], 0
+        for piece in pieces:  # from where the last batch ended
+            batch.append(piece)
+            characters += len(piece[0] if template is None else piece[0].text)
+            if characters >= BATCH_CHARACTERS:
+                break
+        if not batch:
+            return
+        encoded = (template or tokenizer).encode_batch([content for content, *_ in batch])
+        yield [
+            (np.append(ids, end) if ends_document and template is None else ids, ends_document, entry)
+            for ids, (_, ends_document, entry) in zip(encoded, batch, strict=True)
+        ]
+
+
+def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None) -> CacheMeta:
+    wide = template is not None or tokenizer.vocab_size > 1 << 16
+    dtype, content = np.dtype("<u4" if wide else "<u2"), hashlib.blake2b(digest_size=16)
+    tokens = documents = answers = 0
+    max_id = tokenizer.end_id
     entries = [0] * (1 + max(source.entry for source in sources))
     with open(building / "tokens.bin", "wb") as token_file, open(building / "documents.bin", "wb") as end_file:
-        pieces = ((*piece, source.entry) for source in sources for piece in source.pieces())
-        while True:
-            batch, characters = [], 0
-            for piece in pieces:  # from where the last batch ended
-                batch.append(piece)
-                characters += len(piece[0])
-                if characters >= BATCH_CHARACTERS:
-                    break
-            if not batch:
-                break
-            parts, ends = [], []
-            encoded = tokenizer.encode_batch([text for text, *_ in batch])
-            for ids, (_, ends_document, entry) in zip(encoded, batch, strict=True):
-                parts += [ids, end] if ends_document else [ids]
-                tokens += ids.size + ends_document
+        for batch in _pieces(sources, tokenizer, template):
+            ends = []
+            for ids, ends_document, entry in batch:
+                tokens += ids.size
                 entries[entry] = tokens
                 if ends_document:
                     ends.append(tokens)
-            ids = np.concatenate(parts)
-            max_id = max(max_id, int(ids.max()))
+            ids = np.concatenate([ids for ids, *_ in batch])
+            bare = ids if template is None else ids & ID_BITS
+            max_id = max(max_id, int(bare.max()))
+            if template is not None:
+                answers += int(np.count_nonzero(ids & ANSWER))
             token_file.write(ids.astype(dtype).tobytes())
             end_file.write(np.array(ends, "<i8").tobytes())
             content.update(ids.astype("<u4").tobytes())
@@ -345,6 +373,7 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer) -> Cache
         entries=np.maximum.accumulate(entries).tolist(),
         content=content.hexdigest(),
         crc32=_crc(building),
+        answers=answers,
     )
     with open(building / "meta.json", "w") as file:
         json.dump(asdict(meta), file, indent=1)

@@ -1,17 +1,18 @@
 """From DataConfig.path to documents: which files there are, in the order of their names, and the text in them."""
 
 import codecs
+import contextlib
 import glob
 import gzip
 import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
-from moe_jax.data.tables import SUFFIXES, column_pieces, training_tables
+from moe_jax.data.tables import SUFFIXES, table_rows, training_tables
 from moe_jax.errors import UserError
 
 BLOCK_BYTES = 4 << 20  # a text file is read in blocks, so that one file of many gigabytes needs no such memory
@@ -28,6 +29,9 @@ class DataConfig:
     The order of the windows is no part of this: it follows from `train.seed` alone.
 
     Args:
+      kind: 'text', or 'chat': conversations under `messages` (and `tools`) of .jsonl, .parquet or .arrow files, written
+        by the tokenizer's chat template, of which only the assistant's tokens are targets. Each is whole in one window,
+        or cut at its end; with `ModelConfig.document_mask` a window holds as many as fit, else one.
       path: a file, a folder (read recursively), a glob, or several of them separated by commas.
         '' means the Python standard library's sources, found at run time.
       field: the key under which a line of a .jsonl or .jsonl.gz file holds its text, or the column of a .parquet or
@@ -40,6 +44,7 @@ class DataConfig:
       cache_dir: folder of the token caches; '' means $XDG_CACHE_HOME/moe_jax, or ~/.cache/moe_jax.
     """
 
+    kind: str = "text"
     path: str = ""
     field: str = "text"
     weights: tuple[float, ...] = ()
@@ -56,6 +61,8 @@ class DataConfig:
         for name in ("field", "tokenizer"):
             if not getattr(self, name):
                 raise UserError(f"DataConfig.{name} ('') must not be empty; leave it out to get its default")
+        if self.kind not in ("text", "chat"):
+            raise UserError(f"DataConfig.kind ({self.kind!r}) must be 'text' or 'chat'")
         entries = len(self.path.split(","))
         if self.weights and (len(self.weights) != entries or min(self.weights) < 0 or sum(self.weights) <= 0):
             raise UserError(
@@ -92,12 +99,38 @@ class Source:
           UserError: naming the file, and the line where there is one.
         """
         if self.path.endswith(SUFFIXES):
-            yield from column_pieces(self.path, self.field)
-            return
+            for row in table_rows(self.path, (self.field,), is_text=True):
+                if row[self.field]:
+                    yield row[self.field], True
+        elif self.field:
+            yield from _json_pieces(self.records(), self.field)
+        else:
+            with self._opened() as file:
+                yield from _text_pieces(file, self.path)
+
+    def records(self, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict]]:
+        """Yield (where it stands, record) of each line of JSON, and of each row of a table, with those `keys` alone.
+
+        Raises:
+          UserError: as `pieces`; a table without the first of the keys, or a file that is neither.
+        """
+        if self.path.endswith(SUFFIXES):
+            for number, row in enumerate(table_rows(self.path, keys, is_text=False), start=1):
+                yield f"{self.path}: row {number}", row
+        elif self.field:
+            with self._opened() as file:
+                yield from _json_records(file, self.path)
+        else:
+            raise UserError(
+                f"{self.path}: conversations stand in .jsonl, .jsonl.gz, .parquet or .arrow files; name some"
+            )
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
         try:
             opened = gzip.open(self.path, "rb") if self.path.endswith(".gz") else open(self.path, "rb")
             with cast(BinaryIO, opened) as file:
-                yield from _json_pieces(file, self.path, self.field) if self.field else _text_pieces(file, self.path)
+                yield file
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UserError(f"{self.path}: not a whole gzip file ({error}); compress it again") from error
         except OSError as error:
@@ -114,6 +147,10 @@ def find_documents(config: DataConfig) -> list[Source]:
       UserError: when an entry names nothing.
     """
     path, names = config.path, []
+    if not path and config.kind == "chat":
+        raise UserError(
+            "DataConfig.kind ('chat') has no data of its own; name .jsonl or .parquet files in DataConfig.path"
+        )
     if not path:
         for name in _files_below(sysconfig.get_path("stdlib"), skip=_NOT_THE_LIBRARY):
             if name.endswith(".py") and not os.path.basename(name).startswith(_MACHINE_MADE):
@@ -194,8 +231,8 @@ def _text_pieces(file: BinaryIO, name: str) -> Iterator[tuple[str, bool]]:
         block = following
 
 
-def _json_pieces(file: BinaryIO, name: str, field: str) -> Iterator[tuple[str, bool]]:
-    """Yield one document a line; blank lines and empty texts are left out."""
+def _json_records(file: BinaryIO, name: str) -> Iterator[tuple[str, dict]]:
+    """Yield (name and line, object) a line; blank lines are left out."""
     for number, line in enumerate(file, start=1):
         where = f"{name}:{number}"
         try:
@@ -211,6 +248,12 @@ def _json_pieces(file: BinaryIO, name: str, field: str) -> Iterator[tuple[str, b
             raise UserError(
                 f"{where}: holds a {type(record).__name__}, but each line must be a JSON object; correct it"
             )
+        yield where, record
+
+
+def _json_pieces(records: Iterable[tuple[str, dict]], field: str) -> Iterator[tuple[str, bool]]:
+    """Yield one document a record; empty texts are left out."""
+    for where, record in records:
         if field not in record:
             raise UserError(f"{where}: has no field {field!r} (it has {sorted(record)}); set DataConfig.field")
         text = record[field]

@@ -1,6 +1,7 @@
 """Windows of tokens by step: what a training step and an evaluation read. Letters: docs/notation.md.
 
 Windows are int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Documents are packed one after the other.
+Windows of conversations hold whole ones, of marked ids (chat.py); what fills them up is marked as one more.
 """
 
 # Windows lie Sq apart and share one token, so each token is a target once an epoch, but for the first and the fewer
@@ -10,13 +11,15 @@ Windows are int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Do
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from moe_jax.data.cache import TokenCache, hash64, shuffled, uniform
+from moe_jax.data.cache import TokenCache, TokenSpan, hash64, shuffled, uniform
+from moe_jax.data.chat import ANSWER, FIRST, ID_BITS
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import UserError
 
@@ -36,6 +39,102 @@ def _quotas(weights: Sequence[float]) -> list[int]:
     while quotas.sum() > _BLOCK:  # many tiny weights took their one
         quotas[np.argmax(quotas)] -= 1
     return quotas.tolist()
+
+
+class TextWindows:
+    """The windows of a span of tokens: Sq apart, sharing one token, the last one shorter where `short`."""
+
+    def __init__(self, span: TokenSpan, sequence_length: int, *, short: bool = False):
+        self._span, self._length = span, sequence_length
+        self._count = -(-(len(span) - 1) // sequence_length) if short else (len(span) - 1) // sequence_length
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, window: int) -> np.ndarray:
+        """Return a window's ids, int32 [Sq + 1] or fewer."""
+        start = window * self._length
+        return self._span.read(start, start + self._length + 1)
+
+
+class ChatWindows:
+    """Windows of the conversations of a span, each in one of them, cut where it is longer.
+
+    By best fit, longest first, which depends on the lengths alone. A UserError where a cut leaves nothing to learn.
+
+    Attributes:
+      tokens: that windows hold, of conversations; cut: conversations that are cut; lost: tokens of answers behind cuts.
+    """
+
+    def __init__(self, cache: TokenCache, span: TokenSpan, sequence_length: int, *, packed: bool):
+        """packed: as many as fit into a window, else one in each."""
+        self._ids, self._length = cache.tokens, sequence_length + 1
+        starts = np.concatenate([[0], cache.ends[:-1]])
+        run = np.searchsorted(span.runs[:, 0], starts, side="right") - 1
+        inside = (run >= 0) & (starts < span.runs[run, 1])
+        starts, ends, number = starts[inside], cache.ends[inside], np.flatnonzero(inside)
+        sizes = np.minimum(ends - starts, self._length)
+        self.cut, self.lost = int(np.count_nonzero(sizes < ends - starts)), 0
+        for at in np.flatnonzero(sizes < ends - starts):
+            answer = np.asarray(cache.tokens[starts[at] : ends[at]]) & ANSWER > 0
+            if not answer[: self._length].any():
+                raise UserError(
+                    f"conversation {number[at] + 1} of DataConfig.path has its first answer behind "
+                    f"{np.argmax(answer)} tokens, and is cut after DataConfig.sequence_length ({sequence_length}) + 1; "
+                    f"set DataConfig.sequence_length to at least {np.argmax(answer)}, or remove the conversation"
+                )
+            self.lost += int(np.count_nonzero(answer[self._length :]))
+        places = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
+        self._pieces = [[places[at] for at in own] for own in _fit(sizes, self._length if packed else 0)]
+        self.tokens = int(sizes.sum())
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def read(self, window: int) -> np.ndarray:
+        """Return a window's marked ids, int32 [Sq + 1]."""
+        ids = np.zeros(self._length, np.int32)
+        parts = np.concatenate([self._ids[start:end] for start, end in self._pieces[window]])
+        ids[: parts.size] = parts
+        ids[parts.size : parts.size + 1] = FIRST
+        return ids
+
+
+def _fit(sizes: np.ndarray, room: int) -> list[list[int]]:
+    """Return which items share a box of size `room`, ascending within each, by best fit, longest first."""
+    boxes: list[list[int]] = []
+    with_space: dict[int, list[int]] = {}  # space that is left -> boxes
+    spaces: list[int] = []  # the keys, ascending
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        place = bisect.bisect_left(spaces, size)
+        if place == len(spaces):
+            box, space = len(boxes), room
+            boxes.append([])
+        else:
+            space = spaces[place]
+            box = with_space[space].pop()
+            if not with_space[space]:
+                del with_space[space], spaces[place]
+        boxes[box].append(item)
+        if space > size:
+            if space - size not in with_space:
+                bisect.insort(spaces, space - size)
+            with_space.setdefault(space - size, []).append(box)
+    return [sorted(box) for box in boxes]
+
+
+def windows_of(
+    cache: TokenCache, span: TokenSpan, sequence_length: int, *, packed: bool, short: bool = False
+) -> TextWindows | ChatWindows:
+    """Return the windows of a span of a cache, of conversations where it holds such.
+
+    Args:
+      packed: as many conversations as fit into a window, else one; short: the last window of a text may be shorter.
+    """
+    if cache.meta.answers:
+        return ChatWindows(cache, span, sequence_length, packed=packed)
+    return TextWindows(span, sequence_length, short=short)
 
 
 def mask_tokens(
@@ -98,23 +197,25 @@ class TokenStream:
     """
 
     def __init__(
-        self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int, weights: Sequence[float] = ()
-    ):
-        """weights: of the entries of the path in a mixture, () for none."""
+        self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int, weights: Sequence[float] = (),
+        packed: bool = False,
+    ):  # fmt: skip
+        """weights: of the entries of the path in a mixture, () for none; packed: as of `windows_of`."""
         spans = cache.train_entries if weights else [cache.train]
         quotas = _quotas(weights or (1.0,))
         used = [(span, quota) for span, quota in zip(spans, quotas, strict=True) if quota]
-        shortest = min(len(span) for span, _ in used)
-        if shortest < sequence_length + 1:
+        self._sources = [windows_of(cache, span, sequence_length, packed=packed) for span, _ in used]
+        # windows of an epoch of each part
+        self.windows = [len(source) for source in self._sources]
+        if not min(self.windows):
+            shortest = min(len(span) for span, _ in used)
             where = "an entry of DataConfig.path" if weights else "the corpus"
             raise UserError(
                 f"the train part of {where} has {shortest} tokens, fewer than one window of "
                 f"DataConfig.sequence_length ({sequence_length}) + 1; set DataConfig.sequence_length to at most "
                 f"{max(1, shortest - 1)} or name more text in DataConfig.path"
             )
-        # windows of an epoch of each part, and its rows among each _BLOCK of a mixture
-        self.windows = [(len(span) - 1) // sequence_length for span, _ in used]
-        self._spans, self._quotas = [span for span, _ in used], [quota for _, quota in used]
+        self._quotas = [quota for _, quota in used]  # rows of each part among each _BLOCK of a mixture
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.seed = seed
@@ -126,12 +227,12 @@ class TokenStream:
         row = np.arange(self.batch_size, dtype=np.int64)[slice(None) if rows is None else rows]
         part, number = self._parts(self._before + step * self.batch_size + row)
         out = np.empty((row.size, self.sequence_length + 1), np.int32)
-        for which, (span, windows) in enumerate(zip(self._spans, self.windows, strict=True)):
+        for which, (source, windows) in enumerate(zip(self._sources, self.windows, strict=True)):
             places = np.flatnonzero(part == which)
             epoch, place = np.divmod(number[places], windows)
             window = shuffled(place, windows, _ORDER, self.seed, epoch)
-            for i, start in zip(places.tolist(), (window * self.sequence_length).tolist(), strict=True):
-                out[i] = span.read(start, start + self.sequence_length + 1)
+            for i, number_in_part in zip(places.tolist(), window.tolist(), strict=True):
+                out[i] = source.read(number_in_part)
         return out
 
     def _parts(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -139,13 +240,25 @@ class TokenStream:
 
         Each _BLOCK of windows in a row has the quota of each part, in an order of its own.
         """
-        if len(self._spans) == 1:
+        if len(self._quotas) == 1:
             return np.zeros_like(number), number
         block, place = np.divmod(number, _BLOCK)
         slot, ends = shuffled(place, _BLOCK, _MIXTURE, self.seed, block), np.cumsum(self._quotas)
         part = np.searchsorted(ends, slot, side="right")
         quota = np.asarray(self._quotas)[part]
         return part, block * quota + slot - (ends[part] - quota)
+
+    def told(self) -> str:
+        """Return in words how conversations lie in the windows, '' of text."""
+        chats = [source for source in self._sources if isinstance(source, ChatWindows)]
+        if not chats:
+            return ""
+        room = sum(self.windows) * (self.sequence_length + 1)
+        cut, lost = sum(chat.cut for chat in chats), sum(chat.lost for chat in chats)
+        return (
+            f"{sum(self.windows):,} windows, {sum(chat.tokens for chat in chats) / room:.0%} of them conversations; "
+            f"{cut:,} conversations are cut, with {lost:,} tokens of answers behind the cuts"
+        )
 
     def position(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint keeps about the data before `step`: plain values, for JSON."""
@@ -189,8 +302,9 @@ class TokenStream:
 
 
 def held_out_batches(
-    cache: TokenCache, *, sequence_length: int, batch_size: int, limit: int = 0, rows: slice | np.ndarray | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    cache: TokenCache, *, sequence_length: int, batch_size: int, limit: int = 0,
+    rows: slice | np.ndarray | None = None, packed: bool = False,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
     """Yield (tokens, weights) of the held-out windows, in the order of the text, every batch of the same shape.
 
     tokens is int32 [b, Sq + 1], 0 where there is none; weights is float32 [b, Sq], 1 for each target that counts, else
@@ -203,8 +317,10 @@ def held_out_batches(
       batch_size: B, over all hosts; the last batch is filled up with rows of weight 0.
       limit: the most windows; 0 takes all.
       rows: which of the B global rows; None gives all. All hosts get the same number of batches.
+      packed: as of `windows_of`; of conversations, targets that are marked as answers count.
     """
-    count = -(-(len(cache.held_out) - 1) // sequence_length)
+    source = windows_of(cache, cache.held_out, sequence_length, packed=packed, short=True)
+    count = len(source)
     taken = min(limit, count) if limit else count
     windows = np.arange(taken) * count // taken
     for first in range(0, len(windows), batch_size):
@@ -215,16 +331,16 @@ def held_out_batches(
         weights = np.zeros((numbers.size, sequence_length), np.float32)
         for i, window in enumerate(numbers.tolist()):
             if window >= 0:
-                start = window * sequence_length
-                ids = cache.held_out.read(start, start + sequence_length + 1)
+                ids = source.read(window)
                 tokens[i, : ids.size] = ids
-                weights[i, : ids.size - 1] = 1
+                weights[i, : ids.size - 1] = ids[1:] & ANSWER > 0 if cache.meta.answers else 1
         yield tokens, weights
 
 
 def held_out_entropy(
-    cache: TokenCache, *, sequence_length: int, vocab_size: int, limit: int = 0, boundary_id: int | None = None
-) -> float:
+    cache: TokenCache, *, sequence_length: int, vocab_size: int, limit: int = 0, boundary_id: int | None = None,
+    packed: bool = False,
+) -> float:  # fmt: skip
     """Return the unigram entropy, in nats, of exactly the targets that `held_out_batches` counts.
 
     No model that ignores context can have a lower held-out loss, not even one fitted to the held-out text itself.
@@ -233,9 +349,10 @@ def held_out_entropy(
       boundary_id: the id after which a target does not count, where documents are kept apart.
     """
     counts = np.zeros(vocab_size, np.int64)
-    for tokens, weights in held_out_batches(cache, sequence_length=sequence_length, batch_size=64, limit=limit):
+    sizes = {"sequence_length": sequence_length, "batch_size": 64, "limit": limit, "packed": packed}
+    for tokens, weights in held_out_batches(cache, **sizes):
         counted = weights > 0 if boundary_id is None else (weights > 0) & inside_documents(tokens, boundary_id)
-        counts += np.bincount(tokens[:, 1:][counted], minlength=vocab_size)
+        counts += np.bincount(tokens[:, 1:][counted] & ID_BITS, minlength=vocab_size)
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
 

@@ -1,14 +1,14 @@
-"""Text in a column of Parquet and Arrow files, as datasets are downloaded and as `save_to_disk` writes them.
+"""Rows of Parquet and Arrow files, as datasets are downloaded and as `save_to_disk` writes them.
 
-Inputs: a file, a column of text. Outputs: the documents in the order of the rows, read a few at a time. pyarrow (extra
-[data]) is imported when the first such file is read.
+Inputs: a file, names of columns. Outputs: its rows in their order, read a few at a time. pyarrow (extra [data]) is
+imported when the first such file is read.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moe_jax.errors import UserError
 
@@ -37,8 +37,12 @@ def _split_of(path: str) -> str:
     return found[0] if found else ""
 
 
-def column_pieces(path: str, column: str) -> Iterator[tuple[str, bool]]:
-    """Yield (text, True) for each row whose `column` holds some; a UserError names what is wrong with the file."""
+def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[dict]:
+    """Yield each row as {column: value} of those of `columns` that there are; a UserError names what is wrong.
+
+    Args:
+      columns: the first must be there; is_text: and must hold text, not lists.
+    """
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -47,8 +51,8 @@ def column_pieces(path: str, column: str) -> Iterator[tuple[str, bool]]:
     try:
         if path.endswith(".parquet"):
             file = pq.ParquetFile(path)
-            _check_column(path, file.schema_arrow, column, pa)
-            batches = file.iter_batches(_ROWS, columns=[column])
+            wanted = _known_columns(path, file.schema_arrow, columns, is_text, pa)
+            batches = file.iter_batches(_ROWS, columns=wanted)
         else:
             source = pa.memory_map(path)
             try:
@@ -57,19 +61,21 @@ def column_pieces(path: str, column: str) -> Iterator[tuple[str, bool]]:
             except pa.ArrowInvalid:
                 reader = pa.ipc.open_file(source)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            _check_column(path, reader.schema, column, pa)
+            wanted = _known_columns(path, reader.schema, columns, is_text, pa)
         for batch in batches:
-            texts = batch.column(batch.schema.get_field_index(column))
-            for start in range(0, len(texts), _ROWS):
-                yield from ((text, True) for text in texts.slice(start, _ROWS).to_pylist() if text)
+            for start in range(0, len(batch), _ROWS):
+                yield from batch.select(wanted).slice(start, _ROWS).to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as error:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: not a whole table ({what}); download or write it again") from error
 
 
-def _check_column(path: str, schema, column: str, pa) -> None:
+def _known_columns(path: str, schema, columns: Sequence[str], is_text: bool, pa) -> list[str]:
+    column = columns[0]
     if column not in schema.names:
-        raise UserError(f"{path}: has no column {column!r} (it has {sorted(schema.names)}); set DataConfig.field")
+        remedy = "set DataConfig.field" if is_text else "conversations need it"
+        raise UserError(f"{path}: has no column {column!r} (it has {sorted(schema.names)}); {remedy}")
     kind = schema.field(column).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+    if is_text and not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(f"{path}: column {column!r} holds {kind}, not text; set DataConfig.field")
+    return [name for name in columns if name in schema.names]

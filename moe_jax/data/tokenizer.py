@@ -155,11 +155,19 @@ class HuggingFaceTokenizer:
             size += 1
         self.vocab_size = size
         self.file, self.text = file, text
+        marked = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = tuple(i for i, token in marked.items() if token.special)
+        self.special = tuple(marked[i].content for i in self.special_ids)  # their text
         self.name = "tokenizer.json " + hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, np.int32) for item in encoded]
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the ids of each text, int32 [tokens], and the characters of it that each stands for, [tokens, 2]."""
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(e.ids, np.int32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text).ids, np.int32)

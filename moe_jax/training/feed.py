@@ -19,9 +19,11 @@ import numpy as np
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.cache import TokenCache
+from moe_jax.data.chat import ANSWER, FIRST, ID_BITS
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.stream import TokenStream, document_numbers, held_out_batches, inside_documents, mask_tokens
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.errors import UserError
 from moe_jax.models import Batch, ModelConfig
 
 
@@ -42,8 +44,13 @@ class Feed:
         self.sequence_length = length = data.sequence_length
         # The id after which no target counts: a document's end in a model that keeps them apart. Masked tokens are
         # targets in their own place, whatever precedes them.
-        self.boundary_id = tokenizer.end_id if model.document_mask and model.kind == "gpt" else None
-        sizes = {"sequence_length": length, "batch_size": train.batch_size}
+        apart = model.document_mask and model.kind == "gpt" and data.kind == "text"
+        self.boundary_id = tokenizer.end_id if apart else None
+        if data.kind == "chat" and model.kind != "gpt":
+            raise UserError(
+                f"ModelConfig.kind ({model.kind!r}) learns no answers; set it to 'gpt', or DataConfig.kind = 'text'"
+            )
+        sizes = {"sequence_length": length, "batch_size": train.batch_size, "packed": model.document_mask}
         self.stream = TokenStream(cache, **sizes, seed=train.seed, weights=data.weights)
         # `Batch` of NamedShardings, of arrays [Nm, rows, Sq] and [1, rows, Sq]
         self.batch_shardings, self.rows = batch_shardings, rows
@@ -53,6 +60,11 @@ class Feed:
 
     def _examples(self, tokens, step, rows) -> Batch:
         """Return the batch [r, Sq] of tokens [r, Sq + 1] of global rows [r]."""
+        if self.cache.meta.answers:
+            documents = np.cumsum(tokens[:, :-1] & FIRST > 0, axis=1, dtype=np.int32)
+            weights = (tokens[:, 1:] & ANSWER > 0).astype(self.model.param_dtype)
+            inputs, targets = tokens[:, :-1] & ID_BITS, tokens[:, 1:] & ID_BITS
+            return Batch(inputs, targets, weights, documents=documents if self.model.document_mask else None)
         if self.model.kind == "gpt":
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
             weights = np.ones(targets.shape, np.float32)
@@ -85,6 +97,7 @@ class Feed:
             batch_size=self.rows,
             limit=self.train.evaluate_windows,
             rows=self.own,
+            packed=self.model.document_mask,
         )
         for step, (tokens, real) in enumerate(batches):
             examples = self._examples(tokens, step, self.own)

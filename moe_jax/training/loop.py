@@ -338,6 +338,7 @@ class Loop:
                 vocab_size=session.model.vocab_size,
                 limit=session.config.train.evaluate_windows,
                 boundary_id=session.feed.boundary_id,
+                packed=session.config.model.document_mask,
             )
         if self.is_main:
             if self.evaluations.last_step is None or self.evaluations.last_step < step:

@@ -149,9 +149,10 @@ def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
     where = config.data.path or "the sources of Python's library"
     padding = session.rows - train.microbatch_size
     filled = f", {padding} of {session.rows} in a microbatch are padding" if padding else ""
+    chats = f"\nchats   {meta.answers:,} tokens are answers; {session.feed.stream.told()}" if meta.answers else ""
     return (
         f"text    {where}: {meta.tokens:,} tokens in {meta.documents:,} documents, tokenizer "
-        f"{config.data.tokenizer!r}\n"
+        f"{config.data.tokenizer!r}{chats}\n"
         f"model   {total:,} parameters, {active:,} of them for a token; {config.model.layers} layers\n"
         f"train   {trained(config)}\n"
         f"mesh    {mesh}; schedule {config.moe.schedule}, planner {config.planner.name}\n"
