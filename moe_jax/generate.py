@@ -3,9 +3,11 @@
     python -m moe_jax.generate --workdir=runs/demo --prompt='def main(' --max_new_tokens=64 --host_devices=8
 
 Each prompt and its text stream to the terminal; several follow one another, each when it has ended. With --out a JSON
-file gets {"prompt_ids", "token_ids", "text", "stopped"}, a list of each with an entry per prompt. The mesh is the run's
-own unless bindings say otherwise, such as --gin_bindings='MeshConfig.model = 2'. Several processes are started as those
-of moe_jax.train. Exit codes: 0, 2 a user's mistake, 4 a process of the job that was lost.
+file gets {"prompt_ids", "token_ids", "text", "stopped"}, a list of each with an entry per prompt. With --chat a prompt
+is a question, put by the tokenizer's chat template; without any, each line of the standard input is one, and goes in
+with the talk so far. The mesh is the run's own unless bindings say otherwise, such as
+--gin_bindings='MeshConfig.model = 2'. Several processes are started as those of moe_jax.train. Exit codes: 0, 2 a
+user's mistake, 4 a process of the job that was lost.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder whose newest checkpoin
 _STEP = flags.DEFINE_integer("step", None, "Another checkpoint of it, by its step.")
 _AVERAGED = flags.DEFINE_bool("averaged", False, "Take the moving average of its parameters.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue; may repeat.")
+_CHAT = flags.DEFINE_bool("chat", False, "Prompts are questions; without one they are read line by line, as a talk.")
 _PROMPT_IDS = flags.DEFINE_string("prompt_ids", "", "JSON file with a list of lists of token ids to continue.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "New tokens of each prompt at most.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Logits are divided by it; 0 takes the most probable token.")
@@ -45,8 +48,10 @@ def command(argv: list[str]) -> int:
     out, prompts, file = _OUT.value, _PROMPT.value, _PROMPT_IDS.value
     if not _WORKDIR.value:
         raise UserError("--workdir is needed: the folder of a run that has trained, such as --workdir=runs/demo")
-    if bool(prompts) == bool(file):
+    if bool(prompts) == bool(file) and (file or not _CHAT.value):
         raise UserError("give either --prompt (text, may repeat) or --prompt_ids (a JSON file of id lists)")
+    if _CHAT.value and (file or out and not prompts):
+        raise UserError("--chat takes no --prompt_ids, and --out only with --prompt; leave one of them out")
     if out and not pathlib.Path(out).absolute().parent.is_dir():
         raise UserError(f"--out={out} cannot be written: its folder does not exist; name a file in one that does")
     from moe_jax.inference import Sampling
@@ -78,6 +83,7 @@ def generate(prompts, sampling, hosts) -> None:
     """Load the model that the flags name, print what becomes of the prompts, and write --out."""
     import jax
 
+    from moe_jax.data.chat import ChatTemplate
     from moe_jax.inference import load
     from moe_jax.training.checkpoint import run_config
 
@@ -90,6 +96,38 @@ def generate(prompts, sampling, hosts) -> None:
         _WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=bindings, quantize=_QUANTIZE.value,
         decode=_DECODE.value,
     )  # fmt: skip
+    if not _CHAT.value:
+        answer(generator, prompts, sampling, hosts.is_main)
+        return
+    if generator.tokenizer is None:
+        raise UserError("--chat needs the tokenizer of the run, and its folder has none; put tokenizer.json back")
+    template = ChatTemplate(generator.tokenizer)
+    generator.end_ids = tuple(dict.fromkeys((*generator.end_ids, *template.end_ids())))
+    if prompts:
+        chats = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        answer(generator, chats, sampling, hosts.is_main)
+        return
+    if hosts.process_count > 1:
+        raise UserError("only one process can read a talk from its input; give questions with --prompt")
+    messages: list[dict] = []
+    while question := next_line():
+        messages.append({"role": "user", "content": question})
+        found = answer(generator, [template.prompt(messages)], sampling, True)
+        messages.append({"role": "assistant", "content": found.text[0]})
+
+
+def next_line() -> str:
+    """Return the next line of the standard input that holds some text, '' at its end."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip():
+            return line.strip()
+
+
+def answer(generator, prompts, sampling, is_main: bool):
+    """Print what becomes of the prompts where `is_main`, write --out, and return it."""
     ends = () if _IGNORE_EOS.value else generator.end_ids
     before = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
     said: list[int] = []  # of the first prompt, whose text appears while it comes
@@ -113,10 +151,10 @@ def generate(prompts, sampling, hosts) -> None:
         _MAX_NEW_TOKENS.value,
         sampling,
         ignore_eos=_IGNORE_EOS.value,
-        on_token=on_token if hosts.is_main else None,
+        on_token=on_token if is_main else None,
     )
-    if not hosts.is_main:
-        return
+    if not is_main:
+        return found
     first, *others = found.text or [" ".join(map(str, ids)) for ids in found.token_ids]
     rest = first[len(printed) :] if first.startswith(printed) else ""
     print("\n---\n".join([rest, *(a + b for a, b in zip(before[1:], others, strict=True))]), flush=True)
@@ -131,6 +169,7 @@ def generate(prompts, sampling, hosts) -> None:
             raise UserError(
                 f"--out={_OUT.value} cannot be written ({error.strerror}); name a file in a folder that exists"
             ) from error
+    return found
 
 
 if __name__ == "__main__":

@@ -114,9 +114,8 @@ def _choice_lines(
             line += f" is {resolved!r} on {target.device}{reason and f': {reason}'}"
     lines = [line]
     if wanted.document_mask:
-        lines.append(
-            f"ModelConfig.document_mask True: a document ends with the id {end_id}; its mask counts as activations"
-        )
+        apart = f"a document ends with the id {end_id}" if run.data.kind == "text" else "a document is a conversation"
+        lines.append(f"ModelConfig.document_mask True: {apart}; its mask counts as activations")
     lines.append(f"ModelConfig.overlap {wanted.overlap!r}")
     for name, own in segment_runs(run, roles).items() if target and not why_not_halves(run, roles) else ():
         in_one_piece, in_halves = compare_halves(*own, target)
