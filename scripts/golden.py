@@ -10,7 +10,8 @@ text.txt. Outputs: of each step the loss and gradient norm (floats, exact in JSO
 code 1 where one differs: by more than 1e-5 of the kept number (loads: at all), or by a bit of the other commit's.
 
 `PlannerConfig.swap_after` is bound, so that a plan is used at a fixed step however long its program compiles. The
-configurations of GPUs are shrunk by SHRUNK, and chat.gin reads that text too; the student of mos.gin learns from two steps of mos_teacher.gin.
+configurations of GPUs are shrunk by SHRUNK, and chat.gin reads that text too; the student of mos.gin learns from two
+steps of mos_teacher.gin.
 """
 
 from __future__ import annotations

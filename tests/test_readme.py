@@ -42,6 +42,10 @@ RUN = {
     "python -m moe_jax.tune": ("--help",),  # twenty
 }
 NOT_RUN = {
+    "python scripts/chat_data": "tests/training/test_chat.py runs it",
+    "python -m moe_jax.data.chat": "tests/data/test_chat.py runs it",
+    "python -m moe_jax.train --gin_file=configs/run/chat.gin": "needs the data; tests/training/test_chat.py trains it",
+    "python -m moe_jax.generate --chat": "reads questions; tests/training/test_chat.py asks some",
     "bash scripts/demo.sh": "makes an environment and trains for minutes",
     "bash scripts/test.sh": "makes an environment and runs the tests",
     "pip ": "installs",

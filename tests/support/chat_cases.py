@@ -93,7 +93,7 @@ def conversations():
             if number % 5 == 0:
                 record = {"tools": [TOOL] if number % 10 else json.dumps([TOOL])}
                 call = {"type": "function", "function": {"name": "weather", "arguments": {"city": text()}}}
-                messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+                messages += [{"role": "assistant", "content": None, "tool_calls": [call]}]
                 messages += [{"role": "tool", "content": text(), "name": None}]
             messages += [{"role": "assistant", "content": "" if number % 7 == 0 else text()}]
         if number % 11 == 0:
