@@ -120,7 +120,7 @@ class ChatTemplate:
         Raises:
           UserError: the template fails, or refuses the conversation.
         """
-        template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
+        template = self._templates[self._which(tools)]
         try:
             given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
             text = template.render(**self._names, **given)
@@ -149,7 +149,7 @@ class ChatTemplate:
                 f"{where}: no message of the role 'assistant', so nothing to learn; remove the conversation"
             )
         text = self.write(messages, tools, where)
-        if self._has_blocks["tool_use" if tools and "tool_use" in self._templates else "default"]:
+        if self._has_blocks[self._which(tools)]:
             parts = re.split(f"([{_OPEN}{_CLOSE}])", text)
             if parts[1::2] != [_OPEN, _CLOSE] * (len(parts) // 4):
                 raise UserError(f"{where}: holds U+FDD0 or U+FDD1, which are no characters; remove them")
@@ -160,6 +160,9 @@ class ChatTemplate:
         if all(start == end for start, end in chat.answers):
             raise UserError(f"{where}: the chat template writes nothing for the assistant to say; correct either")
         return chat
+
+    def _which(self, tools: list | None) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
 
     def _turn(self, messages: list[dict], number: int, tools, text: str, where: str) -> tuple[int, int]:
         """Return where a message of the assistant begins and ends in the text of all messages."""

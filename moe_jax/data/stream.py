@@ -46,7 +46,8 @@ class TextWindows:
 
     def __init__(self, span: TokenSpan, sequence_length: int, *, short: bool = False):
         self._span, self._length = span, sequence_length
-        self._count = -(-(len(span) - 1) // sequence_length) if short else (len(span) - 1) // sequence_length
+        targets = max(0, len(span) - 1)
+        self._count = -(-targets // sequence_length) if short else targets // sequence_length
 
     def __len__(self) -> int:
         return self._count
@@ -70,8 +71,8 @@ class ChatWindows:
         """packed: as many as fit into a window, else one in each."""
         self._ids, self._length = cache.tokens, sequence_length + 1
         starts = np.concatenate([[0], cache.ends[:-1]])
-        run = np.searchsorted(span.runs[:, 0], starts, side="right") - 1
-        inside = (run >= 0) & (starts < span.runs[run, 1])
+        # the end of the last run that begins at or before each
+        inside = starts < np.append(0, span.runs[:, 1])[np.searchsorted(span.runs[:, 0], starts, side="right")]
         starts, ends, number = starts[inside], cache.ends[inside], np.flatnonzero(inside)
         sizes = np.minimum(ends - starts, self._length)
         self.cut, self.lost = int(np.count_nonzero(sizes < ends - starts)), 0
