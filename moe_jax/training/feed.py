@@ -21,7 +21,14 @@ from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.cache import TokenCache
 from moe_jax.data.chat import ANSWER, FIRST, ID_BITS
 from moe_jax.data.corpus import DataConfig
-from moe_jax.data.stream import TokenStream, document_numbers, held_out_batches, inside_documents, mask_tokens
+from moe_jax.data.stream import (
+    TokenStream,
+    document_numbers,
+    held_out_batches,
+    inside_documents,
+    mask_tokens,
+    windows_of,
+)
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import UserError
 from moe_jax.models import Batch, ModelConfig
@@ -52,6 +59,7 @@ class Feed:
             )
         sizes = {"sequence_length": length, "batch_size": train.batch_size, "packed": model.document_mask}
         self.stream = TokenStream(cache, **sizes, seed=train.seed, weights=data.weights)
+        windows_of(cache, cache.held_out, length, packed=model.document_mask)  # refuses an answer that is cut away
         # `Batch` of NamedShardings, of arrays [Nm, rows, Sq] and [1, rows, Sq]
         self.batch_shardings, self.rows = batch_shardings, rows
         indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, length)).values()

@@ -33,15 +33,15 @@ FLOAT64 = (
 )  # fmt: skip
 
 
-def chat_bindings(folder):
-    turns = [("x" * (3 + 2 * i), "the" * (1 + i % 5)) for i in range(20)]
+def chat_bindings(folder, last=41, held_out=0.2):
+    turns = [("x" * (last if i == 19 else 3 + 2 * i), "the" * (1 + i % 5)) for i in range(20)]
     roles = ("user", "assistant")
     records = [{"messages": [dict(role=r, content=c) for r, c in zip(roles, t, strict=True)]} for t in turns]
     (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     path = chat_cases.write_tokenizer(folder / "tokenizer", chat_cases.CHATML)
     return (
         "DataConfig.kind = 'chat'", f"DataConfig.path = {str(folder / 'chats.jsonl')!r}",
-        f"DataConfig.tokenizer = {str(path)!r}", "DataConfig.held_out_fraction = 0.2",
+        f"DataConfig.tokenizer = {str(path)!r}", f"DataConfig.held_out_fraction = {held_out}",
     )  # fmt: skip
 
 
@@ -64,6 +64,17 @@ def test_packing_changes_neither_loss_nor_gradients(tmp_path):
     assert value == pytest.approx(want, rel=1e-12) and value > 1
     assert_close(gradients, others)
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(gradients)) > 1e-3
+
+
+def test_an_answer_cut_away_in_held_out_text_is_refused_before_the_first_step(tmp_path):
+    bindings = bindings_of(
+        tmp_path,
+        *chat_bindings(tmp_path, 200, 0.01),
+        "ModelConfig.positions = 'rotary'",
+        "DataConfig.sequence_length = 70",
+    )
+    with pytest.raises(UserError, match="conversation 20 of DataConfig.path has its first answer behind 218 tokens"):
+        build_session(parse_run_config((), bindings)[0], jax.devices()[:1])
 
 
 def test_a_masked_model_learns_no_answers(tmp_path):
