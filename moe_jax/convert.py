@@ -2,9 +2,11 @@
 
     python -m moe_jax.convert --from_hf=DIR --workdir=RUN
     python -m moe_jax.convert --to_hf=DIR --workdir=RUN
+    python -m moe_jax.convert --to_peft=DIR --workdir=RUN
     python -m moe_jax.convert --from_hf=DENSE --workdir=RUN --upcycle=8
 
-DIR holds config.json and safetensors files, in one piece or sharded, of Mixtral, OLMoE, Qwen3-MoE, DeepSeek-MoE, V2 or
+With --to_hf the adapters of a LoRA run are added to the model under them; --to_peft writes them alone. DIR holds
+config.json and safetensors files, in one piece or sharded, of Mixtral, OLMoE, Qwen3-MoE, DeepSeek-MoE, V2 or
 V3, Moonlight, Kimi K2 or dots1; tokenizer.json and generation_config.json are carried along. The folder that is written
 must not be there yet. No torch is needed, and no more memory than for the largest tensor and one file. A user's mistake
 is one line, exit code 2.
@@ -20,7 +22,8 @@ from moe_jax.errors import UserError
 
 _FROM_HF = flags.DEFINE_string("from_hf", "", "Folder of a checkpoint of transformers, from which --workdir is made.")
 _TO_HF = flags.DEFINE_string("to_hf", "", "Folder to be made from the last checkpoint of --workdir.")
-_WORKDIR = flags.DEFINE_string("workdir", "", "Run folder, made with --from_hf and read with --to_hf.")
+_TO_PEFT = flags.DEFINE_string("to_peft", "", "Folder to be made for peft from the adapters of --workdir.")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Run folder, made with --from_hf and read with the others.")
 _DTYPE = flags.DEFINE_string("dtype", "", "With --to_hf: float32, bfloat16 or float16; '' takes ModelConfig.dtype.")
 _UPCYCLE = flags.DEFINE_integer("upcycle", 0, "With --from_hf of a dense checkpoint: experts that each FFN becomes.")
 _UPCYCLE_TOP_K = flags.DEFINE_integer("upcycle_top_k", 2, "Experts of a token then.")
@@ -32,8 +35,9 @@ def command(argv: list[str]) -> None:
     """Carry out the command line."""
     parse_flags(argv, "moe_jax.convert", "from_hf")
     logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
-    if bool(_FROM_HF.value) == bool(_TO_HF.value):
-        raise UserError("give either --from_hf=DIR or --to_hf=DIR, the folder of a checkpoint of transformers")
+    target = _TO_HF.value or _TO_PEFT.value
+    if sum(map(bool, (_FROM_HF.value, _TO_HF.value, _TO_PEFT.value))) != 1:
+        raise UserError("give one of --from_hf=DIR and --to_hf=DIR, a checkpoint of transformers, and --to_peft=DIR")
     if not _WORKDIR.value:
         raise UserError("--workdir is needed: the run folder, such as --workdir=runs/mixtral")
     import jax
@@ -45,11 +49,11 @@ def command(argv: list[str]) -> None:
     for flag in (_UPCYCLE_TOP_K, _UPCYCLE_NOISE, _UPCYCLE_SEED):
         if flag.present and not _UPCYCLE.value:
             raise UserError(f"--{flag.name}={flag.value} needs --upcycle, the number of experts")
-    if _TO_HF.value:
+    if target:
         if _UPCYCLE.value:
             raise UserError(f"--upcycle={_UPCYCLE.value} needs --from_hf, a dense checkpoint")
-        family = export_folder(_WORKDIR.value, _TO_HF.value, _DTYPE.value)
-        print(f"{_TO_HF.value}: {family.architecture}")
+        family = export_folder(_WORKDIR.value, target, _DTYPE.value, adapter=bool(_TO_PEFT.value))
+        print(f"{target}: {family.architecture}")
         return
     if _DTYPE.value:
         raise UserError(f"--dtype={_DTYPE.value} needs --to_hf; parameters are float32 in a run folder")

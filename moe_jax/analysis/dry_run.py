@@ -277,7 +277,7 @@ def _byte_lines(run: RunConfig, needs: Needs) -> list[str]:
     train, dtype, held = run.train, run.model.param_dtype, needs.held
     first_moment = f", first moment {train.first_moment_dtype}" if train.first_moment_dtype else ""
     rows = [
-        ("parameters", held.parameters, dtype),
+        ("parameters", held.parameters, f"{run.model.dtype}, adapters {dtype}" if run.lora.rank else dtype),
         ("optimizer state", held.optimizer, f"{OPTIMIZER_STATES[train.optimizer]}, {dtype}{first_moment}"),
         ("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}"),
         ("gradients", held.gradients, dtype),

@@ -121,7 +121,8 @@ def count_bytes(plan: Plan) -> Needs:
         moe = dataclasses.replace(moe, grouped_matmul=chosen)
     sizes = sizes_of(dataclasses.replace(run, model=resolved, moe=moe), roles, plan.vocab_size)
     shapes, layout = shapes_and_layout(sizes.model)
-    state = state_bytes(run.train, shapes, layout.state, dict(roles.mesh.shape))
+    model = sizes.model
+    state = state_bytes(run.train, model.trained(shapes), model.trained(layout.state), dict(roles.mesh.shape))
     placed, stages = None, f"ZeRO {run.train.zero_stage} of the dense parameters"
     if layout.dp_stage is not None:
         stages += f", {layout.dp_stage} of the experts"

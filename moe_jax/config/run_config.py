@@ -11,7 +11,7 @@ from typing import Any
 from moe_jax.config.train_config import DistillationConfig, TrainConfig
 from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
-from moe_jax.models.config import ModelConfig
+from moe_jax.models.config import LoraConfig, ModelConfig
 from moe_jax.moe.config import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig
 from moe_jax.planning.config import PlannerConfig
@@ -24,6 +24,7 @@ CONFIG_CLASSES: dict[str, type] = {
     "MeshConfig": MeshConfig,
     "PlannerConfig": PlannerConfig,
     "DistillationConfig": DistillationConfig,
+    "LoraConfig": LoraConfig,
 }
 
 # Bindings under which a started run may go on: where and how it computes, how long, and what it writes down.
@@ -62,9 +63,15 @@ class RunConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     planner: PlannerConfig = dataclasses.field(default_factory=PlannerConfig)
     distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self):
         self.planner.check_knobs()
+        if self.lora.rank and self.train.ema_decay:
+            raise UserError(
+                f"train.ema_decay ({self.train.ema_decay}) keeps an average of a whole model, and LoraConfig.rank "
+                f"({self.lora.rank}) trains adapters alone; set one of them to 0"
+            )
         if self.moe.schedule == "auto" and self.planner.name != "auto":
             raise UserError(
                 f"MoEConfig.schedule = 'auto' is chosen by PlannerConfig.name = 'auto', not {self.planner.name!r}; set "
@@ -72,7 +79,7 @@ class RunConfig:
             )
 
     def by_name(self) -> dict[str, Any]:
-        """Return the seven configs under the names by which gin binds them."""
+        """Return the configs under the names by which gin binds them."""
         parts = (getattr(self, field.name) for field in dataclasses.fields(self))
         return dict(zip(CONFIG_CLASSES, parts, strict=True))
 

@@ -25,6 +25,7 @@ from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import FILE, carry_files, check_inside, find_tokenizer
 from moe_jax.errors import UserError
+from moe_jax.inference.adapters import Adapters, write_adapter
 from moe_jax.inference.families import (
     DTYPES,
     HARMLESS,
@@ -44,6 +45,7 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.observe.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
 from moe_jax.training.feed import padded_vocabulary
+from moe_jax.training.frozen_base import check_base
 
 # tensors that say nothing: tables that are computed, and a head that is the token table
 NOT_NEEDED = (".rotary_emb.inv_freq",)
@@ -160,13 +162,15 @@ class Upcycling:
 
 
 def export_folder(
-    workdir: str | os.PathLike[str], target: str | os.PathLike[str], dtype: str = "", shard_bytes: int = SHARD_BYTES
-) -> Family:
+    workdir: str | os.PathLike[str], target: str | os.PathLike[str], dtype: str = "", shard_bytes: int = SHARD_BYTES,
+    adapter: bool = False,
+) -> Family:  # fmt: skip
     """Write the folder `target` for transformers from the last checkpoint of a run; return what kind it is.
 
     Args:
       dtype: of the tensors, 'float32', 'bfloat16' or 'float16'; '' takes ModelConfig.dtype.
       shard_bytes: of one file, at most, but for a tensor that is larger by itself.
+      adapter: write the adapters of a run alone, as peft reads them, instead of a model that they are merged into.
 
     Raises:
       UserError: a run without a checkpoint, a model that no known architecture computes, or as `import_folder`.
@@ -183,11 +187,22 @@ def export_folder(
     model = dataclasses.replace(run.model, vocab_size=vocabulary, dtype=dtype)
     family = find_export_family(model, run.moe)
     places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
-    parts = read_parts(folder.checkpoints, step, [(place.leaf, place.index) for place in places])
+    source, at, merged = folder.checkpoints, step, lambda place, tensor: tensor
+    if run.lora.rank:
+        adapters, base = Adapters(run, vocabulary, checkpoints, step), checkpoints.read_host(step)["base"]
+        if adapter:
+            with new_folder(target) as out:
+                write_adapter(out, adapters, places, library().numpy.save_file)
+            return family
+        check_base(base)
+        source, at, merged = RunFolder(base["folder"], create=False).checkpoints, base["step"], adapters.merged
+    elif adapter:
+        raise UserError(f"{workdir} holds a whole model and no adapters; write that with --to_hf")
+    parts = read_parts(source, at, [(place.leaf, place.index) for place in places])
     with new_folder(target) as out:
         dtypes = [np.dtype("float32" if place.float32 else model.dtype) for place in places]
         every = zip(places, parts, dtypes, strict=True)
-        named = ((place.name, place.to_tensor(part).astype(of_file)) for place, part, of_file in every)
+        named = ((place.name, merged(place, place.to_tensor(part)).astype(of_file)) for place, part, of_file in every)
         write_tensors(out, named, shard_bytes)
         # files to be carried: the run's own, or those of the tokenizer that it was trained with
         own = (folder.path / FILE).exists() or run.data.tokenizer == "byte"

@@ -32,6 +32,7 @@ from moe_jax.kernels.float8 import COMPUTE
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import expert_counts
+from moe_jax.models.lora import adapters_of, base_of, joined, merged_model
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
@@ -44,6 +45,7 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
 from moe_jax.training.checkpoint import Checkpointer, run_config
 from moe_jax.training.feed import padded_vocabulary
+from moe_jax.training.frozen_base import restore_params
 
 # of attention, FFNs, and an untied head
 MATRICES = ("qkv", "q", "kv", "q_down", "q_up", "kv_down", "kv_up", "out", "w_in", "w_gate", "w_out", "head")
@@ -104,12 +106,19 @@ def load(
         name = checkpoints.read_host(step).get("tokenizer")
         tokenizer = find_tokenizer(config.data, folder.path, name) if is_known else None
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
+        adapted = dataclasses.replace(model, lora=config.lora)
         abstract = jax.tree.map(
             lambda leaf, spec: leaf.update(sharding=model.roles.sharding(*spec)),
-            model.shapes(),
-            model.layout().params,
+            adapted.shapes(),
+            adapted.layout().params,
         )
-        params = checkpoints.restore_params(step, abstract, model.even_homes, "ema" if averaged else "params")
+        params = restore_params(checkpoints, step, adapted, abstract, model.even_homes, "ema" if averaged else "params")
+    if config.lora.rank:
+        merge = jax.jit(lambda base, own: merged_model(joined(base, adapted.scaled(own))), donate_argnums=0)
+        params = jax.device_put(
+            merge(base_of(params), adapters_of(params)),
+            jax.tree.map(lambda spec: model.roles.sharding(*spec), model.layout().params),
+        )
     dtype = model.config.dtype
 
     def cast(path, leaf):

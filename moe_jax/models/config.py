@@ -369,6 +369,30 @@ class ModelConfig:
         return "float64" if self.dtype == "float64" else "float32"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (`models/lora.py`), which a run trains instead of the model that --init_from gives it.
+
+    Attributes:
+      rank: of every adapter; 0 trains the whole model.
+      alpha: what adapters add is multiplied by alpha / rank.
+      targets: what is adapted: 'attention' (latent attention too), 'experts', 'shared_experts' or 'feed_forward' with
+        all its matrices, or one such as 'attention/q' or 'experts/w_out'.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("attention", "experts")
+
+    def __post_init__(self):
+        if self.rank < 0:
+            raise UserError(f"LoraConfig.rank ({self.rank}) must be at least 1, or 0 for no adapters")
+        if not self.alpha > 0:
+            raise UserError(f"LoraConfig.alpha ({self.alpha}) must be positive")
+        if self.rank and not self.targets:
+            raise UserError("LoraConfig.targets is () and LoraConfig.rank is not 0; name what is adapted")
+
+
 # A segment reads like a model of its own between the embedding and the head: its `config` and `moe` are those of a
 # model whose layers are all alike. On a mesh its roles are those of a mesh on which the innermost min(E, D) devices of
 # the expert axis are its expert-parallel group, and the others hold replicas, as `data` does. So an expert's tokens

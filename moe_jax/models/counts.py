@@ -186,10 +186,18 @@ class Sizes:
         return rows_of(self.model.config, self.model.roles, self.batch_size // self.grad_accum_steps) * self.length
 
 
-def _held(shapes, specs, model: LanguageModel) -> int:
-    """Return the values of all leaves that a device holds: pytrees of shapes and of their PartitionSpecs."""
-    parts = jax.tree.map(lambda leaf, spec: model.roles.sharding(*spec).shard_shape(leaf.shape), shapes, specs)
-    return sum(math.prod(shape) for shape in jax.tree.leaves(parts, is_leaf=lambda node: isinstance(node, tuple)))
+def _held(shapes, specs, model: LanguageModel, dtype=None) -> int:
+    """Return the bytes of all leaves that a device holds: pytrees of ShapeDtypeStructs and of their PartitionSpecs.
+
+    Args:
+      dtype: that leaves are copied to where they have another one; only the copies count then.
+    """
+
+    def one(leaf, spec):
+        item = jnp.dtype(dtype or leaf.dtype).itemsize if leaf.dtype != dtype else 0
+        return item * math.prod(model.roles.sharding(*spec).shard_shape(leaf.shape))
+
+    return sum(jax.tree.leaves(jax.tree.map(one, shapes, specs)))
 
 
 def device_bytes(
@@ -212,10 +220,12 @@ def device_bytes(
     # those of the complete program, which optimistic steps run too.
     model = sizes.model
     (shapes, layout), (param_itemsize, compute_itemsize) = shapes_and_layout(model), _itemsizes(model.config)
-    moments = _held(shapes, layout.state, model)
-    grads = _held(shapes, {**layout.params, "bank": layout.grad_sink}, model)
+    trained = model.trained(shapes)
+    moments = _held(trained, model.trained(layout.state), model)
+    of_grads = model.trained({**layout.params, "bank": layout.grad_sink})
+    grads = _held(trained, of_grads, model)
     # a microbatch's gradients of units and experts are added to their sum layer by layer, all others after the backward
-    outer = [{n: leaf for n, leaf in of["dense"].items() if n != "units"} for of in (shapes, layout.params)]
+    outer = [{n: leaf for n, leaf in of.get("dense", {}).items() if n != "units"} for of in (trained, of_grads)]
     outer = _held(*outer, model)
     cast, own = 0, {segment.name: None if plan is None else plan[segment.name] for segment in model.expert_segments}
     if compute_itemsize != param_itemsize:  # but where a named kernel reads the bank as it is
@@ -224,15 +234,16 @@ def device_bytes(
         split = layout.dp_stage == 3 and model.roles.size(model.roles.data) > 1
         read = {name for name, moe in named.items() if reads_as_stored(moe.grouped_matmul, own[name], split)}
         banks = (shapes["bank"], layout.params["bank"])
-        cast = _held(*({name: of[name] for name in of if name not in read} for of in banks), model)
+        banks = ({name: of[name] for name in of if name not in read} for of in banks)
+        cast = _held(*banks, model, model.config.dtype)
     replicas, overflow, float8 = _around_experts(sizes, plan)
     return DeviceBytes(
-        parameters=param_itemsize * _held(shapes, layout.params, model),
-        optimizer=param_itemsize * MOMENTS * moments if optimizer is None else optimizer,
-        gradients=param_itemsize * (grads + (outer if sizes.grad_accum_steps > 1 else 0)),
-        compute_weights=compute_itemsize * cast + _gathered(model),
+        parameters=_held(shapes, layout.params, model),
+        optimizer=MOMENTS * moments if optimizer is None else optimizer,
+        gradients=grads + (outer if sizes.grad_accum_steps > 1 else 0),
+        compute_weights=cast + _gathered(model),
         activations=_activations(sizes, plan),
-        ema=param_itemsize * moments if sizes.ema else 0,
+        ema=moments if sizes.ema else 0,
         replicas=replicas,
         overflow=overflow,
         teacher=0 if teacher is None else teacher_bytes(teacher),
@@ -248,10 +259,8 @@ def teacher_bytes(sizes: Sizes) -> int:
     """
     model, forward = sizes.model, 0
     shapes, layout = shapes_and_layout(model)
-    held = sum(
-        item * _held(shapes[name], layout.params[name], model)
-        for name, item in zip(("dense", "bank"), _itemsizes(model.config), strict=True)
-    )
+    bank = jax.tree.map(lambda leaf: leaf.update(dtype=model.config.dtype), shapes["bank"])
+    held = _held({**shapes, "bank": bank}, layout.params, model)
     for segment in model.expert_segments:
         unit = {"layers": segment.config.moe_every, "remat": "block", "prefetch": "none", "refetch_replicas": False}
         own = dataclasses.replace(model, config=dataclasses.replace(segment.config, **unit), moe=segment.moe)
@@ -300,13 +309,18 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
             # what Trans exchanges, whichever is more; both are not there at once. Parameters and what travels are in
             # the compute dtype, gradients in that of the parameters.
             parameters = shape.replica_slots * compute_itemsize * config.replica_layers
-            gradients, travelling = 2 * shape.replica_slots * param_itemsize, 0
+            bank = shapes_and_layout(model)[0]["bank"][segment.name]
+            expert, of_trained = (
+                sum(math.prod(leaf.shape[1:]) for leaf in of.values()) // own.size(own.expert_shard)
+                for of in (bank, model.trained(bank))
+            )
+            gradients, travelling = 2 * shape.replica_slots * param_itemsize * of_trained, 0
             for transfer in (shape.ahead, shape.late):
                 if transfer is not None:  # what it packs and what arrives; by node its own and of other nodes'
                     ends = transfer.offers + transfer.slots
                     by_node = max(ends, 2 * transfer.places / transfer.inside)
                     travelling += by_node if transfer.by_node else ends
-            replicas += int(matrices * matrix * (parameters + max(gradients, travelling * compute_itemsize)))
+            replicas += int(expert * parameters + max(gradients, expert * travelling * compute_itemsize))
         if moe.expert_dtype == E4M3:
             # Each matrix of a layer, all groups of a device together, is gathered, quantised and brought back, in
             # float32 where the compute dtype is smaller and no kernel multiplies 8 bits; one of them at a time is also

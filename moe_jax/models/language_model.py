@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
-from moe_jax.models.config import ModelConfig, Segment, segments_of, with_experts
+from moe_jax.models.config import LoraConfig, ModelConfig, Segment, segments_of, with_experts
+from moe_jax.models.lora import adapters_of, factor_model_dims, init_adapters, joined, scaled
 from moe_jax.models.transformer import Transformer, abstract_transformer
 from moe_jax.moe.bank import init_bank
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
@@ -127,10 +128,11 @@ class Layout:
 
     Attributes:
       params, state: pytrees of PartitionSpec for parameters and for optimizer moments.
-      grad_sink: {segment: {name: PartitionSpec}} of the bank's gradients.
+      grad_sink: {segment: {name: PartitionSpec}} of the bank's gradients, of what is trained.
       gather: pytree of int for the dense leaves: dim to gather inside the model, -1 for none.
       wires: matching pytree of the names of the dtypes in which they are gathered: the compute dtype where a leaf is
         read in it alone, else the leaf's own.
+      adapters: whether only adapters are trained, and all else is frozen.
       dp_stage: ZeRO stage of the experts over `data`; None where tokens move and it is below 2, `zero_stage` then.
       own: matching pytree of bool: each data-parallel device has a copy, whose gradient is that device's own
         (`with_own_leaves`).
@@ -143,6 +145,7 @@ class Layout:
     wires: dict
     own: dict
     dp_stage: int | None
+    adapters: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +158,7 @@ class LanguageModel:
       roles: the mesh.
       zero_stage: 0, 1 or 3, of the dense parameters.
       expert_zero_stage: 0-3, of the experts; where tokens move, 0 and 1 are as `zero_stage` says.
+      lora: adapters, next to the parameters that they adapt, which are frozen then.
     """
 
     config: ModelConfig
@@ -163,6 +167,7 @@ class LanguageModel:
     roles: Roles
     zero_stage: int = 1
     expert_zero_stage: int = 1
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self):
         check_zero_stages(self.zero_stage, self.expert_zero_stage)
@@ -239,6 +244,19 @@ class LanguageModel:
         D is that of the segment's expert-parallel group. Values depend on the key and the model only, never on the
         mesh; call it under `jax.jit` with the layout's shardings as `out_shardings` and each device makes its own part.
         """
+        base = self._init_base(key)
+        if not self.lora.rank:
+            return base
+        wires = {"dense": self.wires(), "bank": jax.tree.map(lambda _: self.config.dtype, base["bank"])}
+        frozen = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), base, wires)
+        return joined(frozen, self.init_adapters(jax.random.fold_in(key, 1), base))
+
+    def init_adapters(self, key, base: dict) -> dict:
+        """Return fresh adapters {'dense', 'bank'} of parameters with the shapes of `base`, which add nothing yet."""
+        devices = {name: own.devices for name, own in self.even_placements.items()}
+        return init_adapters(self.lora, key, base, self.expert_segments, devices)
+
+    def _init_base(self, key) -> dict:
         dense_key, expert_key = jax.random.split(key)
         model = Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(dense_key))
         banks = {}
@@ -256,6 +274,25 @@ class LanguageModel:
         """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed, and no device is asked for."""
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
+    def trained(self, tree: dict) -> dict:
+        """Return what of a tree like the parameters, or of a part of one, is trained: all, or the adapters alone."""
+        return adapters_of(tree) if self.lora.rank else tree
+
+    def scaled(self, tree: dict, inverse: bool = False) -> dict:
+        """Return the tree with alpha / rank in the factors B, or without; the tree itself where there are none."""
+        factor = self.lora.alpha / max(self.lora.rank, 1)
+        return scaled(tree, 1 / factor if inverse else factor) if self.lora.rank else tree
+
+    def _described(self) -> dict[tuple[str, ...], dict[str, Any]]:
+        """Return {path of a dense leaf: what its module says of it}."""
+        flat = nnx.to_flat_state(nnx.state(abstract_transformer(self.config, self.moe, self.vocab_size)))
+        return {path: leaf.get_metadata() for path, leaf in flat}
+
+    def wires(self) -> dict:
+        """Return the names of the dtypes in which dense leaves are read, without adapters; frozen ones are kept so."""
+        dtypes = {True: self.config.dtype, False: self.config.param_dtype}
+        return unflatten_dict({path: dtypes[bool(own.get("operand"))] for path, own in self._described().items()})
+
     def layout(self, apart: str = "none") -> Layout:
         """Return where every leaf lies.
 
@@ -263,21 +300,24 @@ class LanguageModel:
           apart: which dense parameters that are not split are `Layout.own`: 'none', 'outer' (what lies outside the
             layers and has moments that are split: embedding, head, last norm) or 'all'.
         """
-        config, banks = self.config, self.shapes()["bank"]
-        flat = dict(nnx.to_flat_state(nnx.state(abstract_transformer(config, self.moe, self.vocab_size))))
-        said = {path: leaf.get_metadata() for path, leaf in flat.items()}
-        wires = {path: config.dtype if own.get("operand") else config.param_dtype for path, own in said.items()}
-        specs = dense_specs(
-            {path: leaf.shape for path, leaf in flat.items()},
-            {path: own.get("model_dim", -1) for path, own in said.items()},
-            {path: path[0] == "units" for path in flat},
-            self.roles,
-            self.zero_stage,
-        )
+        shapes, flat = self.shapes(), self._described()
+        banks, model_dims = shapes["bank"], {path: own.get("model_dim", -1) for path, own in flat.items()}
+        wires = flatten_dict(self.wires())
+        shapes_of_dense = {path: leaf.shape for path, leaf in flatten_dict(shapes["dense"]).items()}
+        for path in shapes_of_dense.keys() - flat.keys():  # adapters
+            name, own = path[-1].rpartition("_lora_")[0], path[-1].endswith("b")
+            adapted = (*path[:-1], name)
+            ndim = len(shapes_of_dense[adapted]) - 1
+            model_dims[path] = factor_model_dims(name, ndim, model_dims[adapted])[own]
+            wires[path] = self.config.param_dtype
+        model_dims = {path: model_dims[path] for path in shapes_of_dense}
+        stacked = {path: path[0] == "units" for path in shapes_of_dense}
+        specs = dense_specs(shapes_of_dense, model_dims, stacked, self.roles, self.zero_stage)
         of_device = {}
         for path, spec in specs[1].items():
             outer = path[0] != "units" and _split_dim(spec, self.roles) is not None
-            of_device[path] = specs[2][path] < 0 and (apart == "all" or (apart == "outer" and outer))
+            trained = not self.lora.rank or path not in flat
+            of_device[path] = trained and specs[2][path] < 0 and (apart == "all" or (apart == "outer" and outer))
         params, state, gather, wires, own = map(unflatten_dict, (*specs, wires, of_device))
         moves = find_schedule(self.moe.schedule).moves_tokens
         dp_stage = None if moves and self.expert_zero_stage < 2 else self.expert_zero_stage
@@ -286,7 +326,7 @@ class LanguageModel:
             name, roles = segment.name, self.roles_of(segment)
             bank = {key: leaf.shape for key, leaf in banks[name].items()}
             specs = expert_specs(bank, roles, self.zero_stage, dp_stage)
-            bank_params[name], grad_sink[name], bank_state[name] = specs
+            bank_params[name], grad_sink[name], bank_state[name] = specs[0], self.trained(specs[1]), specs[2]
         return Layout(
             params={"dense": params, "bank": bank_params},
             state={"dense": state, "bank": bank_state},
@@ -295,6 +335,7 @@ class LanguageModel:
             wires=wires,
             own=own,
             dp_stage=dp_stage,
+            adapters=self.lora.rank > 0,
         )
 
 
@@ -372,8 +413,11 @@ def with_own_leaves(params, layout: Layout, roles: Roles):
 
 def summed(grads, layout: Layout, roles: Roles):
     """Return the parameters' gradient from that of `with_own_leaves`; what is summed here lies as the moments do."""
-    specs, moments = layout.params["dense"], layout.state["dense"]
-    places = jax.tree.map(lambda own, spec, state: state if own else spec, layout.own, specs, moments)
+    specs, moments, of_device = layout.params["dense"], layout.state["dense"], layout.own
+    held = own_specs(layout, roles)
+    if layout.adapters:
+        specs, moments, of_device, held = map(adapters_of, (specs, moments, of_device, held))
+    places = jax.tree.map(lambda own, spec, state: state if own else spec, of_device, specs, moments)
 
     def over_devices(leaf, own, place):
         if not own:
@@ -384,12 +428,12 @@ def summed(grads, layout: Layout, roles: Roles):
         return lax.psum_scatter(leaf[0], roles.dense, scatter_dimension=dim, tiled=True)
 
     total = jax.shard_map(
-        lambda dense: jax.tree.map(over_devices, dense, layout.own, places),
+        lambda dense: jax.tree.map(over_devices, dense, of_device, places),
         mesh=roles.mesh,
-        in_specs=(own_specs(layout, roles),),
+        in_specs=(held,),
         out_specs=places,
     )
-    return {**grads, "dense": total(grads["dense"])}
+    return {**grads, "dense": total(grads["dense"])} if "dense" in grads else grads
 
 
 def own_layers(counts, segment: Segment):

@@ -24,6 +24,7 @@ from moe_jax.models.attention import document_positions
 from moe_jax.models.config import Segment
 from moe_jax.models.counts import half_work
 from moe_jax.models.language_model import LanguageModel, Layout
+from moe_jax.models.lora import adapters_of, base_of, gather_merged, joined
 from moe_jax.models.model_group import ModelGroup, make_model_group
 from moe_jax.models.prefetch import of_moe, run_stack
 from moe_jax.models.residuals import checkpointed
@@ -95,7 +96,7 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
             outer = cast_varying(outer, roles.model)
         outer["norm"] = cast_varying(outer["norm"], roles.dense)  # its gradients by part are summed over devices once
 
-        units = nnx.merge(transformer, {**outer, "units": dense["units"]})
+        units = nnx.merge(transformer, {**outer, "units": base_of(dense["units"])})
         positions = None if batch.documents is None else document_positions(batch.documents)
         x = units.embedding(batch.inputs, dtype, group, positions)
         x, found, passed = tuple(jnp.split(x, group.parts)), {}, {}
@@ -167,7 +168,8 @@ def _make_loop(
     """
     config, graph, dp_stage = segment.config, unit_graph(segment), layout.dp_stage
     dims, wires = (tree["units"][segment.name] for tree in (layout.gather, layout.wires))
-    whole_unit = functools.partial(gather_tree, dims=dims, axes=roles.dense, parts=roles.size(roles.dense), wires=wires)
+    parts = roles.size(roles.dense)
+    whole_unit = functools.partial(gather_merged, dims=dims, axes=roles.dense, parts=parts, wires=wires)
     if segment.has_experts:
         like = jax.ShapeDtypeStruct((group.rows, tokens // group.rows, config.model_dim), config.dtype)
         moe = make_moe(segment.moe, roles, like, config.activation, plan, group.split)
@@ -175,8 +177,10 @@ def _make_loop(
     def loop(carry, units, constants):
         def own_unit(unit_params, sinks, index):
             bank, units = sinks
-            if units is not None:
-                unit_params, units = with_row_sums(unit_params, units, index)
+            if units:  # of what is trained
+                own = adapters_of(unit_params) if layout.adapters else unit_params
+                own, units = with_row_sums(own, units, index)
+                unit_params = joined(unit_params, own)
             return unit_params, (bank, units)
 
         def dense_body(carry, inputs):
@@ -289,5 +293,6 @@ def _make_block_wise_loop(
         wires=of_moe(layout.wires["units"][segment.name]),
         split_bank=split_dims(layout.params["bank"][segment.name], roles.data),
         split_gradients=split_dims(layout.grad_sink[segment.name], roles.data),
+        adapters=layout.adapters,
     )
     return functools.partial(run_stack, how)

@@ -115,12 +115,14 @@ def make_loss(
     def loss(params, batch, tables, key, first_row, normalizer, *teacher_params, sums=None):
         if (batch.documents is not None) != config.document_mask:
             raise ValueError("Batch.documents are given exactly where ModelConfig.document_mask is set")
+        params = model.scaled(params)
         dense, bank, units = params["dense"], params["bank"], None
         if sums is not None:  # gradients of units leave through their sinks alone
             units, dense = dense["units"], {**dense, "units": lax.stop_gradient(dense["units"])}
-            sums = by_segment(model, sums["bank"], sums["dense"]["units"])
-        sinks = with_grad_sink(by_segment(model, bank, units))[1]
-        sink_specs = by_segment(model, layout.grad_sink, units and specs["units"])
+            sums = model.scaled(sums, inverse=True)
+            sums = by_segment(model, sums.get("bank", {}), sums.get("dense", {}).get("units", {}))
+        sinks = with_grad_sink(by_segment(model, model.trained(bank), units and model.trained(units)))[1]
+        sink_specs = by_segment(model, layout.grad_sink, units and model.trained(specs["units"]))
         inputs = (dense, bank, sinks, sums or sinks), batch, tables, key, first_row, normalizer
         sharded = jax.shard_map(
             stack,
@@ -150,7 +152,8 @@ def make_loss(
 
 def by_segment(model: LanguageModel, bank: dict, units: dict | None = None) -> dict:
     """Return {segment: (of its experts, None without any; of its units, None where none are given)}."""
-    return {s.name: (bank.get(s.name), units and units[s.name]) for s in model.segments}
+    units = units if units is None else {s.name: units.get(s.name, {}) for s in model.segments}
+    return {s.name: (bank.get(s.name, {} if s.has_experts else None), units and units[s.name]) for s in model.segments}
 
 
 def _make_stack(
@@ -172,13 +175,15 @@ def _make_stack(
     def passes_of(found):
         return most_of_all(_all_layers([passes for _, passes in found.values()]), roles.all)
 
+    of_units = model.trained(layout.own["units"])
+
     def of_device(dense, own=layout.own):
         return jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, own)
 
     def stack(weights, batch, tables, key, first_row, normalizer, frozen):
         dense, bank, *both = weights
         sinks, sums = (
-            {name: (own, units and of_device(units, layout.own["units"][name])) for name, (own, units) in one.items()}
+            {name: (own, units and of_device(units, of_units[name])) for name, (own, units) in one.items()}
             for one in both
         )
         x, table, found, sinks = trunk((of_device(dense), bank, sinks), batch, tables, key, first_row)

@@ -62,6 +62,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.models.lora import adapters_of, base_of, joined
 from moe_jax.models.residuals import Residuals, residuals_of
 from moe_jax.models.stages import LayerInputs, StackConstants, Stages, join_floats
 from moe_jax.moe.bank import add_rows
@@ -118,6 +119,9 @@ def run_stack(how: Stages, carry, units, constants: StackConstants):
     # as rows vary: a cast inside a stage would be saved for its backward
     bank = how.whole_bank(constants.bank, constants.tables)
     constants = dataclasses.replace(constants, bank=cast_varying(bank, how.roles.all))
+    if how.adapters:  # the others have no gradient
+        constants = dataclasses.replace(constants, frozen=tuple(map(base_of, params)))
+        params = tuple(map(adapters_of, params))
     (x, (bank, sinks)), in_place = carry, carry[1][1] is not None
     if how.segment.config.stack == "scan" and halves and not in_place:
         # one sum over devices after the loop, not one in each turn
@@ -158,7 +162,7 @@ class Direction(abc.ABC):
         self.scan, self.grad_sink = how.segment.config.stack == "scan", grad_sink
         self.layers, self.halves = how.block_schedule.layers, (0, 1) if how.block_schedule.halves else (None,)
         self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
-        self.grad_sink_axes = varying_axes(grad_sink)
+        self.grad_sink_axes = {name: varying_axes(leaf) for name, leaf in grad_sink.items()}
         self.turn: jax.Array | None = None
         self.saved: Live = {}
 
@@ -327,7 +331,7 @@ class Direction(abc.ABC):
                 replicas += (known["ahead", layer, None],)
             if self.how.late is not None:
                 replicas += known["late", layer, half]
-        mix, gate = self.gathered(*self.of_layer(self.params, layer))
+        mix, gate = self.gathered(*self.of_layer(self.params, layer), layer)
         key, token_ids, documents = self.constants.key, self.constants.token_ids, self.constants.documents
         if key is not None:
             first = self.how.segment.first_layer
@@ -348,18 +352,21 @@ class Direction(abc.ABC):
         bank = bank[0] if isinstance(bank, tuple) else bank
 
         def zeros(slots: int, axes):
-            shapes = {name: (slots, *leaf.shape[1:]) for name, leaf in bank.items()}
-            return {n: cast_varying(jnp.zeros(shape, self.grad_sink_dtypes[n]), axes) for n, shape in shapes.items()}
+            shapes = {name: (slots, *bank[name].shape[1:]) for name in self.grad_sink_dtypes}
+            return {n: cast_varying(jnp.zeros(shape, self.grad_sink_dtypes[n]), axes[n]) for n, shape in shapes.items()}
 
-        home, axes = zeros(tables.home_row.shape[-1], self.grad_sink_axes), varying_axes(bank, tables)
+        home = zeros(tables.home_row.shape[-1], self.grad_sink_axes)
+        axes = dict.fromkeys(self.grad_sink, varying_axes(bank, tables))
         return home, tuple(zeros(part.slots, axes) for part in (self.how.transfer, self.how.late) if part is not None)
 
-    def gathered(self, mix, gate):
+    def gathered(self, mix, gate, layer: int):
         """Return one layer's parameters as its stages take them.
 
         Where two halves use them they vary over the data-parallel devices, so that their gradients are added before
         they are summed over devices.
         """
+        if self.constants.frozen is not None:
+            mix, gate = map(joined, self.of_layer(self.constants.frozen, layer), (mix, gate))
         whole = self.how.gathered(mix, gate)
         return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.block_schedule.halves else whole
 
@@ -653,18 +660,18 @@ class Backward(Direction):
         if name == "home":
             slots, dims = self.constants.tables.home_row.shape[-1], self.how.split_gradients
             own = {name: jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype) for name, leaf in self.grad_sink.items()}
-            own = cast_varying(own, self.grad_sink_axes)
+            own = {name: cast_varying(leaf, self.grad_sink_axes[name]) for name, leaf in own.items()}
             value = jax.vjp(lambda own: self.how.whole_experts(own, dims), own)[1](value)[0]
         else:
             mix, gate = self.of_layer(self.params, layer)
             if name == "mix":
-                value = jax.vjp(lambda p: self.gathered(p, gate)[0], mix)[1](value)[0]
+                value = jax.vjp(lambda p: self.gathered(p, gate, layer)[0], mix)[1](value)[0]
             else:
-                value = jax.vjp(lambda p: self.gathered(mix, p)[1], gate)[1](value)[0]
+                value = jax.vjp(lambda p: self.gathered(mix, p, layer)[1], gate)[1](value)[0]
         index, gradients = self.index(layer), live[GRADIENTS]
         if name == "home":
             self.travelled.append((layer, value))
-            if self.scan or max(self.how.split_gradients.values()) < 0:
+            if self.scan or max(self.how.split_gradients.values(), default=-1) < 0:
                 self.add_travelled([value], live)
         elif self.in_place:
             live[GRADIENTS] = {**gradients, name: add_rows(gradients[name], index, value)}
@@ -675,8 +682,10 @@ class Backward(Direction):
     def add_travelled(self, values: list, live: Live):
         """Add the gradients of home experts that have been written, as `values`, to the sum."""
         for (layer, _), value in zip(self.travelled, values, strict=True):
-            rows = cast_varying(self.of_layer(self.constants.tables.home_row, layer), self.grad_sink_axes)
-            live[GRADIENTS] = {**live[GRADIENTS], "home": add_rows(live[GRADIENTS]["home"], rows, value)}
+            home, rows = live[GRADIENTS]["home"], self.of_layer(self.constants.tables.home_row, layer)
+            rows_of = {name: cast_varying(rows, axes) for name, axes in self.grad_sink_axes.items()}
+            home = {name: add_rows(leaf, rows_of[name], value[name]) for name, leaf in home.items()}
+            live[GRADIENTS] = {**live[GRADIENTS], "home": home}
         self.travelled = []
 
     def fence_pair(self, live: Live, values: tuple) -> tuple:

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 
 from moe_jax.models.config import Segment
+from moe_jax.models.lora import gather_merged
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.residuals import checkpointed
 from moe_jax.models.transformer import add_shared
@@ -41,6 +42,7 @@ class StackConstants:
       key: PRNG key of the gates' noise; None where they have none.
       documents: int32 [b, Sq], or None.
       choices: int32 [L, t, K], recorded expert ids to replay, or None.
+      frozen: parameters of the units that are not trained, (mix, gate) as in `LayerInputs`, leaves [L, ...], or None.
     """
 
     bank: dict | tuple[dict, ...]
@@ -49,6 +51,7 @@ class StackConstants:
     key: jax.Array | None
     documents: jax.Array | None = None
     choices: jax.Array | None = None
+    frozen: Any = None
 
 
 @record
@@ -85,6 +88,7 @@ class Stages:
       late: of replicas that come after the gate, inside the stage `route`; None for none.
       dims, wires: as `gather_tree` takes them, (of what precedes the MoE layer, of the layer).
       split_bank, split_gradients: {name: dim} that `data` splits of experts' weights, and of their gradients, or -1.
+      adapters: as in `Layout`.
     """
 
     segment: Segment
@@ -99,11 +103,15 @@ class Stages:
     wires: tuple[dict, dict]
     split_bank: dict[str, int]
     split_gradients: dict[str, int]
+    adapters: bool = False
 
     def whole_experts(self, leaves: dict, dims: dict[str, int]) -> dict:
         """Return experts' weights {name: [n, ...]} of which each device of `data` has the part that `dims` says."""
-        split = max(dims.values()) >= 0
-        return gather_tree(leaves, dims, self.roles.data, self.roles.size(self.roles.data)) if split else leaves
+        split = {name: leaf for name, leaf in leaves.items() if dims[name] >= 0}
+        if not split:
+            return leaves
+        dims = {name: dims[name] for name in split}
+        return {**leaves, **gather_tree(split, dims, self.roles.data, self.roles.size(self.roles.data))}
 
     def whole_bank(self, bank: dict, tables):
         """Return the bank as `StackConstants` has it, with whole experts."""
@@ -115,7 +123,7 @@ class Stages:
     def gathered(self, mix, gate):
         """Return (mix, gate) of one layer with whole leaves."""
         trees, axes = zip((mix, gate), self.dims, self.wires, strict=True), self.roles.dense
-        return tuple(gather_tree(tree, dims, axes, self.roles.size(axes), wires) for tree, dims, wires in trees)
+        return tuple(gather_merged(tree, dims, axes, self.roles.size(axes), wires) for tree, dims, wires in trees)
 
     def _checkpointed(self, run: Callable) -> Callable:
         """Return a stage of the MoE half; where the schedule runs it again in the backward, no checkpoint does."""

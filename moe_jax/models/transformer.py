@@ -276,6 +276,18 @@ class Transformer(nnx.Module):
         self.norm = Norm(config)
 
 
+def matrix_dims(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the dims (in, out) of the matrices in the leaf of this name, not counting what it is stacked over.
+
+    Of attention qkv [M, 3, H, Dh], three matrices [M, H Dh] (or q [M, H, Dh] and kv [M, 2, Hkv, Dh]; or what makes
+    latents, and what is made of them), its out [H, Dh, M]; of FFNs and experts [in, out]. None of all other leaves.
+    """
+    found = {"qkv": ((0,), (2, 3)), "kv": ((0,), (2, 3)), "out": ((0, 1), (2,))}
+    found |= dict.fromkeys(("q", "q_up", "kv_up"), ((0,), (1, 2)))
+    found |= dict.fromkeys(("w_in", "w_gate", "w_out", "q_down", "kv_down"), ((0,), (1,)))
+    return found.get(name)
+
+
 def unit_graph(segment: Segment):
     """Return the modules of a unit without their parameters."""
     return nnx.split(nnx.eval_shape(lambda: Unit(segment, nnx.Rngs(0))))[0]

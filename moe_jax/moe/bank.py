@@ -13,6 +13,7 @@ starts from zeros, or from the sum of the microbatches before (`start_sums`), so
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class ExpertWeights:
     """Where the parameters of a layer's experts come from, and where their gradients go.
 
     Attributes:
-      bank: {name: [Rb, ...]}; grad_sink: {name: [Hs, ...]}, or {} where nothing is differentiated.
+      bank: {name: [Rb, ...]}; grad_sink: {name: [Hs, ...]} of what is trained, {} where nothing is.
       home_row: int32 [Hs], the bank row of each home slot.
       replicas: a tuple of (values {name: [m, ...]}, their grad_sink) for each transfer, in the order of their slots.
       constant: bank and replicas have no gradient but through the grad_sinks.
@@ -53,7 +54,7 @@ class ExpertWeights:
             GroupedWeights(
                 bank=values[name],
                 slots=slots,
-                grad_sink=grad_sink[name] if self.grad_sink else None,
+                grad_sink=grad_sink.get(name),
                 constant=self.constant,
             )
             for values, slots, grad_sink in sources
@@ -71,9 +72,12 @@ def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, ou
 
 
 def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
-    """Return the bank {name: [D Rb, ...]} of an even placement; expert (l, e) depends on fold_in(layer, expert) alone.
+    """Return the bank {name: [D Rb, ...]} of an even placement; sizes: as in `init_expert`."""
+    return bank_of(lambda key: init_expert(key, **sizes), key, layers, experts, devices)
 
-    sizes: as in `init_expert`."""
+
+def bank_of(make: Callable, key, layers: int, experts: int, devices: int) -> dict:
+    """Return {name: [D Rb, ...]} of an even placement: expert (l, e) is make(fold_in(layer, expert)), {name: [...]}."""
     placement = Placement.even(layers, experts, devices)
     rows = layers * -(-experts // devices)
     at = (placement.home * rows + bank_rows(placement)).ravel()
@@ -81,7 +85,7 @@ def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
     ids[:, at] = np.indices(placement.home.shape).reshape(2, -1)
 
     def one(layer_id, expert_id):
-        made = init_expert(jax.random.fold_in(jax.random.fold_in(key, layer_id), expert_id), **sizes)
+        made = make(jax.random.fold_in(jax.random.fold_in(key, layer_id), expert_id))
         if experts % devices == 0:
             return made
         return jax.tree.map(lambda leaf: jnp.where(expert_id < experts, leaf, 0), made)
@@ -153,9 +157,12 @@ def open_grad_sink(grad_sink, rows):
       grad_sink: {name: [Rb, ...]}, this device's part, inside `shard_map`.
       rows: int32 [Hs], the bank row of each home slot; Rb or more (out of range) where the slot is empty.
     """
-    axes = varying_axes(grad_sink)
-    own = jax.tree.map(lambda leaf: jnp.zeros((*rows.shape, *leaf.shape[1:]), leaf.dtype), grad_sink)
-    return with_row_sums(cast_varying(own, axes), grad_sink, cast_varying(rows, axes))
+    opened = {}
+    for name, leaf in grad_sink.items():  # low-rank factors vary over other axes than each other
+        axes = varying_axes(leaf)
+        own = cast_varying(jnp.zeros((*rows.shape, *leaf.shape[1:]), leaf.dtype), axes)
+        opened[name] = with_row_sums(own, leaf, cast_varying(rows, axes))
+    return {name: own for name, (own, _) in opened.items()}, {name: whole for name, (_, whole) in opened.items()}
 
 
 @jax.custom_vjp

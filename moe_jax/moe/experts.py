@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from moe_jax.kernels.grouped import Operands, find_implementation, grouped_ffn, grouped_matmul
 
 Array = jax.Array
+# ends of the names of the low-rank factors of a weight [M, F]: A [M, rank] and B [rank, F], leaves of the bank too
+LORA_A, LORA_B = "_lora_a", "_lora_b"
 
 
 def _swiglu(up: Array, gate: Array) -> Array:
@@ -57,7 +59,8 @@ def expert_ffn(
       rows: float [R, M], sorted by group, without gaps; rows past sum(group_sizes) may hold anything.
       group_sizes: int32 [G].
       weights: w_in [Rb, M, F], w_out [Rb, F, M], and w_gate [Rb, M, F] for 'swiglu', each as operands of a
-          `grouped_matmul`: the groups of the first operand come first.
+          `grouped_matmul`: the groups of the first operand come first. With NAME_lora_a [Rb, M, rank] and
+          NAME_lora_b [Rb, rank, F] a weight is NAME + NAME_lora_a NAME_lora_b, which is never formed.
       row_weights: float [R], the factor of each result, or None. It is applied to the hidden rows: the gradient of a
           weight then needs no result.
       activation: 'gelu' (its tanh form) or 'swiglu'.
@@ -76,7 +79,8 @@ def expert_ffn(
             f"activation {activation!r} needs the weights {', '.join(names)}; missing: {', '.join(missing)}"
         )
     operands = tuple(weights[name] for name in names)
-    if row_weights is None and hasattr(find_implementation(implementation), "ffn"):
+    adapted = len(weights) > len(names)
+    if row_weights is None and not adapted and hasattr(find_implementation(implementation), "ffn"):
         function = _ACTIVATIONS[activation][1]
         return grouped_ffn(rows, group_sizes, operands, activation=function, implementation=implementation)
     acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
@@ -87,6 +91,16 @@ def expert_ffn(
         hidden = hidden if row_weights is None else hidden * row_weights[:, None].astype(acc_dtype)
         return hidden.astype(rows.dtype)
 
-    products = (grouped_matmul(rows, group_sizes, weight, implementation=implementation) for weight in operands[:-1])
-    hidden = activate(row_weights, *(checkpoint_name(product, "products") for product in products))
-    return grouped_matmul(hidden, group_sizes, operands[-1], implementation=implementation)
+    # kernels of tiles have none as narrow as a rank
+    narrow = implementation if implementation in ("reference", "ragged", "blocked") else "fused"
+
+    def times(rows, name):
+        product = grouped_matmul(rows, group_sizes, weights[name], implementation=implementation)
+        for_a, for_b = name + LORA_A, name + LORA_B
+        if for_a not in weights:
+            return product
+        inner = grouped_matmul(rows, group_sizes, weights[for_a], implementation=narrow)
+        return product + grouped_matmul(inner, group_sizes, weights[for_b], implementation=narrow)
+
+    products = (checkpoint_name(times(rows, name), "products") for name in names[:-1])
+    return times(activate(row_weights, *products), names[-1])

@@ -69,7 +69,8 @@ def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | No
     """Return (param specs, grad_sink specs, optimizer specs) for the bank {name: [D Rb, ...]}.
 
     Args:
-      shapes: {name: shape}; `w_out` has its hidden dim first, all others last.
+      shapes: {name: shape}; `w_out` has its hidden dim first, all others last. Of the low-rank factors of a weight one
+        has it, and the other has none.
       roles: the mesh.
       zero_stage: stage of the run; from 1 on the optimizer state is split over `data`.
       dp_stage: ZeRO stage 0-3 of the experts under the `dp` schedule, None under every other.
@@ -79,15 +80,22 @@ def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | No
     stage = zero_stage if dp_stage is None else dp_stage
     params, grad_sinks, states = {}, {}, {}
     for name, shape in shapes.items():
-        hidden = 1 if name == "w_out" else 2
+        hidden = hidden_dim_of(name)
         base = {0: roles.expert, hidden: shard_axes}
         fine = base
-        if data_parts > 1 and shape[hidden] % (data_parts * roles.size(shard_axes)) == 0:
+        if hidden is not None and data_parts > 1 and shape[hidden] % (data_parts * roles.size(shard_axes)) == 0:
             fine = {0: roles.expert, hidden: shard_axes + roles.data}
         states[name] = spec_of(len(shape), fine if stage >= 1 else base)
         grad_sinks[name] = spec_of(len(shape), fine if dp_stage in (2, 3) else base)
         params[name] = spec_of(len(shape), fine if dp_stage == 3 else base)
     return params, grad_sinks, states
+
+
+def hidden_dim_of(name: str) -> int | None:
+    """Return the dim of a leaf of the bank that is the experts' hidden dim; None where it has none."""
+    if name in ("w_out_lora_b", "w_in_lora_a", "w_gate_lora_a"):
+        return None
+    return 1 if name.startswith("w_out") else 2
 
 
 def split_dims(specs: dict, axes: tuple[str, ...]) -> dict[str, int]:

@@ -141,11 +141,11 @@ def return_part(
     steps = give_back(sent, tables, transfer, part)
 
     def unpack(arrived, into):
-        more = tuple(sorted(varying_axes(sent) - varying_axes(into)))
-        if not more:
+        more = {n: tuple(sorted(varying_axes(sent) - varying_axes(leaf))) for n, leaf in into.items()}
+        if not any(more.values()):
             return steps.unpack(arrived, into)
         sums = steps.unpack(arrived, {n: zeros_varying(leaf.shape, leaf.dtype, sent) for n, leaf in into.items()})
-        return jax.tree.map(lambda total, part: total + lax.psum(part, more), into, sums)
+        return {n: total + (lax.psum(sums[n], more[n]) if more[n] else sums[n]) for n, total in into.items()}
 
     return ChunkTransfer(steps.pack, steps.communicate, jax.named_scope("sparse_reduce_scatter")(unpack))
 

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
 from moe_jax.models.language_model import flatten, is_bank, segment_of
+from moe_jax.parallel.mesh import replace_leaf
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 
@@ -125,7 +126,7 @@ def shapes_in_file(described: dict[str, Any], home: Homes) -> dict[str, tuple[in
 
 def read_leaves(
     stored: dict[str, Any], needed: dict[str, Any], tree, home: Homes,
-    source: tuple[str, Callable[[], contextlib.AbstractContextManager]],
+    source: tuple[str, Callable[[], contextlib.AbstractContextManager]], stored_dtype: str = "",
 ):  # fmt: skip
     """Return leaves on this run's mesh, in the structure of `tree`.
 
@@ -134,10 +135,13 @@ def read_leaves(
       needed: {name: ShapeDtypeStruct with a NamedSharding}, leaves of `tree`.
       home: where the experts are to be stored.
       source: what the leaves are read from, in words, and a context that turns errors of reading into a UserError.
+      stored_dtype: of all leaves in the file, from which each is cast once it is there; '' for those of `needed`.
 
     UserError: the first leaf that differs between `stored` and `needed`.
     """
-    what, errors_named = source
+    (what, errors_named), dtypes = source, [leaf.dtype for leaf in needed.values()]
+    if stored_dtype:
+        needed = {name: leaf.update(dtype=stored_dtype) for name, leaf in needed.items()}
     assert all(isinstance(leaf.sharding, NamedSharding) for leaf in needed.values()), "a leaf has no NamedSharding"
     wanted = described_for_file(needed, home)
     shapes = shapes_in_file(wanted, home)
@@ -154,7 +158,7 @@ def read_leaves(
             "use the model, optimizer and tokenizer that it was trained with, or another --workdir"
         )
     leaves = []
-    for name, leaf in needed.items():
+    for (name, leaf), dtype in zip(needed.items(), dtypes, strict=True):
         sharding, shape = wanted[name].sharding, wanted[name].shape
         parts = {repr(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
         own = home_of(name, home)
@@ -171,6 +175,8 @@ def read_leaves(
             array, in_order = from_file(array, leaf, own), array
             jax.block_until_ready(array)
             in_order.delete()  # not two banks at once
+        if array.dtype != dtype:
+            array = replace_leaf(lambda array, dtype=dtype: array.astype(dtype), array, leaf.sharding)
         leaves.append(array)
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 

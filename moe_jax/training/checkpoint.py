@@ -203,8 +203,12 @@ class Checkpointer:
         stored, abstract_state = without_ema(self._open(step), abstract_state)
         return self._read(step, stored, flatten(abstract_state), abstract_state, home), host
 
-    def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params"):
-        """Return the parameters {'dense', 'bank'} alone, or 'ema', their moving average; else as `restore`."""
+    def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params", stored_dtype: str = ""):
+        """Return the parameters {'dense', 'bank'} alone, or 'ema', their moving average; else as `restore`.
+
+        Args:
+          stored_dtype: of the file's leaves, where they are to be cast to those of `abstract_params`.
+        """
         self.read_host(step)
         if part == "ema" and not self.has_ema(step):
             raise UserError(
@@ -212,7 +216,7 @@ class Checkpointer:
                 "(--averaged, --init_from_ema), or give a run with train.ema_decay"
             )
         params = {name: leaf for name, leaf in self._open(step).items() if name.startswith(f"{part}/")}
-        return self._read(step, params, flatten(abstract_params, part), abstract_params, home)
+        return self._read(step, params, flatten(abstract_params, part), abstract_params, home, stored_dtype)
 
     def digest(self, step: int) -> str:
         """Return a hash of the parameters in a checkpoint: equal values, equal hash; leaf after leaf on the host."""
@@ -337,10 +341,10 @@ class Checkpointer:
         with self._reading_errors_named(step):
             return _open_leaves(self._path(step))
 
-    def _read(self, step: int, stored: dict[str, ts.TensorStore], needed: dict[str, Any], tree, home: Homes):
+    def _read(self, step: int, stored: dict[str, ts.TensorStore], needed: dict, tree, home: Homes, stored_dtype=""):
         """Return the leaves `needed` in the structure of `tree`; UserError names the first that differs."""
         named = functools.partial(self._reading_errors_named, step)
-        return read_leaves(stored, needed, tree, home, (f"checkpoint {self._path(step)}", named))
+        return read_leaves(stored, needed, tree, home, (f"checkpoint {self._path(step)}", named), stored_dtype)
 
     def _sweep_unfinished(self) -> None:
         """Delete what a killed run or a failed save left; for writers only: a reader may run next to a job."""

@@ -59,7 +59,7 @@ class Loop:
         self.stepper, self.host, self.checkpoint, self.folder = stepper, host, latest, folder
         self.checkpoints, self.copies, self.hosts = checkpoints, copies, hosts
         self.engine, session = stepper.engine, stepper.session
-        self.names = list(flatten(stepper.state["params"]))
+        self.names = list(flatten(session.model.trained(stepper.state["params"])))
         self.local_finite = build_local_finite(stepper.state, session.roles.mesh)
         self.evaluation_step = session.evaluation_step() if self.engine is None else None
         self.compile_seconds: float | None = None
@@ -311,7 +311,8 @@ class Loop:
             host["overflows"] = self.stepper.overflows
         if self.engine is not None:
             host["plan"] = self.engine.state()
-        return self.stepper.state, self.stepper.session.home if self.engine is None else self.engine.home, host
+        home = self.stepper.session.home if self.engine is None else self.engine.home
+        return self.stepper.session.saved(self.stepper.state), home, host
 
     def evaluate(self):
         """Evaluate on held-out text and write the result down."""

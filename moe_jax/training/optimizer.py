@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.models.language_model import flatten
+from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import build_router
 
@@ -198,19 +199,14 @@ def _resized(path: tuple, update, _param):
 def muon_dims(path: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the dims (in, out) of the matrices stacked in the leaf at this tree path, None where Muon does not apply.
 
-    Hidden matrices only: experts [D Rb, in, out]; of the units attention's qkv [U, M, 3, H, Dh], three matrices [M, H
-    Dh] (or q [U, M, H, Dh] and kv [U, M, 2, Hkv, Dh]; or what makes latents, and what is made of them), its out
-    [U, H, Dh, M], and dense FFNs [U, in, out]. Not embeddings, norms, biases and gates.
+    Hidden matrices only (`matrix_dims`), of experts [D Rb, in, out] and of units [U, ...]: not embeddings, norms,
+    biases, gates and adapters.
     """
     names = [entry.key for entry in path]
-    if names[0] == "bank":
-        return (1,), (2,)
-    if names[1] != "units" or "norm" in names or "gate" in names:
+    if names[0] != "bank" and (names[1] != "units" or "norm" in names or "gate" in names):
         return None
-    of_attention = {"qkv": ((1,), (3, 4)), "kv": ((1,), (3, 4)), "out": ((1, 2), (3,))}
-    of_attention |= dict.fromkeys(("q", "q_up", "kv_up"), ((1,), (2, 3)))
-    plain = ("w_in", "w_gate", "w_out", "q_down", "kv_down")
-    return of_attention.get(names[-1], ((1,), (2,)) if names[-1] in plain else None)
+    dims = matrix_dims(names[-1])
+    return dims and tuple(tuple(dim + 1 for dim in own) for own in dims)
 
 
 def state_specs(opt_state, shapes, specs):

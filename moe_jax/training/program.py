@@ -29,6 +29,7 @@ from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.language_model import Teacher, has_later_passes
+from moe_jax.models.lora import joined
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import check_router
 from moe_jax.moe.routing import Tables
@@ -225,8 +226,12 @@ class Session(Program):
         """How many steps after its dispatch a step's metrics are read; so many hide the host's work."""
         return 1 if self.devices[0].platform == "cpu" else 2
 
+    def saved(self, state: dict) -> dict:
+        """Return what a checkpoint holds of a state or of its description: all but what is frozen."""
+        return {**state, "params": self.model.trained(state["params"])}
+
     def fresh_state(self, params=None) -> dict:
-        """Return the state of step 0, from given parameters or from new ones."""
+        """Return the state of step 0, from given parameters or from new ones; adapters are new ones always."""
         start = jax.random.key(self.config.train.seed) if params is None else params
         return self.state_maker(params is None)(start)
 
@@ -235,7 +240,10 @@ class Session(Program):
 
         def make(start):  # traced: each device makes its own part
             made = self.model.init(start) if of_key else start
-            return first_state(made, self.optimizer, self.state_shardings)
+            if not of_key and self.model.lora.rank:
+                key = jax.random.fold_in(jax.random.key(self.config.train.seed), 1)
+                made = joined(start, self.model.init_adapters(key, start))
+            return first_state(made, self.model, self.optimizer, self.state_shardings)
 
         return jax.jit(make, out_shardings=self.state_shardings.state)
 

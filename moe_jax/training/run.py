@@ -20,6 +20,7 @@ from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, carry_files, find_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.models.counts import parameter_counts
+from moe_jax.models.lora import joined
 from moe_jax.observe.lease import Lease
 from moe_jax.observe.metrics_file import summarize_run
 from moe_jax.observe.report import draw_all, has_report, write_report
@@ -33,6 +34,7 @@ from moe_jax.observe.run_folder import (
 from moe_jax.recovery.copies import note_start, read_history
 from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
+from moe_jax.training.frozen_base import load_base, restore_params, settle_base
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.optimizer import line_on_gates
@@ -95,13 +97,14 @@ def run(
             if latest is None and start.init_from:
                 check_text_named(config, start.init_from)
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
+            base = settle_base(config, start.init_from, past, hosts)
             session, compared = start_session(settled, hosts)
             say(hosts, banner(session, folder, latest))
             engine = build_engine(session)
             if copies is not None:
-                copies.prepare(session.abstract_state(), session.home)
+                copies.prepare(session.saved(session.abstract_state()), session.home)
             # the stepper alone holds the state: a step donates it
-            state = starting_state(session, source, latest, hosts, start, engine)
+            state = starting_state(session, source, latest, hosts, start, engine, base)
         if latest is not None:
             checkpoints.set_aside(latest)
         saved = latest
@@ -126,7 +129,8 @@ def run(
         if session.teacher is not None:
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
         counts = {name: past.get(name, 0) for name in ("skipped_steps", "overflowed_updates")}
-        host = {"config": config_text, **counts, "teacher": identity, "tokenizer": session.feed.tokenizer.name}
+        host = {"config": config_text, **counts, "teacher": identity, "base": base}
+        host["tokenizer"] = session.feed.tokenizer.name
         host["changes"] = past.get("changes", []) + changes_since(past, config_text, start.changed, latest)
         for change in host["changes"]:
             say(hosts, "from step {step} on: {binding} is {is}, and was {was}".format(**change))
@@ -154,7 +158,7 @@ def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
         f"text    {where}: {meta.tokens:,} tokens in {meta.documents:,} documents, tokenizer "
         f"{config.data.tokenizer!r}{chats}\n"
         f"model   {total:,} parameters, {active:,} of them for a token; {config.model.layers} layers\n"
-        f"train   {trained(config)}\n"
+        f"train   {trained(session)}\n"
         f"mesh    {mesh}; schedule {config.moe.schedule}, planner {config.planner.name}\n"
         f"run     {folder.path}, step {latest or 0} of {train.steps}, {train.batch_size} sequences of "
         f"{config.data.sequence_length} tokens each{filled}; compiling the step"
@@ -180,13 +184,20 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: RunFolder) -> None:
             file.write(tokenizer.text)
 
 
-def trained(config: RunConfig) -> str:
+def trained(session: Session) -> str:
     """Return in words what of a model is trained, and at which rate."""
-    train, moe = config.train, config.moe
+    train, moe, lora = session.config.train, session.config.moe, session.config.lora
     how = "constant" if train.learning_rate_schedule == "constant" else f"{train.learning_rate_schedule} to the end"
     bias = f"; biases of routers by {moe.bias_rate:g} a step" if moe.router == "sigmoid_bias" and moe.bias_rate else ""
+    what = "all parameters"
+    if lora.rank:
+        count = sum(leaf.size for leaf in jax.tree.leaves(session.model.trained(session.model.shapes())))
+        what, bias = (
+            f"{count:,} parameters of adapters of rank {lora.rank} on {', '.join(lora.targets)}, no others,",
+            "",
+        )
     return (
-        f"all parameters by {train.optimizer}, learning rate {train.learning_rate:g} after {train.warmup_steps} steps "
+        f"{what} by {train.optimizer}, learning rate {train.learning_rate:g} after {train.warmup_steps} steps "
         f"of warm-up from zero, then {how}{bias}"
     )
 
@@ -214,7 +225,8 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
             raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
         step_function, losses = session.evaluation_step(), []
         for part in ("params", "ema") if checkpoints.has_ema(latest) else ("params",):
-            params = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home, part)
+            abstract = session.abstract_state()["params"]
+            params = restore_params(checkpoints, latest, session.model, abstract, session.home, part)
             losses.append(f"{evaluate(session, step_function, params):.4f}")
             del params
         averaged = f", {losses[1]} with averaged parameters" if len(losses) > 1 else ""
@@ -320,11 +332,12 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
 
 def starting_state(
     session: Session, source: Checkpointer | RamCopies, latest: int | None, hosts: Hosts, start: Start | None = None,
-    engine: RejitEngine | None = None,
+    engine: RejitEngine | None = None, base: dict | None = None,
 ) -> dict | None:  # fmt: skip
     """Return the state to go on from: that of `source` at step `latest`, another run's parameters, or a fresh one.
 
-    None on every process where what is read proves damaged on one, which is named.
+    None on every process where what is read proves damaged on one, which is named. `base` is the model under adapters,
+    as `settle_base` returned it.
     """
     start = start or Start()
     if latest is not None:
@@ -336,13 +349,16 @@ def starting_state(
             home = engine.home
         damage = ""
         try:
-            state, host = source.restore(latest, session.abstract_state(), home)
+            state, host = source.restore(latest, session.saved(session.abstract_state()), home)
         except DamagedCheckpointError as error:
             damage = error.args[0]
         if found := next(filter(None, hosts.gather_text("damage", damage, RESTORE_SECONDS)), ""):
             say(hosts, f"{found}; the one before it is taken")
             return None
         session.feed.stream.resume(host["data"], start.changed)
+        if base is not None:
+            under = load_base(session.model, session.abstract_state()["params"], base, home)
+            state["params"] = joined(under, state["params"])
         decay = session.config.train.ema_decay
         if decay and "ema" not in state:
             start = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=session.state_shardings.state["ema"])
@@ -352,6 +368,12 @@ def starting_state(
             say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {latest} holds is dropped")
         say(hosts, f"resuming at step {latest} from {source.origin()}")
         return state
+    if base is not None:
+        if start.init_from_ema:
+            raise UserError("--init_from_ema cannot be with LoraConfig.rank: adapters are for a run's own parameters")
+        params = load_base(session.model, session.abstract_state()["params"], base, session.home)
+        say(hosts, f"adapting the parameters of {base['folder']}, step {base['step']}")
+        return session.fresh_state(params)
     if start.init_from:
         other = Checkpointer(RunFolder(start.init_from, create=False).checkpoints, keep=1)
         step = other.latest()

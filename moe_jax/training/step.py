@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves, with_router_state
+from moe_jax.models.lora import joined
 from moe_jax.planning.plan_shape import Shapes
 from moe_jax.training.optimizer import build_learning_rate, build_optimizer, state_specs
 
@@ -39,6 +40,7 @@ def make_gradients(
 ) -> Callable:  # fmt: skip
     """Return gradients(params, batch, tables, key, *teacher_params, scale=None) -> (gradients, StepStats [Nm, ...]).
 
+    They are of what is trained, `LanguageModel.trained`.
     With `scale`, float [], the backward starts from it instead of from 1, and what it returns is divided by it.
     """
     microbatches = config.grad_accum_steps
@@ -50,8 +52,8 @@ def make_gradients(
     layout = model.layout(apart)
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
 
-    def scaled_loss(params, scale, *inputs, sums=None):
-        total, stats = loss(params, *inputs, sums=sums)
+    def scaled_loss(trained, params, scale, *inputs, sums=None):
+        total, stats = loss(joined(params, trained), *inputs, sums=sums)
         return (total if scale is None else total * scale), stats
 
     value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
@@ -63,7 +65,7 @@ def make_gradients(
         if microbatches == 1:
             microbatch = jax.tree.map(lambda array: array[0], batch)
             inputs = microbatch, tables, key, jnp.int32(0), normalizer
-            (_, stats), grads = value_and_grad(params, scale, *inputs, *frozen)
+            (_, stats), grads = value_and_grad(model.trained(params), params, scale, *inputs, *frozen)
             stats = jax.tree.map(lambda leaf: leaf[None], stats)
         else:
 
@@ -71,17 +73,19 @@ def make_gradients(
                 (total, counted), (microbatch, index) = carry, inputs
                 microbatch = dataclasses.replace(microbatch, counted=counted)
                 inputs = microbatch, tables, key, index * rows, normalizer
-                (_, stats), grads = value_and_grad(params, scale, *inputs, *frozen, sums=total)
-                # those of bank and units are sums already
-                outer = {name: leaf for name, leaf in total["dense"].items() if name != "units"}
-                outer = {name: jax.tree.map(jnp.add, leaf, grads["dense"][name]) for name, leaf in outer.items()}
-                total = {**grads, "dense": {**grads["dense"], **outer}}
+                trained = model.trained(params)
+                (_, stats), grads = value_and_grad(trained, params, scale, *inputs, *frozen, sums=total)
+                if "dense" in total:  # those of bank and units are sums already
+                    outer = {name: leaf for name, leaf in total["dense"].items() if name != "units"}
+                    outer = {name: jax.tree.map(jnp.add, leaf, grads["dense"][name]) for name, leaf in outer.items()}
+                    grads = {**grads, "dense": {**grads["dense"], **outer}}
+                total = grads
                 counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1, dtype=jnp.int32)
                 return (total, counted), stats
 
             layers, experts = model.config.moe_layers, max(part.moe.num_experts for part in model.expert_segments)
             counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
-            start = jax.tree.map(jnp.zeros_like, params), counted
+            start = jax.tree.map(jnp.zeros_like, model.trained(params)), counted
             (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
         grads = grads if apart == "none" else summed(grads, layout, roles)
         return (grads if scale is None else jax.tree.map(lambda leaf: leaf / scale, grads)), stats
@@ -131,7 +135,7 @@ def build_state_shardings(
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
     shapes, layout = model.shapes(), model.layout()
-    opt_specs = state_specs(jax.eval_shape(optimizer.init, shapes), shapes, layout.state)
+    opt_specs = state_specs(jax.eval_shape(optimizer.init, model.trained(shapes)), shapes, layout.state)
     rows = NamedSharding(mesh, P(None, roles.dense))
     replicated = NamedSharding(mesh, P())
     state = {"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)}
@@ -152,7 +156,7 @@ def abstract_state(
     model: LanguageModel, optimizer: optax.GradientTransformation, state_shardings: StateShardings
 ) -> dict:
     """Return the state as ShapeDtypeStructs with shardings; nothing is computed."""
-    shapes = jax.eval_shape(lambda params: first_state(params, optimizer, state_shardings), model.shapes())
+    shapes = jax.eval_shape(lambda params: first_state(params, model, optimizer, state_shardings), model.shapes())
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -160,9 +164,11 @@ def abstract_state(
     )
 
 
-def first_state(params, optimizer: optax.GradientTransformation, state_shardings: StateShardings) -> dict:
+def first_state(
+    params, model: LanguageModel, optimizer: optax.GradientTransformation, state_shardings: StateShardings
+) -> dict:
     """Return the state of step 0; traced."""
-    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
+    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(model.trained(params))}
     if "ema" in state_shardings.state:
         state["ema"] = jax.tree.map(jnp.copy, params)
     if "loss_scale" in state_shardings.state:
@@ -222,7 +228,7 @@ def make_update(
     """
     optimizer, schedule = build_optimizer(config), build_learning_rate(config)
     gradients = make_gradients(model, config, length, plan, teacher)
-    moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), model.layout().state)
+    moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), model.trained(model.layout().state))
 
     def train_step(state, batch, tables, host_signals, *frozen):
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
@@ -232,10 +238,11 @@ def make_update(
         grads = lax.with_sharding_constraint(grads, moments)
 
         # The state after the optimizer, the routers and the moving average.
-        params = state["params"]
-        updates, opt_state = optimizer.update(grads, state["opt_state"], params)
-        updated = optax.apply_updates(params, updates)
-        new_params = with_router_state(model.segments, params, updated, jnp.sum(stats.loads, axis=0))
+        params, trained = state["params"], model.trained(state["params"])
+        updates, opt_state = optimizer.update(grads, state["opt_state"], trained)
+        new_params = joined(params, optax.apply_updates(trained, updates))
+        if not model.lora.rank:  # else routers stand still too
+            new_params = with_router_state(model.segments, params, new_params, jnp.sum(stats.loads, axis=0))
         new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
         if config.ema_decay:
             ema = optax.incremental_update(new_params, state["ema"], 1 - config.ema_decay)

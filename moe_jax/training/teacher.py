@@ -93,6 +93,8 @@ def teacher_model(
             f"({config.distillation.teacher!r}), which needs memory too; set it to a number"
         )
     with _named(config.distillation):
+        if run.lora.rank:
+            raise UserError("it holds adapters alone; name a whole model, such as moe_jax.convert makes of both")
         check_pair(config, run, tokenizer, vocab_size)
         # It computes as its own config says (dtype, schedule, ZeRO stages, ...), on the student's mesh, with the
         # student's transport and its grouped matmul, which may be compared before the first step; always without a
