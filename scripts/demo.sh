@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 
 venv=${MOE_JAX_VENV:-.venv}
-make_environment "$venv"
+make_environment "$venv" "core plots" # test.sh adds the rest to it
 workdir=runs/demo before=
 for word in "$@"; do
   case "$word" in --workdir=*) workdir=${word#*=} ;; esac

@@ -16,13 +16,24 @@ find_python() {
   return 2
 }
 
-# make_environment FOLDER [REQUIREMENT...]: makes FOLDER, with requirements.txt and the further ones installed, and this
-# checkout's package as an editable install; made with a Python of at least 3.$least_minor where that is set.
-# A second call with the same requirements returns at once: what was installed stands in FOLDER/installed.txt, written
+# requirements_of [HEADING...]: prints the lines of requirements.txt under these headings, or all of them, and
+# setuptools, which builds the package.
+requirements_of() {
+  awk -v headings=" $* " '
+    /^# \[/ { gsub(/[^a-z]/, "", $2); wanted = index(headings, " " $2 " ") }
+    NF && !/^#/ && (wanted || headings == "  " || /^setuptools/)' requirements.txt
+}
+
+# make_environment FOLDER HEADINGS [REQUIREMENT...]: makes FOLDER, with the requirements under HEADINGS (words in one
+# argument; '' is all) and the further ones installed, and this checkout's package as an editable install; made with a
+# Python of at least 3.$least_minor where that is set.
+# A call whose requirements are all there returns at once: what was installed stands in FOLDER/installed.txt, written
 # last, so an interrupted installation is done again.
 make_environment() {
   folder=$1
-  shift
+  # shellcheck disable=SC2086
+  wanted=$(requirements_of $2)
+  shift 2
   if ! "$folder/bin/python" -c '' >/dev/null 2>&1; then
     python=$(find_python "${least_minor:-11}") || return 2
     echo "making $folder with $("$python" --version)" >&2
@@ -32,18 +43,19 @@ make_environment() {
       return 2
     fi
   fi
-  wanted=$(cat requirements.txt && printf '%s\n' "$@")
-  if [ -f "$folder/installed.txt" ] && [ "$(cat "$folder/installed.txt")" = "$wanted" ]; then
+  printf '%s\n' "$wanted" "$@" >"$folder/wanted.txt"
+  touch "$folder/installed.txt"
+  if ! grep -qvxFf "$folder/installed.txt" "$folder/wanted.txt"; then
     install_package "$folder"
     return
   fi
   echo "installing the requirements into $folder (minutes the first time)" >&2
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt "$@" >&2 || {
+  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r "$folder/wanted.txt" >&2 || {
     echo "installation into $folder failed; see the lines above, then run the same command again" >&2
     return 2
   }
   install_package "$folder" || return 2
-  printf '%s\n' "$wanted" >"$folder/installed.txt"
+  mv "$folder/wanted.txt" "$folder/installed.txt"
 }
 
 # install_package FOLDER: makes `import moe_jax` find this checkout from anywhere, so that scripts need no path. What was

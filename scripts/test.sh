@@ -4,11 +4,12 @@
 #   bash scripts/test.sh                       all tests but the slow ones and those for the GPU compiler
 #   bash scripts/test.sh tests/moe -k gate     some of them
 #   bash scripts/test.sh -m slow               the slow ones
+#   bash scripts/test.sh --ecosystem           those with torch, transformers and fresh wheels, in .venv-ecosystem
 #   bash scripts/test.sh --gpu-compile         those that compile for GPUs without having one, in .venv-cuda (4.8 GB)
 #   bash scripts/test.sh --gpu-compile --jax=0.11.2    the same with another jax, in .venv-cuda-0.11.2
 #
-# MOE_JAX_VENV names another environment folder (with --gpu-compile: that name with -cuda behind it, and the version of
-# another jax behind that, as moe_jax/analysis/cuda_wheels.py names them). MOE_JAX_JAX=0.11.2 is as --jax=0.11.2.
+# MOE_JAX_VENV names another environment folder (with --ecosystem: that name with -ecosystem behind it; with --gpu-compile
+# -cuda, and the version of another jax behind that, as moe_jax/analysis/cuda_wheels.py names them). MOE_JAX_JAX=0.11.2 is as --jax=0.11.2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
@@ -16,11 +17,12 @@ cd "$(dirname "$0")/.."
 recorded=0.10.2 # the jax whose wheels most recorded results were compiled with
 venv=${MOE_JAX_VENV:-.venv}
 jax=${MOE_JAX_JAX:-}
-gpu_compile=no
+gpu_compile=no ecosystem=no
 arguments=()
 for argument in "$@"; do
   case $argument in
     --gpu-compile) gpu_compile=yes ;;
+    --ecosystem) ecosystem=yes ;;
     --jax=*) jax=${argument#--jax=} ;;
     *) arguments+=("$argument") ;;
   esac
@@ -54,11 +56,16 @@ if [ "$gpu_compile" = yes ]; then
     venv=$venv-$jax
     least_minor=12 # of Python, for jax 0.11 and newer
   fi
-  make_environment "$venv" "jax[cuda13]==$jax"
+  make_environment "$venv" "" "jax[cuda13]==$jax"
   export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
   export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
   exec "$venv/bin/python" -m pytest -m gpu_compile ${arguments[@]+"${arguments[@]}"}
 fi
-make_environment "$venv"
+if [ "$ecosystem" = yes ]; then
+  venv=$venv-ecosystem
+  make_environment "$venv" "" torch transformers
+  exec "$venv/bin/python" -m pytest -n 2 -m ecosystem ${arguments[@]+"${arguments[@]}"}
+fi
+make_environment "$venv" ""
 # Two at a time: most of a test is compiling, on one core. A later -n wins (-n 0 for a debugger).
 exec "$venv/bin/python" -m pytest -n 2 ${arguments[@]+"${arguments[@]}"}

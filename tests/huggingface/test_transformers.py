@@ -1,6 +1,6 @@
 """The real transformers, where it is installed with torch: what it saves is read, and what is written it loads.
 
-    pip install torch transformers && pytest -m slow tests/huggingface/test_transformers.py
+    bash scripts/test.sh --ecosystem tests/huggingface
 
 Random weights in float32; logits of every position within 1e-5, both ways. The suite itself holds golden files instead.
 """
@@ -32,7 +32,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.ecosystem
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_the_same_both_ways(case, tmp_path):
     family, *_ = case.split(" ")

@@ -1,7 +1,8 @@
-"""What a wheel holds: the package finds its configs, traces and results where no checkout is."""
+"""What a wheel holds, and that it alone trains: configs, traces and results are found where no checkout is."""
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -56,3 +57,45 @@ def test_commands_by_name(installed):
         installed, "-m", "moe_jax", "train", "--dry_run", "--gin_file=configs/run/demo.gin", "--host_devices=8"
     )
     assert dry.returncode == 0 and "parameters" in dry.stdout, dry.stderr
+
+
+RUN = ("train", "--gin_file=configs/run/demo.gin", "--host_devices=8", "--gin_bindings=train.steps = 20")
+NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "NameResolutionError")
+
+
+@pytest.mark.ecosystem
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_a_run_in_an_empty_root(python, tmp_path):
+    """A new environment with the wheel alone trains to a report, and says so again; with [all] it draws, too."""
+    environment = {**os.environ, "PYENV_VERSION": python, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    del environment["PYTHONPATH"], environment["XLA_FLAGS"]  # those of conftest.py
+    (tmp_path / "empty").mkdir()
+
+    def call(*command):
+        return subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True)
+
+    def install(what):
+        done = call(*pip, "install", "--quiet", what)
+        if done.returncode and any(word in done.stderr for word in NO_NETWORK):
+            pytest.skip(f"pip cannot reach an index for {what}")
+        assert done.returncode == 0, done.stderr
+
+    if shutil.which(f"python{python}") is None or call(f"python{python}", "-m", "venv", tmp_path / "venv").returncode:
+        pytest.skip(f"there is no Python {python} here")
+    pip = (str(tmp_path / "venv" / "bin" / "python"), "-m", "pip")
+    shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(".*", "runs", "build", "*.egg-info"))
+    built = call(*pip, "wheel", "--quiet", "--no-deps", f"--wheel-dir={tmp_path}", str(tmp_path / "tree"))
+    if built.returncode and any(word in built.stderr for word in NO_NETWORK):
+        pytest.skip("pip cannot reach an index for setuptools")
+    assert built.returncode == 0, built.stderr
+    shutil.rmtree(tmp_path / "tree")
+    (wheel,) = tmp_path.glob("*.whl")
+    for what, pictures in ((str(wheel), False), (f"{wheel}[all]", True)):
+        install(what)
+        command = (str(tmp_path / "venv" / "bin" / "moe-jax"), *RUN, f"--workdir=run{pictures:d}")
+        first, again = call(*command), call(*command)
+        run = tmp_path / "empty" / f"run{pictures:d}"
+        assert first.returncode == 0 and "held-out loss" in first.stdout, first.stderr
+        assert (run / "report.html").exists() and (run / "plots").exists() == pictures
+        assert ("no pictures: matplotlib is not installed" in first.stdout + first.stderr) != pictures
+        assert again.returncode == 0 and "finished already, at step 20 of 20" in again.stdout, again.stderr
