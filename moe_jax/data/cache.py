@@ -81,6 +81,7 @@ def shuffled(index: np.ndarray, count: int, *key) -> np.ndarray:
     return value.astype(np.int64)
 
 
+_DOCUMENTS = 1 << 20  # that are hashed at once
 _PURPOSE = 3  # keeps these numbers apart from the other purposes in stream.py
 
 
@@ -100,13 +101,16 @@ def split_documents(
     total = int(ends[-1])
     if total < 4:
         raise UserError(f"the corpus has {total} tokens and must have at least 4; name more text in DataConfig.path")
-    starts = np.concatenate([[0], ends[:-1]])
-    held = uniform(_PURPOSE, np.arange(ends.size)) < held_out_fraction
-    count = int((ends - starts)[held].sum())
+    held = np.empty(ends.size, bool)
+    for first in range(0, ends.size, _DOCUMENTS):  # so that the hashes of many documents need little memory
+        index = np.arange(first, min(first + _DOCUMENTS, ends.size))
+        held[index] = uniform(_PURPOSE, index) < held_out_fraction
+    border = np.flatnonzero(np.diff(held, prepend=not held[0]))
+    starts = np.where(border, ends[border - 1], 0)
+    runs, held = np.stack([starts, np.append(starts[1:], total)], axis=1), held[border]
+    count = int((runs[held, 1] - runs[held, 0]).sum())
     if count >= 2 and held_out_fraction / 2 <= count / total <= min(2 * held_out_fraction, 0.5):
-        border = np.flatnonzero(np.diff(held, prepend=not held[0]))
-        runs = np.stack([starts[border], np.append(starts[border[1:]], total)], axis=1)
-        return runs[~held[border]], runs[held[border]]
+        return runs[~held], runs[held]
     tail = max(2, round(total * held_out_fraction))  # two tokens make one target
     if whole:
         if ends.size < 2:
@@ -305,11 +309,11 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
 
 
 def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None):
-    """Yield lists of (ids of a piece of a document, whether it ends it, entry of the path), int32 [tokens]."""
+    """Yield lists of (ids [tokens] int32 of a piece of a document, whether it ends it, share of its source, source)."""
     if template is None:
-        pieces = ((*piece, source.entry) for source in sources for piece in source.pieces())
+        pieces = ((*piece, source) for source in sources for piece in source.pieces())
     else:
-        pieces = ((chat, True, entry) for chat, entry in conversations(sources, template))
+        pieces = ((chat, True, share, source) for chat, share, source in conversations(sources, template))
     end = np.int32(tokenizer.end_id)
     while True:
         batch, characters = [], 0
@@ -322,8 +326,8 @@ def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate 
             return
         encoded = (template or tokenizer).encode_batch([content for content, *_ in batch])
         yield [
-            (np.append(ids, end) if ends_document and template is None else ids, ends_document, entry)
-            for ids, (_, ends_document, entry) in zip(encoded, batch, strict=True)
+            (np.append(ids, end) if ends_document and template is None else ids, ends_document, *place)
+            for ids, (_, ends_document, *place) in zip(encoded, batch, strict=True)
         ]
 
 
@@ -334,11 +338,12 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
     max_id = tokenizer.end_id
     entries = [0] * (1 + max(source.entry for source in sources))
     with open(building / "tokens.bin", "wb") as token_file, open(building / "documents.bin", "wb") as end_file:
+        progress = _Progress(sources)
         for batch in _pieces(sources, tokenizer, template):
             ends = []
-            for ids, ends_document, entry in batch:
+            for ids, ends_document, _, source in batch:
                 tokens += ids.size
-                entries[entry] = tokens
+                entries[source.entry] = tokens
                 if ends_document:
                     ends.append(tokens)
             ids = np.concatenate([ids for ids, *_ in batch])
@@ -350,17 +355,16 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
             end_file.write(np.array(ends, "<i8").tobytes())
             content.update(ids.astype("<u4").tobytes())
             documents += len(ends)
-            if sys.stderr.isatty():
-                print(f"\rreading text: {documents:,} documents, {tokens:,} tokens", end="", file=sys.stderr)
-            logging.log_every_n_seconds(logging.INFO, "token cache: %d documents so far", 10, documents)
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
+            progress.show(*batch[-1][2:], documents, tokens)
+        progress.close()
         if not documents:
             raise UserError(f"DataConfig.path names {len(sources)} files and none holds any text; name one that does")
         for file in (token_file, end_file):
             file.flush()
             os.fsync(file.fileno())
-    content.update(np.fromfile(building / "documents.bin", "<i8").tobytes())
+    with open(building / "documents.bin", "rb") as file:
+        while block := file.read(1 << 22):
+            content.update(block)
     meta = CacheMeta(
         format=FORMAT,
         tokenizer=tokenizer.name,
@@ -381,6 +385,29 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
         os.fsync(file.fileno())
     _sync(building)
     return meta
+
+
+class _Progress:
+    """A bar of the text that was read, by bytes of its files: on a terminal, elsewhere a line each ten seconds."""
+
+    def __init__(self, sources: list[Source]):
+        ends = np.cumsum([source.size for source in sources]).tolist()
+        self._started, self._total = time.monotonic(), max(1, ends[-1])
+        self._before = {source.path: end - source.size for source, end in zip(sources, ends, strict=True)}
+
+    def show(self, share: float, source: Source, documents: int, tokens: int) -> None:
+        """Say how far it is: `share` of a source is read, of all its predecessors everything."""
+        part = min(1.0, (self._before[source.path] + share * source.size) / self._total)
+        rate = tokens / max(1e-3, time.monotonic() - self._started)
+        said = f"{part:4.0%} of the text: {documents:,} documents, {tokens:,} tokens, {rate:,.0f} a second"
+        if sys.stderr.isatty():
+            print(f"\r|{'#' * round(20 * part):20}| {said}", end="", file=sys.stderr, flush=True)
+        logging.log_every_n_seconds(logging.INFO, "token cache: %s", 10, said)
+
+    def close(self) -> None:
+        """End the line of the bar."""
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
 
 
 def _sync(folder: Path):

@@ -216,11 +216,11 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def conversations(sources: Iterable[Source], template: ChatTemplate) -> Iterator[tuple[Chat, int]]:
-    """Yield (conversation, entry of the path) of some files; a UserError names the line of one that is no good."""
+def conversations(sources: Iterable[Source], template: ChatTemplate) -> Iterator[tuple[Chat, float, Source]]:
+    """Yield (conversation, share of its source read, source); a UserError names the line of one that is no good."""
     for source in sources:
-        for where, record in source.records(("messages", "tools")):
-            yield template.read(record, where), source.entry
+        for where, record, share in source.records(("messages", "tools")):
+            yield template.read(record, where), share, source
 
 
 def _read_json(folder: Path, name: str) -> dict:

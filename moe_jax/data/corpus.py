@@ -8,7 +8,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
@@ -90,8 +90,8 @@ class Source:
     field: str  # the key of the text in each line of a .jsonl file, or its column; '' for a file that is one text
     entry: int = 0  # which entry of DataConfig.path named it
 
-    def pieces(self) -> Iterator[tuple[str, bool]]:
-        """Yield (text, whether it ends its document); a document without any text is left out.
+    def pieces(self) -> Iterator[tuple[str, bool, float]]:
+        """Yield (text, whether it ends its document, share of the file read so far); empty documents are left out.
 
         Documents longer than a block come in several pieces.
 
@@ -99,38 +99,42 @@ class Source:
           UserError: naming the file, and the line where there is one.
         """
         if self.path.endswith(SUFFIXES):
-            for row in table_rows(self.path, (self.field,), is_text=True):
+            for row, share in table_rows(self.path, (self.field,), is_text=True):
                 if row[self.field]:
-                    yield row[self.field], True
-        elif self.field:
-            yield from _json_pieces(self.records(), self.field)
-        else:
-            with self._opened() as file:
-                yield from _text_pieces(file, self.path)
+                    yield row[self.field], True, share
+            return
+        with self._opened() as (file, read_share):
+            records = _json_records(file, self.path)
+            cut = _json_pieces(records, self.field) if self.field else _text_pieces(file, self.path)
+            for text, ends_document in cut:
+                yield text, ends_document, read_share()
 
-    def records(self, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict]]:
-        """Yield (where it stands, record) of each line of JSON, and of each row of a table, with those `keys` alone.
+    def records(self, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict, float]]:
+        """Yield (where it stands, record, share of the file read so far) of each line of JSON or row of a table.
+
+        Of a table only the columns `keys` are read.
 
         Raises:
           UserError: as `pieces`; a table without the first of the keys, or a file that is neither.
         """
         if self.path.endswith(SUFFIXES):
-            for number, row in enumerate(table_rows(self.path, keys, is_text=False), start=1):
-                yield f"{self.path}: row {number}", row
+            for number, (row, share) in enumerate(table_rows(self.path, keys, is_text=False), start=1):
+                yield f"{self.path}: row {number}", row, share
         elif self.field:
-            with self._opened() as file:
-                yield from _json_records(file, self.path)
+            with self._opened() as (file, read_share):
+                for where, record in _json_records(file, self.path):
+                    yield where, record, read_share()
         else:
             raise UserError(
                 f"{self.path}: conversations stand in .jsonl, .jsonl.gz, .parquet or .arrow files; name some"
             )
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
+    def _opened(self) -> Iterator[tuple[BinaryIO, Callable[[], float]]]:
         try:
-            opened = gzip.open(self.path, "rb") if self.path.endswith(".gz") else open(self.path, "rb")
-            with cast(BinaryIO, opened) as file:
-                yield file
+            with open(self.path, "rb") as raw:
+                file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.path.endswith(".gz") else raw
+                yield file, lambda: raw.tell() / max(1, self.size)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UserError(f"{self.path}: not a whole gzip file ({error}); compress it again") from error
         except OSError as error:

@@ -37,11 +37,14 @@ def _split_of(path: str) -> str:
     return found[0] if found else ""
 
 
-def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[dict]:
-    """Yield each row as {column: value} of those of `columns` that there are; a UserError names what is wrong.
+def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[tuple[dict, float]]:
+    """Yield ({column: value}, share of the file read) for each row, with those of `columns` that there are.
 
     Args:
       columns: the first must be there; is_text: and must hold text, not lists.
+
+    Raises:
+      UserError: naming what is wrong with the file.
     """
     try:
         import pyarrow as pa
@@ -52,7 +55,7 @@ def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[
         if path.endswith(".parquet"):
             file = pq.ParquetFile(path)
             wanted = _known_columns(path, file.schema_arrow, columns, is_text, pa)
-            batches = file.iter_batches(_ROWS, columns=wanted)
+            batches, count = file.iter_batches(_ROWS, columns=wanted), file.metadata.num_rows
         else:
             source = pa.memory_map(path)
             try:
@@ -62,9 +65,12 @@ def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[
                 reader = pa.ipc.open_file(source)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
             wanted = _known_columns(path, reader.schema, columns, is_text, pa)
+        read = 0
         for batch in batches:
+            read += len(batch)
+            share = read / count if path.endswith(".parquet") else source.tell() / source.size()
             for start in range(0, len(batch), _ROWS):
-                yield from batch.select(wanted).slice(start, _ROWS).to_pylist()
+                yield from ((row, share) for row in batch.select(wanted).slice(start, _ROWS).to_pylist())
     except (pa.ArrowException, UnicodeDecodeError) as error:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: not a whole table ({what}); download or write it again") from error

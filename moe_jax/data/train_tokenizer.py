@@ -52,7 +52,7 @@ def train_tokenizer(config: DataConfig, out: str, vocab_size: int) -> str:
     def texts():
         nonlocal read
         for source in find_documents(config):
-            for text, _ in source.pieces():
+            for text, *_ in source.pieces():
                 read += len(text.encode())
                 yield text
 

@@ -71,6 +71,16 @@ def test_build_cache_is_the_same_for_any_batch_of_text(config, monkeypatch, tmp_
     np.testing.assert_array_equal(again.ends, whole.ends)
 
 
+def test_build_cache_shows_how_far_it_is(config, monkeypatch, capsys):
+    monkeypatch.setattr(cache, "BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    build_cache(config)
+    bars = [bar.split("|")[1:] for bar in capsys.readouterr().err.split("\r")[1:]]
+    # files of 2, 1 and 4 bytes
+    assert [(bar.count("#"), said.split()[0]) for bar, said in bars] == [(6, "29%"), (9, "43%"), (20, "100%")]
+    assert "100% of the text: 3 documents, 10 tokens, " in bars[-1][1]
+
+
 def test_build_cache_is_found_again_until_the_text_changes(config):
     first = build_cache(config)
     assert build_cache(config, Untouched()).meta == first.meta

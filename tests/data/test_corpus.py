@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 def texts(path, **settings):
     sources = find_documents(DataConfig(path=str(path), **settings))
-    return [text for source in sources for text, _ in source.pieces()]
+    return [text for source in sources for text, *_ in source.pieces()]
 
 
 def names(path, folder):
@@ -76,9 +76,11 @@ def test_pieces_cut_a_long_text_after_line_ends_and_lose_nothing(tmp_path, monke
     (tmp_path / "t.txt").write_bytes("\ufeffab\ncdeé\nlonger than a block".encode())
     (source,) = find_documents(DataConfig(path=str(tmp_path)))
     pieces = list(source.pieces())
-    assert "".join(text for text, _ in pieces) == "ab\ncdeé\nlonger than a block"  # without the byte order mark
-    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert [text for text, _ in pieces][:3] == ["ab", "\n", "cdeé\n"]
+    assert "".join(text for text, *_ in pieces) == "ab\ncdeé\nlonger than a block"  # without the byte order mark
+    assert [ends for _, ends, _ in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [text for text, *_ in pieces][:3] == ["ab", "\n", "cdeé\n"]
+    shares = [share for *_, share in pieces]  # of 31 bytes 10 are read when the first piece is sure to be none
+    assert shares[0] == 10 / 31 and shares == sorted(shares) and shares[-1] == 1
 
 
 def test_find_documents_default_is_the_standard_library_without_its_tests():
@@ -149,6 +151,9 @@ def write_tables(folder):
 def test_documents_are_the_rows_of_a_column(tmp_path):
     pa, pq, table = write_tables(tmp_path)
     assert texts(tmp_path) == ["one", "two"] * 3
+    for source in find_documents(DataConfig(path=str(tmp_path))):
+        share = [share for *_, share in source.pieces()][-1]
+        assert share == 1 or 0.5 < share < 1 and source.path.endswith("arrow")  # which ends with a list of its blocks
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "empty.parquet").write_bytes(b"")
     (tmp_path / "bad.arrow").write_bytes((tmp_path / "stream.arrow").read_bytes()[:300])
