@@ -282,7 +282,7 @@ def _main():
         config = DataConfig(kind="chat", path=flags.FLAGS.data, tokenizer=flags.FLAGS.tokenizer)
         template = ChatTemplate(build_tokenizer(config))
         found = conversations(find_documents(config), template)
-        for (chat, _), _ in zip(found, range(flags.FLAGS.count), strict=False):
+        for (chat, *_), _ in zip(found, range(flags.FLAGS.count), strict=False):
             (marked,) = template.encode_batch([chat])
             print(f"--- {marked.size} tokens, {np.count_nonzero(marked & ANSWER)} of answers\n{template.show(marked)}")
     except (flags.Error, UserError) as error:

@@ -53,7 +53,7 @@ def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[
         raise UserError(f"{path} needs the package 'pyarrow', which is not installed; pip install pyarrow") from error
     try:
         if path.endswith(".parquet"):
-            file = pq.ParquetFile(path)
+            file = pq.ParquetFile(path, pre_buffer=False)  # which would keep what was read until the end
             wanted = _known_columns(path, file.schema_arrow, columns, is_text, pa)
             batches, count = file.iter_batches(_ROWS, columns=wanted), file.metadata.num_rows
         else:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 
+import numpy as np
 import pytest
 
 from moe_jax.data import corpus
@@ -146,6 +147,17 @@ def write_tables(folder):
         with opened(str(folder / f"{name}.arrow"), table.schema) as writer:
             writer.write_table(table, max_chunksize=3)
     return pa, pq, table
+
+
+def test_reading_a_table_holds_little_of_it(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rng = np.random.default_rng(0)  # text that does not shrink: 40 row groups of 50 KB
+    rows = [rng.bytes(500).hex() for _ in range(4000)]
+    pq.write_table(pa.table({"text": rows}), tmp_path / "t.parquet", row_group_size=100, compression="zstd")
+    before = pa.total_allocated_bytes()
+    (source,) = find_documents(DataConfig(path=str(tmp_path)))
+    held = max(pa.total_allocated_bytes() - before for _ in source.pieces())
+    assert held < source.size / 2
 
 
 def test_documents_are_the_rows_of_a_column(tmp_path):
