@@ -115,7 +115,7 @@ def split_documents(
     if whole:
         if ends.size < 2:
             raise UserError("DataConfig.path holds one conversation, and one is held out; name at least two")
-        tail = total - int(starts[max(1, np.searchsorted(starts, total - tail, side="right") - 1)])
+        tail = total - int(ends[max(1, np.searchsorted(ends[:-1], total - tail, side="right")) - 1])
     return np.array([[0, total - tail]]), np.array([[total - tail, total]])
 
 
