@@ -4,12 +4,13 @@
 #   bash scripts/test.sh                       all tests but the slow ones and those for the GPU compiler
 #   bash scripts/test.sh tests/moe -k gate     some of them
 #   bash scripts/test.sh -m slow               the slow ones
-#   bash scripts/test.sh --ecosystem           those with torch, transformers and fresh wheels, in .venv-ecosystem
+#   bash scripts/test.sh --ecosystem           those with torch, transformers and others, in .venv-ecosystem
 #   bash scripts/test.sh --gpu-compile         those that compile for GPUs without having one, in .venv-cuda (4.8 GB)
 #   bash scripts/test.sh --gpu-compile --jax=0.11.2    the same with another jax, in .venv-cuda-0.11.2
 #
 # MOE_JAX_VENV names another environment folder (with --ecosystem: that name with -ecosystem behind it; with --gpu-compile
-# -cuda, and the version of another jax behind that, as moe_jax/analysis/cuda_wheels.py names them). MOE_JAX_JAX=0.11.2 is as --jax=0.11.2.
+# -cuda, and the version of another jax behind that, as moe_jax/analysis/cuda_wheels.py names them). MOE_JAX_JAX=0.11.2
+# is as --jax=0.11.2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
@@ -63,7 +64,7 @@ if [ "$gpu_compile" = yes ]; then
 fi
 if [ "$ecosystem" = yes ]; then
   venv=$venv-ecosystem
-  make_environment "$venv" "" torch transformers
+  make_environment "$venv" "" torch transformers peft lm_eval accelerate
   exec "$venv/bin/python" -m pytest -n 2 -m ecosystem ${arguments[@]+"${arguments[@]}"}
 fi
 make_environment "$venv" ""
