@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SHIPPED = ("configs", "docs/bench/train_sizes.json")  # what moe_jax/shipped.py finds beside the package, or in a wheel
-DEVELOPMENT = ("notebook", "test")  # extras that [all] leaves out
+DEVELOPMENT = ("notebook", "test", "docs")  # extras that [all] leaves out
 
 
 class BuildWithConfigs(build_py):
@@ -48,6 +48,7 @@ def version() -> str:
 
 groups = requirements()
 groups["wandb"] = ["wandb>=0.19,<1"]  # no test and no demo needs it
+groups["docs"] = ["mkdocs-material>=9.6,<10"]  # nor this
 core = groups.pop("core")
 jax_range = next(line for line in core if line.startswith("jax>")).removeprefix("jax")
 extras = {

@@ -64,7 +64,7 @@ if [ "$gpu_compile" = yes ]; then
 fi
 if [ "$ecosystem" = yes ]; then
   venv=$venv-ecosystem
-  make_environment "$venv" "" torch transformers peft lm_eval accelerate
+  make_environment "$venv" "" torch transformers peft lm_eval accelerate mkdocs-material
   exec "$venv/bin/python" -m pytest -n 2 -m ecosystem ${arguments[@]+"${arguments[@]}"}
 fi
 make_environment "$venv" ""
