@@ -49,6 +49,8 @@ def command(argv: list[str]) -> None:
     for flag in (_UPCYCLE_TOP_K, _UPCYCLE_NOISE, _UPCYCLE_SEED):
         if flag.present and not _UPCYCLE.value:
             raise UserError(f"--{flag.name}={flag.value} needs --upcycle, the number of experts")
+    if _TO_PEFT.value and _DTYPE.value:
+        raise UserError(f"--dtype={_DTYPE.value} needs --to_hf; adapters are written as they were trained")
     if target:
         if _UPCYCLE.value:
             raise UserError(f"--upcycle={_UPCYCLE.value} needs --from_hf, a dense checkpoint")

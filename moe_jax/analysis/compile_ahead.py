@@ -138,7 +138,8 @@ def compile_step(
             ) from error
         raise
     compiled_at = time.monotonic()
-    _, flops = flops_per_token(config.model, config.moe, program.model.vocab_size, config.data.sequence_length)
+    length, vocab_size = config.data.sequence_length, program.model.vocab_size
+    _, flops = flops_per_token(config.model, config.moe, vocab_size, length, config.lora)
     return Compiled(
         text=executable.as_text(),
         memory=memory_of(executable),

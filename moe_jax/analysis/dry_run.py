@@ -319,13 +319,13 @@ def _copy_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
 
 def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int, teacher: LanguageModel | None) -> list[str]:
     length, sequences = run.data.sequence_length, run.train.batch_size
-    forward, training = flops_per_token(run.model, run.moe, vocab_size, length)
+    forward, training = flops_per_token(run.model, run.moe, vocab_size, length, run.lora)
     rows = [
         ("forward per token", forward, f"2 per active matrix parameter; attention over all {length} positions"),
-        ("training per token", training, "3 x forward; what remat repeats is not counted"),
+        ("training per token", training, f"{training // forward} x forward; what remat repeats is not counted"),
     ]
     if teacher is not None:
-        taught, _ = flops_per_token(teacher.config, teacher.moe, vocab_size, length)
+        taught, _ = flops_per_token(teacher.config, teacher.moe, vocab_size, length, teacher.lora)
         rows.append(("teacher per token", taught, "its forward, in the steps that learn from it"))
         training += taught
     tokens = sequences * length

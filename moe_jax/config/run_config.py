@@ -72,6 +72,11 @@ class RunConfig:
                 f"train.ema_decay ({self.train.ema_decay}) keeps an average of a whole model, and LoraConfig.rank "
                 f"({self.lora.rank}) trains adapters alone; set one of them to 0"
             )
+        if self.lora.rank and self.train.optimizer == "adafactor":
+            raise UserError(
+                "train.optimizer 'adafactor' moves a matrix by its own size, and half of the adapters of "
+                f"LoraConfig.rank ({self.lora.rank}) begin at zero; take 'adamw'"
+            )
         if self.moe.schedule == "auto" and self.planner.name != "auto":
             raise UserError(
                 f"MoEConfig.schedule = 'auto' is chosen by PlannerConfig.name = 'auto', not {self.planner.name!r}; set "

@@ -40,18 +40,19 @@ _FOLLOWS = {
     "tool": ("assistant", "tool"),
 }
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # `<name>_token` is a name in templates
+_DATE = datetime.datetime(2024, 7, 26)  # "today" in templates: the tokens of a text depend on no clock
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # no characters by Unicode's own word; around what `{% generation %}` encloses
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def check_roles(messages: Any, where: str) -> list[dict]:
-    """Return a conversation's messages without their empty keys; a UserError names what is wrong with them."""
+    """Return a conversation's messages without null keys, as transformers does; a UserError names what is wrong."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError(f"{where}: `messages` must be a list of objects with 'role' and 'content'; correct it")
     before = ""
     for number, message in enumerate(messages):
         role = message.get("role")
-        if role not in _FOLLOWS:
+        if not isinstance(role, str) or role not in _FOLLOWS:
             raise UserError(f"{where}: message {number} has the role {role!r}, not one of {', '.join(_FOLLOWS)}")
         if before not in _FOLLOWS[role]:
             after = f"follows {before!r}" if before else "comes first"
@@ -269,7 +270,7 @@ def _compile(text: str):
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = refuse
-    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    sandbox.globals["strftime_now"] = _DATE.strftime
     return sandbox.from_string(text)
 
 

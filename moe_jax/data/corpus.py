@@ -10,7 +10,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from moe_jax.data.tables import SUFFIXES, table_rows, training_tables
 from moe_jax.errors import UserError
@@ -119,7 +119,7 @@ class Source:
         """
         if self.path.endswith(SUFFIXES):
             for number, (row, share) in enumerate(table_rows(self.path, keys, is_text=False), start=1):
-                yield f"{self.path}: row {number}", row, share
+                yield f"{self.path}: row {number}", _without_nulls(row), share
         elif self.field:
             with self._opened() as (file, read_share):
                 for where, record in _json_records(file, self.path):
@@ -139,6 +139,13 @@ class Source:
             raise UserError(f"{self.path}: not a whole gzip file ({error}); compress it again") from error
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror}); check DataConfig.path") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a row without the nulls that Arrow gives to fields which only other rows have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(own) for key, own in value.items() if own is not None}
+    return [_without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def find_documents(config: DataConfig) -> list[Source]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
 from moe_jax.kernels.float8 import E4M3
-from moe_jax.models.config import ModelConfig, segments_of, with_experts
+from moe_jax.models.config import LoraConfig, ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.bank import reads_as_stored
@@ -74,8 +74,12 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tu
     return total, active, sum(by_group[group] for group in PAPER_GROUPS), by_group
 
 
-def flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> tuple[int, int]:
+def flops_per_token(
+    config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int, lora: LoraConfig
+) -> tuple[int, int]:
     """Return the FLOPs of one token, (forward, training): three times the forward, whatever is recomputed.
+
+    With adapters it is two times, because frozen matrices need no gradient; the adapters' own work is not counted.
 
     Two per parameter of every matrix that the token is multiplied with (attention, dense FFN, gate, K experts and the
     shared ones, the output head V M), and 2 H (Dh + Dv) Sq per block for attention's scores and their sum of values, of
@@ -86,7 +90,7 @@ def flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length
     outside = sum(by_group[name] for name in ("embedding", "norm", "bias"))
     matrices = active - outside + vocab_size * config.model_dim
     forward = 2 * matrices + 2 * config.layers * config.heads * (config.head_size + config.value_size) * length
-    return forward, 3 * forward
+    return forward, (2 if lora.rank else 3) * forward
 
 
 def preceding(config: ModelConfig, length: int) -> dict[str, int]:
@@ -194,7 +198,8 @@ def _held(shapes, specs, model: LanguageModel, dtype=None) -> int:
     """
 
     def one(leaf, spec):
-        item = jnp.dtype(dtype or leaf.dtype).itemsize if leaf.dtype != dtype else 0
+        # None is float64 to a dtype that is compared with it
+        item = 0 if dtype is not None and leaf.dtype == dtype else jnp.dtype(dtype or leaf.dtype).itemsize
         return item * math.prod(model.roles.sharding(*spec).shard_shape(leaf.shape))
 
     return sum(jax.tree.leaves(jax.tree.map(one, shapes, specs)))

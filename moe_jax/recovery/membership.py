@@ -164,7 +164,9 @@ def next_act(
             broken = tuple(index for index, code in failed.items() if code != _LOST_ANOTHER)
             if broken and not stopped:
                 return None  # the others tell soon whether they fail by themselves too
-            some = 0 < len(broken) < len(ended) and len(usable - set(broken)) >= rules.least
+            # all of several: the job's own fault; a single host may itself be broken, and a spare will tell
+            others = len(broken) < len(ended) or (len(present) == 1 and usable > set(present))
+            some = broken and others and len(usable - set(broken)) >= rules.least
             return Leave(broken, line) if some else End(2, line)
     elif stopped:
         why = "the processes have saved and stopped"

@@ -62,6 +62,7 @@ _WRITE_SECONDS = 1200
 _START_SECONDS = 300
 _BATCH_BYTES = 64 * 2**20
 _CACHE_BYTES = 2**26
+_HASHED_BYTES = 2**28  # that are in memory at once
 _PASSING_ERRORS = re.compile("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED|ABORTED")
 _DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)  # other errors of the system may pass
 _UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system that cannot do it
@@ -219,14 +220,18 @@ class Checkpointer:
         return self._read(step, params, flatten(abstract_params, part), abstract_params, home, stored_dtype)
 
     def digest(self, step: int) -> str:
-        """Return a hash of the parameters in a checkpoint: equal values, equal hash; leaf after leaf on the host."""
+        """Return a hash of the parameters in a checkpoint: equal values, equal hash; part after part on the host."""
         hashed = hashlib.sha256()
         stored = self._open(step)
         for name in sorted(name for name in stored if name.startswith("params/")):
-            with self._reading_errors_named(step):
-                leaf = stored[name].read().result()
-            hashed.update(f"{name} {leaf.dtype.name} {leaf.shape}\n".encode())
-            hashed.update(np.ascontiguousarray(leaf).view(np.uint8).data)
+            leaf = stored[name]
+            dtype, shape = leaf.dtype.numpy_dtype, tuple(leaf.shape)
+            hashed.update(f"{name} {dtype.name} {shape}\n".encode())
+            rows = max(1, _HASHED_BYTES * shape[0] // max(1, dtype.itemsize * math.prod(shape)))
+            for first in range(0, shape[0], rows):
+                with self._reading_errors_named(step):
+                    part = leaf[first : first + rows].read().result()
+                hashed.update(np.ascontiguousarray(part).view(np.uint8).data)
         return hashed.hexdigest()
 
     def origin(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
@@ -17,6 +18,8 @@ from moe_jax.observe.run_folder import RunFolder
 from moe_jax.training.bank_order import Homes
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts
+
+_HASHING_SECONDS = 1800.0  # that the others wait while process 0 reads a model: about a GB a second
 
 
 def settle_base(config: RunConfig, init_from: str, past: dict, hosts: Hosts) -> dict | None:
@@ -39,7 +42,7 @@ def settle_base(config: RunConfig, init_from: str, past: dict, hosts: Hosts) -> 
                 )
     if not config.lora.rank:
         return None
-    folder = init_from or (before["folder"] if before else "")
+    folder = os.path.abspath(os.path.expanduser(init_from)) if init_from else before["folder"] if before else ""
     if not folder:
         raise UserError(
             f"LoraConfig.rank ({config.lora.rank}) adapts a model that is there already; name its run folder with "
@@ -47,10 +50,12 @@ def settle_base(config: RunConfig, init_from: str, past: dict, hosts: Hosts) -> 
         )
     with contextlib.closing(_open(folder)) as checkpoints:
         step = checkpoints.choose(before["step"] if before else None, "--init_from")
-        identity = {"folder": folder, "step": step, "parameters": checkpoints.digest(step)}
-    seen = hosts.gather_text("base", json.dumps(identity, sort_keys=True))
-    if len(set(seen)) > 1:
+        parameters = checkpoints.digest(step) if hosts.is_main else ""
+    told = map(json.loads, hosts.gather_text("base", json.dumps([folder, step, parameters]), _HASHING_SECONDS))
+    (_, _, parameters), *others = told
+    if any(other[:2] != [folder, step] for other in others):
         raise UserError(f"{folder} is not the same run on all processes; name one folder that all machines share")
+    identity = {"folder": folder, "step": step, "parameters": parameters}
     if before is not None and before["parameters"] != identity["parameters"]:
         raise UserError(
             f"{folder}, step {step}, is not the model that these adapters are for: its parameters have the hash "
@@ -76,7 +81,9 @@ def _open(folder: str) -> Checkpointer:
     try:
         return Checkpointer(RunFolder(folder, create=False).checkpoints, keep=1)
     except UserError as error:
-        raise UserError(f"the model under the adapters: {error}") from error
+        raise UserError(
+            f"the model under the adapters: {error}; put it back there, or resume the run with --init_from=DIR"
+        ) from error
 
 
 def load_base(model: LanguageModel, abstract_params: dict, identity: dict, home: Homes) -> dict:

@@ -230,10 +230,10 @@ class Loop:
         peak = max(memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use"), default=self.compiled_peak)
         length = config.data.sequence_length
         tokens = config.train.batch_size * length
-        _, flops = flops_per_token(config.model, config.moe, session.model.vocab_size, length)
+        _, flops = flops_per_token(config.model, config.moe, session.model.vocab_size, length, config.lora)
         if "kl" in metrics:  # the teacher's forward
             teacher = session.teacher.model
-            flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)[0]
+            flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length, teacher.lora)[0]
         choices = sum(part.moe.top_k * part.config.moe_layers for part in session.model.expert_segments)
         loads = session.model.loads_by_segment(metrics["loads"])
         record = step_record(metrics, tokens * choices, loads, session.home)

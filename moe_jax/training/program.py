@@ -245,7 +245,8 @@ class Session(Program):
                 made = joined(start, self.model.init_adapters(key, start))
             return first_state(made, self.model, self.optimizer, self.state_shardings)
 
-        return jax.jit(make, out_shardings=self.state_shardings.state)
+        # parameters that were read become the state's own: a base that fills half of a device is not there twice
+        return jax.jit(make, out_shardings=self.state_shardings.state, donate_argnums=() if of_key else 0)
 
     def evaluation_step(self, shape: Shapes | None = None):
         """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, `rows`, Sq], jitted.

@@ -124,7 +124,8 @@ def run(
             record["resolved"] = {"MeshConfig.devices_per_node": node, **session.resolved()}
             record["compared_before_first_step"] = compared
             write_atomically(folder.environment, json.dumps(record, indent=2, allow_nan=False))
-        if line := line_on_gates(settled.train, [segment.moe for segment in session.model.expert_segments]):
+        gates = [] if settled.lora.rank else [segment.moe for segment in session.model.expert_segments]
+        if line := line_on_gates(settled.train, gates):  # of those that are trained
             say(hosts, line)
         if session.teacher is not None:
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")

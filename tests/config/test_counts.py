@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from support.reference_model import reference_loss
 
 from moe_jax.models import Batch, LanguageModel, ModelConfig
+from moe_jax.models.config import LoraConfig
 from moe_jax.models.counts import Sizes, device_bytes, flops_per_token, half_work, parameter_counts
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -81,8 +82,9 @@ def test_forward_flops_are_the_matrix_products_of_the_reference(changes, layer):
         lambda params, batch: reference_loss(params, batch.inputs, batch.targets, batch.weights, config, moe)
     )({"dense": shapes["dense"], "experts": experts}, batch)
     want = dot_flops(jaxpr.jaxpr)
-    forward, training = flops_per_token(config, moe, VOCAB, 8)
+    forward, training = flops_per_token(config, moe, VOCAB, 8, LoraConfig())
     assert (forward * 3 * 8, training * 3 * 8) == (want, 3 * want)
+    assert flops_per_token(config, moe, VOCAB, 8, LoraConfig(rank=2)) == (forward, 2 * forward)
 
 
 MESHES = [
@@ -121,7 +123,12 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
         assert got.optimizer == 2 * bytes_of(shapes, layout.state, roles)
         gradients = {"dense": layout.params["dense"], "bank": layout.grad_sink}
         assert got.gradients == bytes_of(shapes, gradients, roles)
-        same_dtype = dataclasses.replace(abstract, config=dataclasses.replace(config, dtype="float32"))
+        same_dtype, double = (
+            dataclasses.replace(abstract, config=dataclasses.replace(config, dtype=name))
+            for name in ("float32", "float64")
+        )
+        twice_as_wide = device_bytes(Sizes(model=double, length=8, batch_size=8, grad_accum_steps=1))
+        assert twice_as_wide.parameters == 2 * got.parameters
         whole_leaves = device_bytes(Sizes(model=same_dtype, length=8, batch_size=8, grad_accum_steps=1)).compute_weights
         stages = [zero] * (roles.size(roles.dense) > 1) + [expert_zero] * (roles.size(roles.data) > 1)
         assert (whole_leaves > 0) == (3 in stages)

@@ -132,6 +132,10 @@ def test_a_host_that_fails_by_itself_leaves_where_the_others_are_enough():
     assert isinstance(done, End) and done.code == 2
     done = act({**others, 1: {"code": 4, "step": 0}}, failures=2)
     assert isinstance(done, End) and done.code == 2, "none is to blame"
+    alone, states = Membership(7, 0, ((0, "a"),)), {0: State("a", epoch=7, code=1), 3: State("d", ready=True)}
+    rules = dataclasses.replace(RULES, size=1)
+    assert isinstance(next_act(rules, alone, states, 0, 2), Leave), "a spare tells whether it was the host"
+    assert isinstance(next_act(rules, alone, {0: states[0]}, 0, 2), End)
 
 
 def test_a_host_joins_once_steps_are_made_and_it_has_its_imports():
