@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_jax.errors import UserError
 
-COMMANDS = ("train", "supervise", "generate", "convert", "inspect", "replay", "calibrate", "tune", "reproduce")
+COMMANDS = ("train", "supervise", "generate", "convert", "inspect", "replay", "calibrate", "tune", "reproduce", "watch")
 
 
 def about(command: str) -> str:

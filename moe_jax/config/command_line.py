@@ -92,13 +92,13 @@ def exit_now(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def parse_flags(argv: list[str], command: str, flag: str) -> None:
-    """Parse a command line that consists of flags alone; `--help` and `--helpfull` print them and exit with code 0.
+def parse_flags(argv: list[str], command: str, flag: str | None) -> list[str]:
+    """Parse flags and return the other words; `--help` and `--helpfull` print the flags and exit with code 0.
 
     Args:
       argv: the program's name and its arguments.
       command: the module that was started, such as 'moe_jax.train'.
-      flag: the flag that an argument without a flag was most likely meant for.
+      flag: the flag that a word without a flag was most likely meant for; None where the command takes such words.
 
     Raises:
       UserError: for an unknown flag, a wrong value, or arguments that are no flags.
@@ -116,6 +116,7 @@ def parse_flags(argv: list[str], command: str, flag: str) -> None:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         raise UserError(f"{str(error).splitlines()[0]}; python -m {command} --help lists all flags") from None
-    if len(rest) > 1:
+    if len(rest) > 1 and flag is not None:
         raise UserError(f"{rest[1]!r} is no flag; did you mean --{flag}={rest[1]}?")
     plugins.choose(flags.FLAGS["plugin"].value)
+    return rest[1:]

@@ -113,7 +113,7 @@ def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
     return np.asarray([step for step, _ in rows], np.int64), np.where(np.isfinite(values), values, np.nan)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line with its newline, None where it is none."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
@@ -124,13 +124,13 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 def _end_of(path: Path, step: int) -> tuple[int, int | None]:
     """Return where the last record up to `step` ends in the file, and its step; only the file's end is read."""
-    with contextlib.suppress(FileNotFoundError), _reading(path), open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), reading(path), open(path, "rb") as file:
         if path.stat().st_size:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
                 end = len(text)
                 while end:
                     start = text.rfind(b"\n", 0, end - 1) + 1
-                    record = _parse(text[start:end])
+                    record = parse_line(text[start:end])
                     if record is not None and record["step"] <= step:
                         return end, record["step"]
                     end = start
@@ -139,7 +139,7 @@ def _end_of(path: Path, step: int) -> tuple[int, int | None]:
 
 def _records(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
     """Yield what `read_metrics` returns, as it stands in the file."""
-    with contextlib.suppress(FileNotFoundError), _reading(path), open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), reading(path), open(path, "rb") as file:
         apart, damaged, overflowed, line = 1, [], 0, b""
         if most is not None:
             apart = max(1, path.stat().st_size // (most * max(1, len(file.readline()))))
@@ -147,12 +147,12 @@ def _records(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             overflowed += b'"overflow_steps": 1' in line
             if number % apart == 0 or b'"compile_seconds"' in line:
-                if (record := _parse(line)) is not None:
+                if (record := parse_line(line)) is not None:
                     yield record | ({"overflow_steps": overflowed} if apart > 1 else {})
                     overflowed, line = 0, b""
                 elif line.endswith(b"\n"):  # a last line cut short by a kill is nothing to tell of
                     damaged.append(number)
-        if (record := _parse(line)) is not None:
+        if (record := parse_line(line)) is not None:
             yield record | {"overflow_steps": overflowed}
         if damaged and path not in _told:
             _told.add(path)
@@ -160,7 +160,8 @@ def _records(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Turn an `OSError` raised while `path` is read into one line; a file that is not there stays that error."""
     try:
         yield
     except FileNotFoundError:

@@ -1,0 +1,196 @@
+"""Follow the records of a run while they are written, as few numbers as a picture needs.
+
+metrics.jsonl and evaluations.jsonl of a run folder go in, and each byte is read once; lowest, highest and mean value of
+equal ranges of steps come out, at most `MOST_POINTS` a line, and the last changes of the plan. So memory and answers
+stay small however long a run is. `moe_jax.watch` shows them.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.observe.metrics_file import column, parse_line, reading
+from moe_jax.observe.run_folder import RunFolder
+
+MOST_POINTS = 1000  # even: when they are used up, two neighbours become one
+MOST_PLANS = 100
+BATCH = 4096  # records that are held at a time
+LINES = ("loss", "held_out_loss", "tokens_per_second", "grad_norm", "replicas")
+LOAD = "device_load_max_over_mean"
+STALLS = ("compile_seconds", "rejit_stall_seconds", "reshard_seconds")
+
+
+class Decimated:
+    """Lowest, highest and mean value of equal ranges of steps, which become twice as wide when there are too many."""
+
+    def __init__(self) -> None:
+        self.width, self.last = 1, 0
+        self.low = self.high = self.total = self.count = np.zeros((0, 0))
+
+    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
+        """Take in values [n] or [n, layers] of rising steps [n]; NaN is absent. Rows of another length are left out."""
+        if not len(steps):
+            return
+        rows = values.reshape(len(steps), -1)
+        if not self.low.size:
+            shape = MOST_POINTS, rows.shape[1]
+            self.low, self.high = np.full(shape, np.nan), np.full(shape, np.nan)
+            self.total, self.count = np.zeros(shape), np.zeros(shape)
+        if rows.shape[1] != self.low.shape[1]:
+            return
+        while steps[-1] // self.width >= MOST_POINTS:
+            self._widen()
+        self.last, places = int(steps[-1]), steps // self.width
+        starts = np.flatnonzero(np.diff(places, prepend=-1))
+        at, present = places[starts], np.isfinite(rows)
+        self.low[at] = np.fmin(self.low[at], np.fmin.reduceat(rows, starts))
+        self.high[at] = np.fmax(self.high[at], np.fmax.reduceat(rows, starts))
+        self.total[at] += np.add.reduceat(np.where(present, rows, 0.0), starts)
+        self.count[at] += np.add.reduceat(present.astype(np.float64), starts)
+
+    def _widen(self) -> None:
+        half = MOST_POINTS // 2
+        for name, merge, empty in (
+            ("low", np.fmin, np.nan), ("high", np.fmax, np.nan), ("total", np.add, 0.0), ("count", np.add, 0.0)
+        ):  # fmt: skip
+            old = getattr(self, name)
+            setattr(self, name, np.full_like(old, empty))
+            getattr(self, name)[:half] = merge(old[::2], old[1::2])
+        self.width *= 2
+
+    def data(self, *names: str) -> dict[str, Any]:
+        """Return {"width", "last": the last step, "steps": first of each range [n], name: [n] or [n, layers]}.
+
+        Args:
+          names: some of "low", "high" and "mean"; None stands where no value is finite.
+        """
+        filled = np.flatnonzero(self.count.any(axis=1))
+        found = {"width": self.width, "last": self.last, "steps": (filled * self.width).tolist()}
+        for name in names:
+            with np.errstate(invalid="ignore"):
+                rows = (self.total / self.count if name == "mean" else getattr(self, name))[filled]
+            short = [[float(f"{x:.5g}") if x == x else None for x in row] for row in rows.tolist()]
+            found[name] = short if rows.shape[1:] != (1,) else [value for (value,) in short]
+        return found
+
+
+class FollowedFile:
+    """A jsonl file that grows: each call of `batches` reads what came since the last."""
+
+    def __init__(self, path: Path):
+        self.path, self.at, self.last_line, self.last_step = path, 0, b"", -1
+
+    def was_replaced(self) -> bool:
+        """Say whether what was read last is not there any more: a run that resumes cuts the lines behind its step."""
+        with reading(self.path):
+            try:
+                with open(self.path, "rb") as file:
+                    file.seek(self.at - len(self.last_line))
+                    return file.read(len(self.last_line)) != self.last_line
+            except FileNotFoundError:
+                return self.at > 0
+
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the new records, at most `BATCH` at a time; a line without its end is left for the next call."""
+        if not self.path.exists():
+            return
+        with reading(self.path), open(self.path, "rb") as file:
+            while True:
+                file.seek(self.at)
+                lines = [line for line in itertools.islice(file, BATCH) if line.endswith(b"\n")]
+                if not lines:
+                    return
+                records = []
+                for line in lines:
+                    record = parse_line(line)
+                    if record is not None and self.last_step < record["step"] < 2**53:
+                        records.append(record)
+                        self.last_step = record["step"]
+                self.at, self.last_line = self.at + sum(map(len, lines)), lines[-1]
+                yield records
+
+
+class FollowedRun:
+    """What a page shows of one run, brought up to date by `refresh`; threads take turns."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        """Open a run folder; a UserError where there is none."""
+        run = RunFolder(folder, create=False)
+        if not run.metrics.exists() and not run.config.exists():
+            raise UserError(f"{run.path} is no run folder: it has no metrics.jsonl; give the --workdir of a run")
+        self.name, self._paths = os.fspath(folder), (run.metrics, run.evaluations)
+        self._lock, self._starts = threading.Lock(), 0
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._files, self._starts = [FollowedFile(path) for path in self._paths], self._starts + 1
+        self._lines = {name: Decimated() for name in (*LINES, LOAD)}
+        self._layers = Decimated()
+        self._plans: collections.deque[dict] = collections.deque(maxlen=MOST_PLANS)
+        self._changes, self._before = 0, {}
+
+    def refresh(self, seen: str = "") -> dict[str, Any] | None:
+        """Read what came, and return what a page draws as plain data; None where its version is `seen`.
+
+        {"version", "name", "written": seconds since 1970 or None, "lines": {name: low, high and mean}, "layers": mean
+        load of the fullest device of each layer, over the mean of all, "changes": of the plan, "plans": the last}.
+        """
+        with self._lock:
+            if any(file.was_replaced() for file in self._files):
+                self._start_over()
+            for file in self._files:
+                for records in file.batches():
+                    self._take(records)
+            version = "-".join(str(number) for number in (self._starts, *(file.at for file in self._files)))
+            if version == seen:
+                return None
+            path = self._paths[0]
+            return {
+                "version": version,
+                "name": self.name,
+                "written": path.stat().st_mtime if path.exists() else None,
+                "lines": {
+                    name: line.data("low", "high", "mean") for name, line in self._lines.items() if line.low.size
+                },
+                "layers": self._layers.data("mean") if self._layers.low.size else None,
+                "changes": self._changes,
+                "plans": list(self._plans),
+            }
+
+    def _take(self, records: list[dict[str, Any]]) -> None:
+        for name in LINES:
+            steps, values = column(records, name)
+            if values.ndim == 1:
+                self._lines[name].add(steps, values)
+        steps, loads = column(records, LOAD)
+        if loads.ndim == 2 and loads.size:
+            self._layers.add(steps, loads)
+            self._lines[LOAD].add(steps, np.fmax.reduce(loads, axis=1))
+        for record in records:
+            if "plan_id" not in record:
+                continue
+            before, self._before = self._before, record
+            if before and any(before.get(name) != record.get(name) for name in ("plan_id", "replicas")):
+                self._changes += 1
+                self._plans.append(plan_change(before, record))
+
+
+def plan_change(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the step of a new plan, {"replicas", "load": of the fullest device} before and now, and its seconds."""
+
+    def sides(record: dict[str, Any]) -> dict[str, Any]:
+        loads = column([record], LOAD)[1]
+        load = float(np.fmax.reduce(loads, axis=None)) if loads.size else np.nan
+        return {"replicas": record.get("replicas"), "load": load if np.isfinite(load) else None}
+
+    seconds = {name: now[name] for name in STALLS if now.get(name)}
+    return {"step": now["step"], "before": sides(before), "now": sides(now), "seconds": seconds}
