@@ -77,7 +77,11 @@ setup(
     keywords="jax mixture-of-experts expert-parallelism load-balancing language-models",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["moe_jax", "moe_jax.*"]),
-    package_data={"moe_jax": ["py.typed"], "moe_jax.cluster": ["devices/*.txt", "measured/*"]},
+    package_data={
+        "moe_jax": ["py.typed"],
+        "moe_jax.cluster": ["devices/*.txt", "measured/*"],
+        "moe_jax.observe": ["*.html"],
+    },
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["moe-jax = moe_jax.__main__:main"]},
     install_requires=core,
