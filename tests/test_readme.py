@@ -38,6 +38,7 @@ RUN = {
     "python -m moe_jax.data.train_tokenizer": (),
     "python -m moe_jax.replay --trace=runs": (),
     "python -m moe_jax.reproduce --paper": ("--table=figure_12",),
+    "python -m moe_jax.watch": ("--help",),  # serves until Ctrl-C
     "python -m moe_jax.calibrate": ("--help",),  # a minute of measurements
     "python -m moe_jax.tune": ("--help",),  # twenty
 }

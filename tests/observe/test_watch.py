@@ -126,7 +126,7 @@ def test_mistakes_are_one_line(server, finished_run, tmp_path):
         FollowedRun(tmp_path / "empty")
     command = [sys.executable, "-m", "moe_jax.watch"]
     for words, said in (([], "name one or more"), ([tmp_path / "none"], "not exist"), (["--port=70000"], "70000")):
-        done = subprocess.run([*command, *words], capture_output=True, text=True)
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
         assert done.stderr.startswith("error: ")
 
