@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import socketserver
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -66,11 +67,17 @@ class WatchServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a browser that leaves before it has its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class WatchHandler(BaseHTTPRequestHandler):
     """Answers GET / with the page, /runs with their count, and /run?at=INDEX&seen=VERSION with what one has."""
 
     server: WatchServer
+    timeout = 30  # seconds that a connection may stay silent
 
     def parse_request(self) -> bool:
         """Refuse what is no GET, and what is asked under another host's name: a foreign page in the same browser."""

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -116,6 +118,13 @@ def test_only_this_machine_asks_and_only_by_get(server):
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD", "CONNECT"):
         status, headers, _ = ask(server, "/run?at=0", method)
         assert status == 405 and headers["Allow"] == "GET"
+
+
+def test_a_browser_that_leaves_is_no_error(server, capfd):
+    with socket.create_connection(server.server_address) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+    assert ask(server, "/runs")[0] == 200
+    assert capfd.readouterr() == ("", "")
 
 
 def test_mistakes_are_one_line(server, finished_run, tmp_path):
