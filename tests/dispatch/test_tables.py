@@ -68,7 +68,7 @@ def test_layer_with_70000_choices_of_one_expert():
         here = jax.tree.map(lambda array: array[0], local(tables))
         replicas = fetch_replicas(bank, {n: jnp.zeros_like(v) for n, v in bank.items()}, here, shape, roles.expert, x)
         inputs = RouterInputs(None, jnp.arange(tokens, dtype=jnp.int32), here)
-        y, stats, _ = make_moe(config, roles, x, "gelu", shape)(x, w_gate, inputs, bank, None, replicas)
+        y, stats, _ = make_moe(config, roles, x, "gelu", shape)(x, w_gate, inputs, bank, {}, replicas)
         return y, stats.counts[None]
 
     rows, held = P(roles.all), P(roles.expert)
