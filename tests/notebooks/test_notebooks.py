@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in the interpreter that runs the tests, and is stored without outputs."""
+"""Every notebook is stored without outputs, and runs from top to bottom: bash scripts/test.sh --ecosystem."""
 
 import os
 import pathlib
@@ -50,6 +50,7 @@ def test_notebook_is_stripped(path):
     assert set(notebook.metadata.language_info) == {"name"}  # no version of whoever saved it
 
 
+@pytest.mark.ecosystem
 def test_moe_layer(tmp_path):
     """The loss falls, the load evens out, and one picture is drawn."""
     outputs, text = execute(ROOT / "scripts" / "notebooks" / "moe_layer.ipynb", tmp_path)
@@ -62,6 +63,7 @@ def test_moe_layer(tmp_path):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
+@pytest.mark.ecosystem
 def test_generate(tmp_path):
     """The loss falls, every token has its experts, and equal prompts are continued as drawn."""
     outputs, text = execute(ROOT / "scripts" / "notebooks" / "generate.ipynb", tmp_path)
