@@ -72,7 +72,9 @@ def test_the_environment_is_the_one_that_the_scripts_make(tmp_path, monkeypatch)
     monkeypatch.setenv("MOE_JAX_VENV", str(tmp_path / "x"))
     assert cuda_wheels.folder(cuda_wheels.RECORDED) == place
     script = (ROOT / "scripts" / "test.sh").read_text()
-    assert f"\nrecorded={cuda_wheels.RECORDED} " in script and 'make_environment "$venv" "" "jax[cuda13]==$jax"' in script
+    assert (
+        f"\nrecorded={cuda_wheels.RECORDED} " in script and 'make_environment "$venv" "" "jax[cuda13]==$jax"' in script
+    )
 
 
 def refused(*flags):
