@@ -230,7 +230,7 @@ class Checkpointer:
             rows = max(1, _HASHED_BYTES * shape[0] // max(1, dtype.itemsize * math.prod(shape)))
             for first in range(0, shape[0], rows):
                 with self._reading_errors_named(step):
-                    part = leaf[first : first + rows].read().result()
+                    part = leaf[first : min(first + rows, shape[0])].read().result()
                 hashed.update(np.ascontiguousarray(part).view(np.uint8).data)
         return hashed.hexdigest()
 
