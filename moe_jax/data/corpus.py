@@ -266,7 +266,10 @@ def _json_pieces(records: Iterable[tuple[str, dict]], field: str) -> Iterator[tu
     """Yield one document a record; empty texts are left out."""
     for where, record in records:
         if field not in record:
-            raise UserError(f"{where}: has no field {field!r} (it has {sorted(record)}); set DataConfig.field")
+            raise UserError(
+                f"{where}: has no field {field!r} (it has {sorted(record)}); set DataConfig.field, "
+                "or DataConfig.kind = 'chat' for conversations"
+            )
         text = record[field]
         if not isinstance(text, str):
             raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not text; set DataConfig.field")

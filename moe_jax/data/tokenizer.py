@@ -6,6 +6,7 @@ Inputs: text. Outputs: 1-d int32 ids below `vocab_size`. `encode_batch` never ad
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -189,6 +190,14 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Build the tokenizer that config.tokenizer names; a UserError where it is neither 'byte' nor a tokenizer.json."""
     return ByteTokenizer() if config.tokenizer == "byte" else HuggingFaceTokenizer(config.tokenizer)
+
+
+def with_kept_file(config: DataConfig, folder: Path) -> DataConfig:
+    """Return the config, with the copy that a run folder keeps where the tokenizer's own file is gone."""
+    own, kept = Path(config.tokenizer).expanduser(), folder / FILE
+    if config.tokenizer == "byte" or own.exists() or not kept.exists():
+        return config
+    return dataclasses.replace(config, tokenizer=str(kept))
 
 
 def find_tokenizer(config: DataConfig, folder: Path, trained_with: str | None) -> Tokenizer | None:

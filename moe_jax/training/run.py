@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.config.train_config import DistillationConfig
-from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, carry_files, find_tokenizer
+from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, carry_files, find_tokenizer, with_kept_file
 from moe_jax.errors import UserError
 from moe_jax.models.counts import parameter_counts
 from moe_jax.models.lora import joined
@@ -98,7 +98,8 @@ def run(
                 check_text_named(config, start.init_from)
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
             base = settle_base(config, start.init_from, past, hosts)
-            session, compared = start_session(settled, hosts)
+            data = with_kept_file(config.data, folder.path)
+            session, compared = start_session(dataclasses.replace(settled, data=data), hosts)
             say(hosts, banner(session, folder, latest))
             engine = build_engine(session)
             if copies is not None:
@@ -193,10 +194,7 @@ def trained(session: Session) -> str:
     what = "all parameters"
     if lora.rank:
         count = sum(leaf.size for leaf in jax.tree.leaves(session.model.trained(session.model.shapes())))
-        what, bias = (
-            f"{count:,} parameters of adapters of rank {lora.rank} on {', '.join(lora.targets)}, no others,",
-            "",
-        )
+        what, bias = f"{count:,} parameters of adapters of rank {lora.rank} on {' and '.join(lora.targets)}", ""
     return (
         f"{what} by {train.optimizer}, learning rate {train.learning_rate:g} after {train.warmup_steps} steps "
         f"of warm-up from zero, then {how}{bias}"
@@ -221,7 +219,8 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
     with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints):
         _, latest, past = newest_state(checkpoints, None, folder, config_text, evaluates=True)
         find_tokenizer(config.data, folder.path, past.get("tokenizer"))  # for its error
-        session, _ = start_session(config, hosts)
+        data = with_kept_file(config.data, folder.path)
+        session, _ = start_session(dataclasses.replace(config, data=data), hosts)
         if latest is None:
             raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
         step_function, losses = session.evaluation_step(), []

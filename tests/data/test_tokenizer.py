@@ -11,7 +11,7 @@ import pytest
 
 from moe_jax.data.cache import build_cache
 from moe_jax.data.corpus import DataConfig
-from moe_jax.data.tokenizer import ByteTokenizer, build_tokenizer, carry_files, find_tokenizer
+from moe_jax.data.tokenizer import ByteTokenizer, build_tokenizer, carry_files, find_tokenizer, with_kept_file
 from moe_jax.data.train_tokenizer import train_tokenizer
 from moe_jax.errors import UserError
 
@@ -76,9 +76,9 @@ def test_a_run_takes_the_tokenizer_of_its_folder_and_no_other(word_file, tmp_pat
     name = build_tokenizer(config).name
     assert find_tokenizer(config, folder, name).name == name == find_tokenizer(config, folder, None).name
     carry_files(tmp_path, folder)
-    assert not list(folder.iterdir())  # of the usual names none
+    assert not list(folder.iterdir()) and with_kept_file(config, folder) is config  # of the usual names none
     shutil.move(word_file, folder / "tokenizer.json")
-    assert find_tokenizer(config, folder, name).name == name
+    assert find_tokenizer(config, folder, name).name == name == build_tokenizer(with_kept_file(config, folder)).name
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
     with pytest.raises(UserError, match=f"is not the tokenizer that {folder} was trained with .*; put that one back"):
         find_tokenizer(config, folder, name)
