@@ -51,11 +51,11 @@ def settle_base(config: RunConfig, init_from: str, past: dict, hosts: Hosts) -> 
     with contextlib.closing(_open(folder)) as checkpoints:
         step = checkpoints.choose(before["step"] if before else None, "--init_from")
         parameters = checkpoints.digest(step) if hosts.is_main else ""
-    told = map(json.loads, hosts.gather_text("base", json.dumps([folder, step, parameters]), _HASHING_SECONDS))
-    (_, _, parameters), *others = told
-    if any(other[:2] != [folder, step] for other in others):
+    told = hosts.gather_text("base", json.dumps([folder, step, parameters]), _HASHING_SECONDS)
+    told = [json.loads(text) for text in told]
+    if any(own[:2] != [folder, step] for own in told):
         raise UserError(f"{folder} is not the same run on all processes; name one folder that all machines share")
-    identity = {"folder": folder, "step": step, "parameters": parameters}
+    identity = {"folder": folder, "step": step, "parameters": told[0][2]}
     if before is not None and before["parameters"] != identity["parameters"]:
         raise UserError(
             f"{folder}, step {step}, is not the model that these adapters are for: its parameters have the hash "

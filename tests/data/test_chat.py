@@ -182,6 +182,8 @@ def test_another_template_is_another_cache(tmp_path):
     first = build_cache(config).meta
     chat_cases.write_tokenizer(tmp_path / "tokenizer", chat_cases.PLAIN.replace("Tools:", "Helpers:"))
     assert build_cache(config).meta.content != first.content
+    dated = template_of(tmp_path / "dated", "{{ strftime_now('%d %b %Y') }}{{ messages[-1].content }}")
+    assert dated.write(TURN, None, "") == "26 Jul 2024b"  # whatever the day: a text's tokens do not change by night
 
 
 TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -19,6 +19,8 @@ from moe_jax.moe import MoEConfig
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.frozen_base import settle_base
+from moe_jax.training.hosts import Hosts, HostsConfig
 from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 
@@ -215,6 +217,25 @@ def test_bytes_are_those_of_the_arrays(runs):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"]["bank"])} == {"bfloat16", "float32"}
     whole = count_bytes(lay_out(config_of(runs, HALF, EIGHT), 8, "")).held
     assert held.optimizer < whole.optimizer / 3 and held.parameters < whole.parameters
+
+
+def test_the_base_is_named_whole_and_hashed_by_one_process(runs, monkeypatch):
+    """A relative folder is found from anywhere later; process 0 hashes for all, and all must name one folder."""
+    monkeypatch.chdir(runs)
+    config, alone = config_of(runs, HALF, EIGHT, *ADAPTED), Hosts()
+    identity = settle_base(config, "model", {}, alone)
+    assert identity["folder"] == str(runs / "model") and len(identity["parameters"]) == 64
+
+    class Second(Hosts):
+        def gather_text(self, topic, text, *_):
+            return [json.dumps([*first, identity["parameters"]]), text]
+
+    monkeypatch.setattr(Checkpointer, "digest", None)  # is not called
+    second, first = Second(config=HostsConfig(process_id=1, num_processes=2)), [str(runs / "model"), 3]
+    assert settle_base(config, "model", {}, second) == identity
+    first = [str(runs / "other"), 3]
+    with pytest.raises(UserError, match="is not the same run on all processes"):
+        settle_base(config, "model", {}, second)
 
 
 def test_what_cannot_be_is_one_line(runs, tmp_path, monkeypatch):
