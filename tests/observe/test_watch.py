@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import signal
 import socket
 import struct
 import subprocess
@@ -142,7 +143,13 @@ def test_mistakes_are_one_line(server, finished_run, tmp_path):
 
 def test_ctrl_c_ends_the_command_quietly(finished_run):
     command = [sys.executable, "-m", "moe_jax.watch", str(finished_run.path), "--port=0"]
+    # jobs in the background ignore it, and so would what they start
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("http://127.0.0.1:")
-        process.send_signal(2)
-        assert process.communicate(timeout=20) == ("", "") and process.returncode == 0
+        try:
+            assert process.stdout.readline().startswith("http://127.0.0.1:")
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=20) == ("", "") and process.returncode == 0
+        finally:
+            process.kill()
+            signal.signal(signal.SIGINT, before)

@@ -1,5 +1,6 @@
 """Two real processes whose programs process 0 compiles: handed out, not to be handed out, failed, never done."""
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -14,7 +15,8 @@ REFUSED = "what lies in jax's key-value store as process 0's program is not by p
 def test_one_process_compiles_for_two():
     worker = Path(__file__).with_name("shared_program_worker.py")
     done = finish_pair(start_pair([sys.executable, str(worker), ""]))
-    said = [[line for line in out.splitlines() if line and not line.startswith("[Gloo]")] for _, out, _ in done]
+    gloo = re.compile(r"\[Gloo\]|.* peer ranks")  # its threads break each other's lines
+    said = [[line for line in out.splitlines() if line and not gloo.match(line)] for _, out, _ in done]
     assert [code for code, *_ in done] == [0, 0], done
     ran = ["handed out 12.0", "function 18.0 18.0", "each 24.0", "once more 12.0"]  # 2, 3, 4, 2 times 0 + 1 + 2 + 3
     assert said[0] == [
