@@ -63,6 +63,11 @@ def command(argv: list[str]) -> int:
             f"--target={_TARGET.value} needs --dry_run: a run takes the devices that it finds; python -m "
             "moe_jax.inspect compiles ahead of time for other devices"
         )
+    if _EVAL_ONLY.value and _INIT_FROM.value:
+        raise UserError(
+            f"--init_from={_INIT_FROM.value} is for a run that trains; --eval_only evaluates the folder that --workdir "
+            "names, which may be of a converted model"
+        )
     if not _WORKDIR.value:
         raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")
     import jax

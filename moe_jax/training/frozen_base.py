@@ -49,7 +49,7 @@ def settle_base(config: RunConfig, init_from: str, past: dict, hosts: Hosts) -> 
             "--init_from=DIR, or set LoraConfig.rank = 0"
         )
     with contextlib.closing(_open(folder)) as checkpoints:
-        step = checkpoints.choose(before["step"] if before else None, "--init_from")
+        step = _step(checkpoints, before["step"] if before else None)
         parameters = checkpoints.digest(step) if hosts.is_main else ""
     told = hosts.gather_text("base", json.dumps([folder, step, parameters]), _HASHING_SECONDS)
     told = [json.loads(text) for text in told]
@@ -68,7 +68,7 @@ def settle_base(config: RunConfig, init_from: str, past: dict, hosts: Hosts) -> 
 def check_base(identity: dict) -> None:
     """Raise a UserError where the folder of a base does not hold the parameters that adapters were trained on."""
     with contextlib.closing(_open(identity["folder"])) as checkpoints:
-        found = checkpoints.digest(checkpoints.choose(identity["step"], "the base's step"))
+        found = checkpoints.digest(_step(checkpoints, identity["step"]))
     if found != identity["parameters"]:
         raise UserError(
             f"{identity['folder']} is not the model that these adapters are for: its parameters have the hash "
@@ -84,6 +84,16 @@ def _open(folder: str) -> Checkpointer:
         raise UserError(
             f"the model under the adapters: {error}; put it back there, or resume the run with --init_from=DIR"
         ) from error
+
+
+def _step(checkpoints: Checkpointer, step: int | None) -> int:
+    """Return the step of a base, its newest for None, or raise a UserError where it is gone."""
+    if step is not None and step not in (there := checkpoints.steps()):
+        raise UserError(
+            f"{checkpoints.folder} has the steps {', '.join(map(str, there)) or 'none'}, and these adapters are for "
+            f"step {step}: put that one back"
+        )
+    return checkpoints.choose(step)
 
 
 def load_base(model: LanguageModel, abstract_params: dict, identity: dict, home: Homes) -> dict:

@@ -95,7 +95,7 @@ def run(
                     report(folder)
                 return True
             if latest is None and start.init_from:
-                check_text_named(config, start.init_from)
+                check_converted(config, start.init_from, hosts)
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
             base = settle_base(config, start.init_from, past, hosts)
             data = with_kept_file(config.data, folder.path)
@@ -201,8 +201,11 @@ def trained(session: Session) -> str:
     )
 
 
-def check_text_named(config: RunConfig, init_from: str) -> None:
-    """Raise a UserError where a converted model would be trained on Python's own sources, which nobody asked for."""
+def check_converted(config: RunConfig, init_from: str, hosts: Hosts):
+    """Raise a UserError where a converted model would be trained on Python's own sources, which nobody asked for.
+
+    Windows that are longer than what it was trained on are told in a line: rotary positions take any.
+    """
     with contextlib.closing(Checkpointer(RunFolder(init_from, create=False).checkpoints, keep=1)) as other:
         step = other.latest()
         converted = step is not None and other.read_host(step).get("parameters_only")
@@ -210,6 +213,13 @@ def check_text_named(config: RunConfig, init_from: str) -> None:
         raise UserError(
             f"--init_from={init_from} is a converted model, and DataConfig.path ('') would train it on the sources of "
             "Python's library; name your text, such as --gin_bindings='DataConfig.path = \"my_texts\"'"
+        )
+    length, known = config.data.sequence_length, config.model.max_length
+    if converted and length > known:
+        say(
+            hosts,
+            f"DataConfig.sequence_length ({length}) is above the {known} positions (ModelConfig.max_length) that "
+            f"{init_from} has seen",
         )
 
 

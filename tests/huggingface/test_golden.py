@@ -328,12 +328,14 @@ def where(tmp_path_factory):
 def test_train_on_and_export(made, where, tmp_path, capsys):
     """Documents kept apart, and closed with the checkpoint's own end; the folder itself is evaluated on that text."""
     bindings = [*BINDINGS, *where, "ModelConfig.document_mask = True", "train.grad_accum_steps = 2"]
+    bindings += ["ModelConfig.max_length = 7"]
     bindings[1] = "train.batch_size = 16"
     config = parse_run_config([str(made / "config.gin")], bindings)[0]
     text = config_text(config)
     assert run(config, text, text, Hosts(), workdir=str(tmp_path / "run"), start=Start(init_from=str(made)))
     said = capsys.readouterr().out
     assert f"starting from the parameters of {made}, step 0" in said
+    assert f"DataConfig.sequence_length (8) is above the 7 positions (ModelConfig.max_length) that {made} has" in said
     for name in ("tokenizer.json", "config.json"):
         assert (tmp_path / "run" / name).read_bytes() == (made / name).read_bytes()
     assert f"text    {config.data.path}: " in said and "train   all parameters by adamw, learning rate 0.001 a" in said

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.commands import run_command_here
 from support.tiny_run import arrays_of, assert_same_run, config_of, evaluate_here, run_here
 
 from moe_jax.analysis.memory import count_bytes, lay_out
@@ -225,6 +226,8 @@ def test_the_base_is_named_whole_and_hashed_by_one_process(runs, monkeypatch):
     config, alone = config_of(runs, HALF, EIGHT, *ADAPTED), Hosts()
     identity = settle_base(config, "model", {}, alone)
     assert identity["folder"] == str(runs / "model") and len(identity["parameters"]) == 64
+    with pytest.raises(UserError, match="has the steps 3, and these adapters are for step 4: put that one back"):
+        settle_base(config, "", {"base": {**identity, "step": 4}}, alone)
 
     class Second(Hosts):
         def gather_text(self, topic, text, *_):
@@ -257,3 +260,9 @@ def test_what_cannot_be_is_one_line(runs, tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="LoraConfig.rank .* must be at least 1, or 0"):
         LoraConfig(rank=-1)
+    for name, arguments, words in (
+        ("train", ("--eval_only", "--init_from=model"), "--eval_only evaluates the folder that --workdir names"),
+        ("convert", ("--to_peft=x", "--dtype=float16"), "--dtype=float16 needs --to_hf"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run_command_here(name, "--workdir=x", *arguments)
