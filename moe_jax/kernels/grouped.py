@@ -107,8 +107,8 @@ def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_
       in_float8: take that of `float8.py` over the chosen one.
     """
     if wanted == "auto":
-        # TPUs have a kernel for `lax.ragged_dot`. XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory
-        # (docs/results.md), or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
+        # TPUs have a kernel for `lax.ragged_dot`. XLA for GPUs expands it to G matmuls of all rows, in FLOPs and
+        # memory, or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
         wanted = "ragged" if device.platform == "tpu" else "fused"
         of_hopper = str(getattr(device, "compute_capability", "")) == HOPPER and dtype in (jnp.bfloat16, jnp.float16)
         if of_hopper and not any(dim % 64 for dim in dims):

@@ -31,8 +31,8 @@ class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIss
         shortest by `cluster`.
       pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
       gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (in turn), or
-        'auto', the one that `cluster` finds shorter; without it 'aas' (a modelled step of 61.9 ms, not 73.7:
-        docs/results.md). Sums are the same; their last bits may differ.
+        'auto', the one that `cluster` finds shorter; without it 'aas'. Sums are the same; their last bits may
+        differ.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
       overflow_chance: dropless only: instead of a slack, as many rows as even loads need when drawn at random: the

@@ -1,7 +1,7 @@
 """`ModelConfig.overlap` = 'halves', priced: a layer of a run in one piece and in two halves, and what rules halves out.
 
-They bring nothing inside one node, whose exchanges the compiler hides by itself (docs/results.md), and tokens that are
-not gated each by itself would compete with others for a place.
+They bring nothing inside one node, whose exchanges the compiler hides by itself, and tokens that are not gated each by
+itself would compete with others for a place.
 """
 
 from __future__ import annotations
