@@ -1,19 +1,16 @@
 """`python -m moe_jax.watch RUN...`: a page on localhost that follows runs, several laid over each other.
 
-Input: run folders, finished ones or such as are still written. Output: a page with loss, tokens/s, load by layer and
-the changes of the plan, until Ctrl-C. Only this machine can ask for it, and only read. Nothing of jax is here.
+Input: run folders, finished ones or such as are still written. Output: a page with loss, tokens/s, load by layer, the
+changes of the plan and when what runs in a modelled layer, until Ctrl-C. Only this machine can ask for it, and only
+read. Nothing of jax is here.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
 import socketserver
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from absl import flags
@@ -21,9 +18,9 @@ from absl import flags
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 from moe_jax.observe.followed import FollowedRun
+from moe_jax.observe.page import page_of
 
 _PORT = flags.DEFINE_integer("port", 8642, "Port of the page; 0 takes any free one.", lower_bound=0, upper_bound=65535)
-PAGE = Path(__file__).parent / "observe" / "watch.html"
 
 
 def command(argv: list[str]) -> int:
@@ -52,15 +49,8 @@ class WatchServer(ThreadingHTTPServer):
             raise UserError(f"port {port} cannot be had ({error.strerror}); {remedy}") from error
         for run in runs:
             run.refresh()
-        self.page = PAGE.read_bytes()
-        inline = {
-            name: re.search(rf"<{name}>(.*?)</{name}>".encode(), self.page, re.DOTALL) for name in ("script", "style")
-        }
-        hashes = {name: base64.b64encode(hashlib.sha256(found[1]).digest()).decode() for name, found in inline.items()}
-        self.policy = (
-            f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
-            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
+        self.page, policy = page_of()
+        self.policy = f"{policy}; frame-ancestors 'none'"  # which a page cannot state itself
 
     def server_bind(self) -> None:
         """Listen, without asking a name server for this machine's name, as the class above does."""
@@ -115,9 +105,9 @@ class WatchHandler(BaseHTTPRequestHandler):
             return
         self._answer(204 if data is None else 200, "" if data is None else json.dumps(data), "application/json")
 
-    def _answer(self, status: int, body: str | bytes, kind: str = "text/plain") -> bool:
+    def _answer(self, status: int, text: str, kind: str = "text/plain") -> bool:
         """Send an answer and return False: `parse_request` is done with."""
-        body = body if isinstance(body, bytes) else body.encode("utf-8")
+        body = text.encode("utf-8")
         self.send_response(status)
         for name, value in (
             ("Content-Type", f"{kind}; charset=utf-8"),

@@ -24,7 +24,7 @@ from moe_jax.observe.run_folder import RunFolder
 MOST_POINTS = 1000  # even: when they are used up, two neighbours become one
 MOST_PLANS = 100
 BATCH = 4096  # records that are held at a time
-LINES = ("loss", "held_out_loss", "tokens_per_second", "grad_norm", "replicas")
+LINES = ("loss", "held_out_loss", "tokens_per_second", "grad_norm", "learning_rate", "replicas")
 LOAD = "device_load_max_over_mean"
 STALLS = ("compile_seconds", "rejit_stall_seconds", "reshard_seconds")
 
@@ -127,7 +127,7 @@ class FollowedRun:
         run = RunFolder(folder, create=False)
         if not run.metrics.exists() and not run.config.exists():
             raise UserError(f"{run.path} is no run folder: it has no metrics.jsonl; give the --workdir of a run")
-        self.name, self._paths = os.fspath(folder), (run.metrics, run.evaluations)
+        self.name, self._run, self._paths = os.fspath(folder), run, (run.metrics, run.evaluations)
         self._lock, self._starts = threading.Lock(), 0
         self._start_over()
 
@@ -142,7 +142,8 @@ class FollowedRun:
         """Read what came, and return what a page draws as plain data; None where its version is `seen`.
 
         {"version", "name", "written": seconds since 1970 or None, "lines": {name: low, high and mean}, "layers": mean
-        load of the fullest device of each layer, over the mean of all, "changes": of the plan, "plans": the last}.
+        load of the fullest device of each layer, over the mean of all, "changes": of the plan, "plans": the last,
+        "modelled": what environment.json says of a layer, or None}.
         """
         with self._lock:
             if any(file.was_replaced() for file in self._files):
@@ -164,6 +165,7 @@ class FollowedRun:
                 "layers": self._layers.data("mean") if self._layers.low.size else None,
                 "changes": self._changes,
                 "plans": list(self._plans),
+                "modelled": self._run.read_environment().get("modelled"),
             }
 
     def _take(self, records: list[dict[str, Any]]) -> None:

@@ -1,16 +1,14 @@
 """The pictures of a run (loss, expert load and device load over time), and one page about it in one file.
 
-metrics.jsonl, evaluations.jsonl and loads.npz of a run folder become plots/*.png; these, its config and its environment
-become report.html, without scripts or links to the network. Absolute paths in the config are shortened to their last
-part, so that the page shows no folders or user names of the machine. Letters: docs/notation.md.
+metrics.jsonl, evaluations.jsonl and loads.npz of a run folder become plots/*.png; these records, the config and the
+environment become report.html, which asks for nothing. Absolute paths are shortened to their last part, so that the
+page shows no folders or user names of the machine. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import base64
-import html
 import importlib.util
-import json
 import math
 import os
 import re
@@ -20,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_jax.errors import UserError
+from moe_jax.observe.followed import FollowedRun
 from moe_jax.observe.loads import LoadsTrace, read_loads
 from moe_jax.observe.metrics_file import MOST_RECORDS, column, read_metrics, summarize_run
+from moe_jax.observe.page import page_of
 from moe_jax.observe.progress import with_prefix
 from moe_jax.observe.run_folder import (
     EVALUATIONS,
@@ -45,102 +44,47 @@ PURPLE, YELLOW, SKY = "#CC79A7", "#E69F00", "#56B4E9"
 BLUE, ORANGE, GREEN, INK, GREY, FAINT = "#0072B2", "#D55E00", "#009E73", "#1f2328", "#656d76", "#d8dee4"
 _NAMED = (BLUE, ORANGE, PURPLE, YELLOW, SKY)  # for a few layers; more layers get a colour scale
 
-_CAPTIONS = {
-    "loss.png": "Cross-entropy on the training batches and on held-out text, above the learning rate.",
-    "device_load.png": "Tokens of the fullest device over the mean of all, per layer. A step waits for the fullest.",
-    "expert_load.png": "Tokens per expert against an even share, one panel per layer.",
-}
-
 # A path from the root or a home folder: `/a/b`, `~/b`, not a division or the inside of a relative path or of a URL.
 _ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~\-])(?:~[\w.\-]*)?/(?:[^\s'\"/]+/)*([^\s'\"/]+)/?")
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --quiet: #656d76; --line: #d8dee4; --card: #f6f8fa; --page: #ffffff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --quiet: #9198a1; --line: #30363d; --card: #161b22; --page: #0d1117; }
-  img { filter: brightness(.9); }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 60rem; padding: 2.5rem 1.25rem 4rem; background: var(--page); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2.6rem 0 .8rem; }
-.lead { color: var(--quiet); margin: 0 0 1.8rem; }
-.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .75rem; margin: 0; }
-.numbers div { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .7rem .9rem; }
-.numbers dt { color: var(--quiet); font-size: .8rem; }
-.numbers dd { margin: 0; }
-.numbers .value { font-size: 1.35rem; font-weight: 650; font-variant-numeric: tabular-nums; }
-.numbers .aside { color: var(--quiet); font-size: .8rem; }
-figure { margin: 2rem 0; }
-img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: .6rem;
-  padding: .6rem; }
-figcaption { color: var(--quiet); font-size: .875rem; margin-top: .5rem; }
-table { border-collapse: collapse; font-size: .9rem; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--line); }
-th { color: var(--quiet); font-weight: 500; white-space: nowrap; }
-td { overflow-wrap: anywhere; }
-pre { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: 1rem; overflow-x: auto;
-  font: .8rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; margin: 0; }
-summary { cursor: pointer; color: var(--quiet); margin: .8rem 0; }
-"""
 
 
 def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None = None) -> Path:
     """Write report.html from whatever the run folder holds, and return its path.
 
     Args:
-      pictures: what `draw_all` returned; None draws them now.
+      pictures: what `draw_all` returned, of which expert_load.png is shown; None draws them now.
     """
     run = RunFolder(folder)
-    summary, text = summarize_run(run), read_text(run.environment)
-    try:
-        environment = {} if text is None else json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{run.environment} is not JSON ({error}); remove it") from error
-    if not isinstance(environment, dict):
-        raise UserError(f"{run.environment} holds a {type(environment).__name__}, not a JSON object; remove it")
+    summary, environment, data = summarize_run(run), run.read_environment(), FollowedRun(run).refresh()
     # The folder's own name, also when it is given as "." or with a link.
-    title = html.escape(run.path.resolve().name)
-    date = environment.get("date")
+    data["name"], date = run.path.resolve().name, environment.get("date")
     steps = "no steps" if summary["steps"] is None else f"{summary['steps']:,} steps"
-    cards = [
-        f'<div><dt>{html.escape(label)}</dt><dd class="value">{html.escape(value)}</dd>'
-        f'<dd class="aside">{html.escape(remark)}</dd></div>'
-        for label, value, remark in headline_numbers(summary)
-    ]
-    body = [
-        f"<h1>{title}</h1>",
-        f'<p class="lead">moe_jax run, {steps}{f", {html.escape(str(date))}" if date else ""}</p>',
-        f'<dl class="numbers">{"".join(cards)}</dl>' if cards else "<p>No records yet.</p>",
-    ]
-    for picture in draw_all(run) if pictures is None else pictures:
-        caption = html.escape(_CAPTIONS.get(picture.name, picture.stem))
-        data = base64.b64encode(picture.read_bytes()).decode("ascii")
-        body.append(
-            f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
-            f"<figcaption>{caption}</figcaption></figure>"
-        )
-    config, operative = read_text(run.config) or "(no config.gin)", read_text(run.operative_config)
-    blocks = [f"<pre>{html.escape(without_absolute_paths((text or '').strip()))}</pre>" for text in (config, operative)]
-    body += ["<h2>Config</h2>", blocks[0]]
-    if operative:
-        body.append(f"<details><summary>All values used, defaults included</summary>{blocks[1]}</details>")
-    rows = [
-        f"<tr><th>{html.escape(name.replace('_', ' '))}</th>"
-        f"<td>{html.escape(without_absolute_paths(_words(value)))}</td></tr>"
-        for name, value in environment.items()
-    ]
-    body += ["<h2>Environment</h2>", f"<table>{''.join(rows)}</table>" if rows else "<p>(no environment.json)</p>"]
-    # The empty icon keeps browsers from asking a server for one.
-    return write_atomically(
-        run.report,
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{title}: moe_jax run</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body>\n</html>\n",
-    )
+    texts = {"Config": read_text(run.config), "All values used, defaults included": read_text(run.operative_config)}
+    pictures = draw_all(run) if pictures is None else pictures
+    shown = [base64.b64encode(path.read_bytes()).decode() for path in pictures if path.name == "expert_load.png"]
+    data["about"] = {
+        "lead": f"moe_jax run, {steps}{f', {date}' if date else ''}",
+        "numbers": model_facts(environment) + headline_numbers(summary),
+        "expert_load": shown[0] if shown else None,
+        "texts": {name: without_absolute_paths(text.strip()) for name, text in texts.items() if text is not None},
+        "environment": {
+            name.replace("_", " "): without_absolute_paths(_words(value))
+            for name, value in environment.items()
+            if name != "modelled"
+        },
+    }
+    return write_atomically(run.report, page_of(data)[0])
+
+
+def model_facts(environment: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (label, value, remark) of the parameters and the planner that environment.json states."""
+    rows = []
+    if counts := environment.get("parameters"):
+        total, active = with_prefix(counts["total"]), with_prefix(counts["active"])
+        rows.append(("parameters", total, f"{active} of them for a token"))
+    if "planner" in environment:
+        rows.append(("planner", str(environment["planner"]), f"schedule {environment['schedule']}"))
+    return rows
 
 
 def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import platform
 import subprocess
@@ -114,6 +115,17 @@ class RunFolder:
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
+
+    def read_environment(self) -> dict[str, Any]:
+        """Return what environment.json holds, {} where there is none; a UserError where it is no JSON object."""
+        text = read_text(self.environment)
+        try:
+            environment = {} if text is None else json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{self.environment} is not JSON ({error}); remove it") from error
+        if not isinstance(environment, dict):
+            raise UserError(f"{self.environment} holds a {type(environment).__name__}, not a JSON object; remove it")
+        return environment
 
     def held_config(self, other_than: str) -> str | None:
         """Return the config text this folder holds when it differs from `other_than`, else None.

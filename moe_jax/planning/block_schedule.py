@@ -280,6 +280,42 @@ def stage_seconds(prefetch: Prefetch, times: Times, recompute: bool = False) -> 
     return total
 
 
+def layer_bars(prefetch: Prefetch, times: Times, recompute: bool = False) -> list[tuple[str, str, float, float]]:
+    """Return when what runs in one layer in the middle of the model, forward and backward, without moves.
+
+    Times are numbers; recompute as for `stage_seconds`, to whose sum the bars extend.
+
+    Returns:
+      (row: 'compute' or 'links', name, begin, seconds) of each stage that takes time.
+    """
+    prefetch = prefetch if prefetch.is_block_wise else Prefetch(schedule="hecate")
+    schedule, bars, now = prefetch.build(layers=3, recompute=recompute), [], 0.0
+
+    def add(name: str, begin: float, seconds: float, row: str) -> float:
+        if seconds > 0:
+            bars.append((row, name, begin, float(seconds)))
+        return begin + float(seconds)
+
+    for loop, way in ((schedule.forward, "forward"), (schedule.backward, "backward")):
+        for window in loop.body:
+            if window.stage == "recompute":
+                for name in ("dispatch", "experts", "combine"):
+                    links = name in EXCHANGES
+                    seconds = times.exchange if links else times.experts
+                    now = add(f"{name} again", now, seconds, "links" if links else "compute")
+                continue
+            ends = []
+            for side in ((window,), window.others):
+                end = now
+                for one in side:
+                    name, half = one.stage.replace("_", " "), "" if one.half is None else f" of half {'ab'[one.half]}"
+                    row = "links" if one.stage.partition("_again")[0] in EXCHANGES else "compute"
+                    end = add(f"{name}{half}, {way}", end, times.window(one, way == "backward"), row)
+                ends.append(end)
+            now = max(ends)
+    return bars
+
+
 def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Return the seconds of Trans and of Agg that one layer in the middle of the model waits for.
 

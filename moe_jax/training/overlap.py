@@ -6,8 +6,6 @@ itself would compete with others for a place.
 
 from __future__ import annotations
 
-import numpy as np
-
 from moe_jax.cluster import cluster_of
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target
@@ -15,8 +13,8 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles
-from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
-from moe_jax.training.plan_cost import base_cost, device_tokens
+from moe_jax.planning.block_schedule import Prefetch, stage_seconds
+from moe_jax.training.plan_cost import base_cost, layer_times
 from moe_jax.training.segments import segment_runs
 
 MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S, compiled for H200
@@ -47,16 +45,8 @@ def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[flo
     """Return the modelled seconds of one layer of a segment under even loads, forward and backward: in one piece, and
     in two halves with their launches, as `timeline.Constants` has them. config, roles: `segment_runs`.
     """
-    members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
     prices = Prices(target)
-    cost = base_cost(config, roles, cluster_of(prices))
-    tokens = device_tokens(config, roles)
-    computed = np.full(members, tokens * config.moe.top_k * shards)
-    times = Times(
-        attention=cost.attention_seconds,
-        experts=float(cost.forward(computed)),
-        exchange=float(cost.exchange(computed * (1 - 1 / members))),
-    )
+    times = layer_times(config, roles, base_cost(config, roles, cluster_of(prices)))
     launches, recompute = MORE_KERNELS * prices.launch, config.model.recomputes
     in_one_piece, in_halves = (
         float(stage_seconds(Prefetch(halves=halves), times, recompute)) for halves in (False, True)

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.layer_seconds import matrices_of, preceding_seconds
+from moe_jax.cluster.tables import LEVELS
+from moe_jax.cluster.targets import device_named
 from moe_jax.config.run_config import RunConfig
+from moe_jax.errors import UserError
 from moe_jax.models.counts import device_bytes, preceding
 from moe_jax.models.model_group import rows_of
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner, with_late
+from moe_jax.planning.block_schedule import Times, layer_bars
 from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.plan_shape import PlanShape, build_shape
 from moe_jax.training.segments import initial_placement, segment_runs, sizes_of
@@ -67,6 +72,48 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
         price=planner.price,
         transfer=planner.transfer if planner.transfer in ("flat", "by_node") else "auto",
     )
+
+
+def layer_times(config: RunConfig, roles: Roles, cost: Cost) -> Times:
+    """Return what the parts of a layer take under even loads and without replicas; config, roles: `segment_runs`."""
+    members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
+    computed = np.full(members, device_tokens(config, roles) * config.moe.top_k * shards)
+    return Times(
+        attention=cost.attention_seconds,
+        experts=float(cost.forward(computed)),
+        exchange=float(cost.exchange(computed * (1 - 1 / members))),
+    )
+
+
+def modelled_layers(config: RunConfig, roles: Roles) -> dict[str, Any] | None:
+    """Return when what runs in a layer of each segment by the planner's prices, as plain data (`layer_bars`).
+
+    Where prices are assumed, `range` holds the seconds at the lowest and at the highest level. None where the devices
+    have no prices and `PlannerConfig.cluster` names none, or a price is absent.
+    """
+    path, kind = config.planner.cluster, roles.device_kind
+    if not path and device_named(kind) is None:
+        return None
+    cluster, segments = cluster_named(path, kind), []
+    for name, (own, own_roles) in segment_runs(config, roles).items():
+        levels = []
+        for level in LEVELS:
+            try:
+                cost = base_cost(own, own_roles, cluster.at_level(level))
+            except UserError:
+                return None
+            levels.append(layer_bars(cost.prefetch, layer_times(own, own_roles, cost), own.model.recomputes))
+        low, middle, high = levels
+        far = own_roles.size(own_roles.expert) > own_roles.members_per_node
+        rows = {"compute": "compute", "links": "links between nodes" if far else "links in a node"}
+        bars = [
+            {"row": rows[row], "name": what, "begin": begin, "seconds": seconds, "range": [least[-1], most[-1]]}
+            for least, (row, what, begin, seconds), most in zip(low, middle, high, strict=True)
+        ]
+        repeats = {"layers": own.model.moe_layers, "microbatches": cost.microbatches}
+        ends = [max(begin + seconds for _, _, begin, seconds in level) for level in levels]
+        segments.append({"segment": name, **repeats, "seconds": ends[1], "range": [ends[0], ends[2]], "bars": bars})
+    return {"cluster": cluster.name, "basis": cluster.basis(), "segments": segments}
 
 
 def most_shapes(config: RunConfig, roles: Roles, costs: dict[str, Cost]) -> dict[str, PlanShape]:

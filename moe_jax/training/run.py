@@ -38,6 +38,7 @@ from moe_jax.training.frozen_base import load_base, restore_params, settle_base
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.optimizer import line_on_gates
+from moe_jax.training.plan_cost import modelled_layers
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.ram_state import RamCopies
 from moe_jax.training.rejit import RejitEngine, build_engine
@@ -123,6 +124,7 @@ def run(
             found = [{"platform": d.platform, "kind": d.device_kind} for d in mesh.devices.flat]
             record = environment_record(devices=found, mesh=dict(mesh.shape), processes=hosts.process_count)
             record["resolved"] = {"MeshConfig.devices_per_node": node, **session.resolved()}
+            record |= described(session)
             record["compared_before_first_step"] = compared
             write_atomically(folder.environment, json.dumps(record, indent=2, allow_nan=False))
         gates = [] if settled.lora.rank else [segment.moe for segment in session.model.expert_segments]
@@ -145,6 +147,18 @@ def run(
         elif hosts.is_main:
             report(folder)
         return finished
+
+
+def described(session: Session) -> dict:
+    """Return what a report says of a run besides its machine: parameters, planner, schedule, and a modelled layer."""
+    config = dataclasses.replace(session.config, model=session.model.config)
+    total, active, *_ = parameter_counts(config.model, config.moe, session.model.vocab_size)
+    return {
+        "parameters": {"total": total, "active": active},
+        "planner": config.planner.name,
+        "schedule": config.moe.schedule,
+        "modelled": modelled_layers(config, session.roles),
+    }
 
 
 def banner(session: Session, folder: RunFolder, latest: int | None) -> str:

@@ -1,6 +1,7 @@
 """The page and the pictures of a run."""
 
 import importlib.util
+import json
 import re
 import struct
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
+from moe_jax.observe.page import page_of
 from moe_jax.observe.report import (
     device_load_figure,
     draw_all,
@@ -25,25 +27,47 @@ from moe_jax.observe.run_folder import RunFolder, write_atomically
 from .conftest import write_run
 
 
-def test_report_is_self_contained_html(finished_run):
-    write_atomically(finished_run.operative_config, "x = '<script>alert(1)</script> & co'")
-    text = write_report(finished_run).read_text()
-    assert "&lt;script&gt;" in text
-    assert text.count("<img") == 3 and "<script" not in text
-    assert all(source.startswith("data:") for source in re.findall(r'(?:src|href)="([^"]*)', text))
-    without_pictures = re.sub(r"base64,[A-Za-z0-9+/=]+", "", text)
-    assert "http" not in without_pictures and "url(" not in without_pictures and "@import" not in without_pictures
-    assert str(finished_run.path.parent) not in without_pictures and "ann" not in without_pictures
-    assert ".../books.txt" in without_pictures
-    for words in ("tiny", "5.000", "2.400", "loss ends 25% below it", "2.50G", "train.steps = 30", "expert 2", "4.5 s"):
-        assert words in text
-    assert "re-jit stall" not in text and "overflow steps" in text  # what is not recorded is left out
+def embedded(page: str) -> dict:
+    """Return the data of a run that a report holds."""
+    (text,) = re.findall(r'<script type="application/json" id="embedded">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
 
 
-def test_report_of_an_empty_folder_says_so(tmp_path):
+def test_report_is_the_page_with_the_data_of_one_run(finished_run):
+    page = write_report(finished_run).read_text()
+    assert "http" not in page.replace("http://www.w3.org/", "").replace("http-equiv", "")
+    for request in ("url(", "@import", " src=", '<link rel="stylesheet'):
+        assert request not in page
+    policy, data = re.search('content="(default-src[^"]*)"', page)[1], embedded(page)
+    assert policy == page_of()[1] and policy.startswith("default-src 'none'; script-src 'sha256-")
+    about = data.pop("about")
+    assert about.pop("expert_load").startswith("iVBOR")
+    said = json.dumps(about, ensure_ascii=False)
+    assert str(finished_run.path.parent) not in json.dumps(data) + said and "ann" not in said
+    for words in (".../books.txt", "5.000", "2.400", "loss ends 25% below it", "2.50G", "train.steps = 30", "4.5 s"):
+        assert words in said
+    assert about["environment"]["mesh"] == "expert 2" and data["name"] == "tiny" and data["modelled"] is None
+    assert len(data["lines"]["loss"]["mean"]) == 30 and len(data["layers"]["mean"][0]) == 2
+    assert "re-jit stall" not in said and "overflow steps" in said  # what is not recorded is left out
+
+
+def test_report_states_parameters_and_planner(finished_run):
+    facts = {"parameters": {"total": 3_200_000, "active": 1_100_000}, "planner": "hecate", "schedule": "s1"}
+    modelled = {"cluster": "</script><script>alert(1)</script>", "segments": []}
+    write_atomically(finished_run.environment, json.dumps({**facts, "modelled": modelled}))
+    page = write_report(finished_run, []).read_text()
+    assert page.count("</script>") == 2 and "<script>alert" not in page
+    data = embedded(page)
+    numbers = [["parameters", "3.20M", "1.10M of them for a token"], ["planner", "hecate", "schedule s1"]]
+    assert data["about"]["numbers"][:2] == numbers and data["about"]["expert_load"] is None
+    assert data["modelled"] == modelled and "modelled" not in data["about"]["environment"]
+
+
+def test_report_of_a_run_without_a_step_says_so(tmp_path):
     run = RunFolder(tmp_path / "new")
-    text = write_report(run).read_text()
-    assert "no steps" in text and "No records yet" in text and "<img" not in text
+    run.config.write_text("train.steps = 30")
+    data = embedded(write_report(run).read_text())
+    assert "no steps" in data["about"]["lead"] and not data["lines"]
     for damaged, message in (("[1]", "holds a list"), ("{", "is not JSON")):
         run.environment.write_text(damaged)
         with pytest.raises(UserError, match=message):
@@ -99,7 +123,7 @@ def test_without_matplotlib_a_run_has_a_report_and_its_pictures_later(tmp_path, 
     with monkeypatch.context() as without:
         without.setattr(importlib.util, "find_spec", lambda name: None)
         assert not has_report(run)
-        assert draw_all(run) == [] and "<img" not in write_report(run, []).read_text()
+        assert draw_all(run) == [] and embedded(write_report(run, []).read_text())["about"]["expert_load"] is None
         assert capsys.readouterr().out.startswith("no pictures: matplotlib is not installed")
         assert has_report(run)
     assert not has_report(run)  # now they can be drawn

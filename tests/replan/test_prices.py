@@ -18,7 +18,7 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.training import overlap
 from moe_jax.training.overlap import compare_halves, why_not_halves
-from moe_jax.training.plan_cost import base_cost, most_shapes, settle_memory
+from moe_jax.training.plan_cost import base_cost, modelled_layers, most_shapes, settle_memory
 from moe_jax.training.replanner import split_shares
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
@@ -204,3 +204,23 @@ def test_without_a_file_prices_are_those_of_the_devices():
         rate = 466e12 if item == 2 else 233e12  # of grouped matmuls of many rows
         assert cost.tokens_per_second() == pytest.approx(rate / (2 * 2 * 768 * 1536), rel=0.01)
     assert base_cost(run, build_mesh(run.mesh, target.devices, kind="cpu")).cluster.name == "host_devices"
+
+
+def test_a_modelled_layer_has_the_range_of_its_prices(config):
+    """Times as `compare_halves` has them; what a file states has no range, and assumed round figures are no prices."""
+    _, run, roles, target = wide_run()
+    roles = build_mesh(run.mesh, target.devices, kind=target.device)
+    found = modelled_layers(run, roles)
+    (part,) = found["segments"]
+    assert found["cluster"] == "h200" and "H100" in found["basis"]
+    assert part["seconds"] == pytest.approx(compare_halves(run, roles, target)[0], rel=1e-6)
+    assert part["range"][0] < part["seconds"] < part["range"][1] and part["layers"] == run.model.moe_layers
+    for bar in part["bars"]:
+        assert bar["range"][0] <= bar["seconds"] <= bar["range"][1]
+        exchange = bar["name"].startswith(("dispatch", "combine"))
+        assert bar["row"] == ("links between nodes" if exchange else "compute")
+    mesh = build_mesh(config.mesh, jax.devices())
+    (part,) = modelled_layers(config, mesh)["segments"]
+    assert all(bar["range"] == [bar["seconds"]] * 2 for bar in part["bars"])
+    for planner in (PlannerConfig(), PlannerConfig(cluster="configs/cluster/parm_a.gin")):
+        assert modelled_layers(dataclasses.replace(config, planner=planner), mesh) is None
