@@ -105,7 +105,8 @@ def modelled_layers(config: RunConfig, roles: Roles) -> dict[str, Any] | None:
             levels.append(layer_bars(cost.prefetch, layer_times(own, own_roles, cost), own.model.recomputes))
         low, middle, high = levels
         far = own_roles.size(own_roles.expert) > own_roles.members_per_node
-        rows = {"compute": "compute", "links": "links between nodes" if far else "links in a node"}
+        links = "links" if cluster.flat else "links between nodes" if far else "links in a node"
+        rows = {"compute": "compute", "links": links}
         bars = [
             {"row": rows[row], "name": what, "begin": begin, "seconds": seconds, "range": [least[-1], most[-1]]}
             for least, (row, what, begin, seconds), most in zip(low, middle, high, strict=True)

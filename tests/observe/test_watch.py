@@ -28,6 +28,7 @@ def test_a_run_is_followed_while_it_is_written(tmp_path):
         '"reshard_seconds": 0.5}\n{"step": 3, "lo'
     )
     run.evaluations.write_text('{"step": 0, "held_out_loss": 5.5}\n')
+    run.environment.write_text('{"modelled": {"segments": []}}')
     followed = FollowedRun(run)
     data = followed.refresh()
     assert data["lines"]["loss"] == {"width": 1, "last": 2, "steps": [1], "low": [4.0], "high": [4.0], "mean": [4.0]}
@@ -36,7 +37,7 @@ def test_a_run_is_followed_while_it_is_written(tmp_path):
     assert data["layers"] == {"width": 1, "last": 2, "steps": [1, 2], "mean": [[1.5, 2.0], [1.25, 1.0]]}
     sides = {"before": {"replicas": 0, "load": 2.0}, "now": {"replicas": 3, "load": 1.25}}
     assert data["changes"] == 1 and data["plans"] == [{"step": 2, **sides, "seconds": {"reshard_seconds": 0.5}}]
-    assert followed.refresh(data["version"]) is None
+    assert data["modelled"] == {"segments": []} and followed.refresh(data["version"]) is None
 
     with open(run.metrics, "a") as file:
         file.write('ss": 3.0}\nno record\n{"step": 4, "loss": 2.0}\n')

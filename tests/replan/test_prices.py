@@ -222,5 +222,6 @@ def test_a_modelled_layer_has_the_range_of_its_prices(config):
     mesh = build_mesh(config.mesh, jax.devices())
     (part,) = modelled_layers(config, mesh)["segments"]
     assert all(bar["range"] == [bar["seconds"]] * 2 for bar in part["bars"])
+    assert {bar["row"] for bar in part["bars"]} == {"compute", "links"}  # nodes share none
     for planner in (PlannerConfig(), PlannerConfig(cluster="configs/cluster/parm_a.gin")):
         assert modelled_layers(dataclasses.replace(config, planner=planner), mesh) is None

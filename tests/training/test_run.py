@@ -48,7 +48,8 @@ def test_run_folder_holds_what_was_promised(finished):
     assert trace.loads.shape == (3, 2, devices, 8) and trace.iterations.tolist() == [2, 4, 6]
     assert (trace.loads.sum(axis=(2, 3)) == 8 * 16 * 2).all()  # K times the tokens of a step, in every layer
     environment = json.loads((work / "environment.json").read_text())
-    assert environment["devices"][0]["count"] == devices
+    assert environment["devices"][0]["count"] == devices and environment["modelled"] is None  # CPUs have no prices
+    assert environment["parameters"]["total"] > environment["parameters"]["active"] and environment["planner"] == "none"
 
 
 def test_loads_say_which_run_they_are_of(finished):
