@@ -338,22 +338,27 @@ def held_out_batches(
         yield tokens, weights
 
 
-def held_out_entropy(
-    cache: TokenCache, *, sequence_length: int, vocab_size: int, limit: int = 0, boundary_id: int | None = None,
-    packed: bool = False,
-) -> float:  # fmt: skip
-    """Return the unigram entropy, in nats, of exactly the targets that `held_out_batches` counts.
-
-    No model that ignores context can have a lower held-out loss, not even one fitted to the held-out text itself.
+def held_out_counts(
+    cache: TokenCache, *, sequence_length: int, limit: int = 0, boundary_id: int | None = None, packed: bool = False
+) -> np.ndarray:
+    """Return how often each id is one of the targets that `held_out_batches` counts, int64 [largest id + 1].
 
     Args:
       boundary_id: the id after which a target does not count, where documents are kept apart.
     """
-    counts = np.zeros(vocab_size, np.int64)
+    counts = np.zeros(cache.meta.max_id + 1, np.int64)
     sizes = {"sequence_length": sequence_length, "batch_size": 64, "limit": limit, "packed": packed}
     for tokens, weights in held_out_batches(cache, **sizes):
         counted = weights > 0 if boundary_id is None else (weights > 0) & inside_documents(tokens, boundary_id)
-        counts += np.bincount(tokens[:, 1:][counted] & ID_BITS, minlength=vocab_size)
+        counts += np.bincount(tokens[:, 1:][counted] & ID_BITS, minlength=counts.size)
+    return counts
+
+
+def unigram_entropy(counts: np.ndarray) -> float:
+    """Return the entropy, in nats, of ids that occur so often.
+
+    No model that ignores context can have a lower held-out loss, not even one fitted to the held-out text itself.
+    """
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
 

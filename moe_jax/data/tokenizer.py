@@ -84,6 +84,7 @@ MASK_NAMES = ("<|mask|>", "[MASK]", "<mask>", "<|mdm_mask|>")
 #   mask_id: stands for a hidden token; never in the corpus.
 #   encode_batch: the ids of each text, int32 [tokens].
 #   encode_prompt: those of one text, with the special tokens that the file puts around it.
+#   byte_counts: how many bytes of text each id stands for, int64 [vocab_size], 0 of special ones; None where not known.
 #   decode: the text of ids; end and mask show as `<|end|>` and `<|mask|>` or by their name in the file.
 class ByteTokenizer:
     """Give each byte of the UTF-8 text its own id: no file, no training, no unknown token, on any machine.
@@ -103,6 +104,9 @@ class ByteTokenizer:
 
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def byte_counts(self) -> np.ndarray | None:
+        return (np.arange(self.vocab_size) < 256).astype(np.int64)
 
     def decode(self, ids: np.ndarray) -> str:
         marks = {self.end_id: b"<|end|>", self.mask_id: b"<|mask|>"}
@@ -172,6 +176,14 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text).ids, np.int32)
+
+    def byte_counts(self) -> np.ndarray | None:
+        if (json.loads(self.text).get("decoder") or {}).get("type") != "ByteLevel":  # its tokens have a letter a byte
+            return None
+        counts, added = np.zeros(self.vocab_size, np.int64), self._tokenizer.get_added_tokens_decoder()
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            counts[i] = 0 if i in self.special_ids else len(token.encode() if i in added else token)
+        return counts
 
     def decode(self, ids: np.ndarray) -> str:
         parts, run = [], []

@@ -21,7 +21,7 @@ from moe_jax.observe.run_folder import RunFolder, disk_errors_named
 PROJECT = "WANDB_PROJECT"
 # the first word of a tag; what no group names belongs to plans
 GROUPS = {
-    "loss": "loss aux_loss z_loss kl held_out_loss held_out_loss_ema unigram_entropy perplexity",
+    "loss": "loss aux_loss z_loss kl held_out_loss held_out_loss_ema bits_per_byte unigram_entropy perplexity",
     "balance": "device_load_max_over_mean dead_experts gate_entropy dropped_fraction passes overflow_steps loads",
     "optimizer": "learning_rate grad_norm loss_scale overflowed_updates skipped skipped_steps",
     "speed": "tokens_per_second model_flops_per_second step_seconds compile_seconds peak_device_bytes run_again "
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dashboards:
-    """Write to each of them that is there; a missing package is logged once."""
+    """Write to each of them that is there; one that was asked for and cannot be imported is logged once."""
 
     def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None, config: str = "") -> None:
         """Open them; what earlier ones say of steps after `resume_step` (None: all) is hidden or written over.
@@ -45,7 +45,8 @@ class Dashboards:
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
-            _log.warning("no TensorBoard events: tensorboardX cannot be imported (%s); pip install tensorboardX", error)
+            if importlib.util.find_spec("tensorboardX"):  # an extra: whoever lacks it did not ask for events
+                _log.warning("no TensorBoard events: tensorboardX cannot be imported (%s); install it again", error)
         else:
             # a line per NaN; a skipped step has several
             logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)

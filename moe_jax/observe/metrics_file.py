@@ -205,8 +205,9 @@ def _with_floats(value: Any) -> Any:
 def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Condense the records of a run folder; a number that no record states, or none finite, is None.
 
-    Losses are in nats per token; medians leave out steps that compiled; device load is max over mean, 1 = balanced;
-    below_unigram_entropy is how far the last held-out loss lies below the unigram entropy, as a fraction of it.
+    Losses are in nats per token, bits_per_byte is the last held-out one by its text's bytes; medians leave out steps
+    that compiled; device load is max over mean, 1 = balanced; below_unigram_entropy is how far the last held-out loss
+    lies below the unigram entropy, as a fraction of it.
     """
     metrics, evaluations = (read_metrics(folder, file_name=name, most=MOST_RECORDS) for name in (METRICS, EVALUATIONS))
     steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
@@ -230,6 +231,7 @@ def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
         "held_out_loss_first": number(evaluations, "held_out_loss", np.mean, slice(1)),
         "held_out_loss_last": held_out,
         "held_out_loss_ema": number(evaluations, "held_out_loss_ema", np.mean, last),
+        "bits_per_byte": number(evaluations, "bits_per_byte", np.mean, last),
         "unigram_entropy": entropy,
         "below_unigram_entropy": None if held_out is None or not entropy else 1.0 - held_out / entropy,
         "tokens_per_second": number(steady, "tokens_per_second", np.median),

@@ -96,6 +96,7 @@ def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:
         ("held-out loss, before", "held_out_loss_first", ".3f", "nats per token"),
         ("held-out loss, after", "held_out_loss_last", ".3f", "nats per token"),
         ("held-out loss, averaged", "held_out_loss_ema", ".3f", "moving average of parameters"),
+        ("bits per byte", "bits_per_byte", ".3f", "of held-out text, after"),
         ("unigram entropy", "unigram_entropy", ".3f", against),
         ("training loss, last step", "loss_last", ".3f", "nats per token"),
         ("tokens/s", "tokens_per_second", "si", "median"),

@@ -12,6 +12,8 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -25,6 +27,7 @@ from moe_jax.data.stream import (
     TokenStream,
     document_numbers,
     held_out_batches,
+    held_out_counts,
     inside_documents,
     mask_tokens,
     windows_of,
@@ -111,6 +114,28 @@ class Feed:
             examples = self._examples(tokens, step, self.own)
             examples = dataclasses.replace(examples, weights=examples.weights * real.astype(self.model.param_dtype))
             yield jax.tree.map(lambda array: array[None], examples)
+
+    @functools.cached_property
+    def held_out_counts(self) -> np.ndarray:
+        """How often each id is a target of an evaluation, int64 [ids]; of a masked language model, as if all were."""
+        return held_out_counts(
+            self.cache,
+            sequence_length=self.sequence_length,
+            limit=self.train.evaluate_windows,
+            boundary_id=self.boundary_id,
+            packed=self.model.document_mask,
+        )
+
+    @functools.cached_property
+    def held_out_bytes(self) -> int:
+        """Bytes of text in the targets of an evaluation; 0 of masked tokens, and where the tokenizer does not say."""
+        sizes = self.tokenizer.byte_counts() if self.model.kind == "gpt" else None
+        return 0 if sizes is None else int(sizes[: self.held_out_counts.size] @ self.held_out_counts)
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Return a held-out loss, nats per token, in bits per byte of text; None where `held_out_bytes` is 0."""
+        bits = loss / math.log(2) * int(self.held_out_counts.sum())
+        return bits / self.held_out_bytes if self.held_out_bytes else None
 
     def to_devices(self, batch: Batch) -> Batch:
         """Return global arrays [Nm, rows, Sq] from this process' rows [Nm, b, Sq] of each."""

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.data.stream import held_out_entropy, prefetch
+from moe_jax.data.stream import prefetch, unigram_entropy
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.language_model import flatten
@@ -323,8 +323,9 @@ class Loop:
             return evaluate(session, step_function, params, tables, lambda: self.hosts.touch(step))
 
         loss = held_out_loss(stepper.state["params"])
-        record = {"held_out_loss": loss}
-        averaged = ""
+        record, averaged = {"held_out_loss": loss}, ""
+        if (bits := session.feed.bits_per_byte(loss)) is not None:
+            record["bits_per_byte"] = bits
         if "ema" in stepper.state:
             if step:  # before the first step it is the parameters
                 # under ZeRO the average is split, as moments are: it moves to where a step looks for parameters
@@ -333,14 +334,7 @@ class Loop:
             record["held_out_loss_ema"] = loss
             averaged = f", {loss:.4f} with averaged parameters"
         if step == 0:
-            record["unigram_entropy"] = held_out_entropy(
-                session.feed.cache,
-                sequence_length=session.config.data.sequence_length,
-                vocab_size=session.model.vocab_size,
-                limit=session.config.train.evaluate_windows,
-                boundary_id=session.feed.boundary_id,
-                packed=session.config.model.document_mask,
-            )
+            record["unigram_entropy"] = unigram_entropy(session.feed.held_out_counts)
         if self.is_main:
             if self.evaluations.last_step is None or self.evaluations.last_step < step:
                 self.evaluations.write(step, record)

@@ -251,10 +251,12 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
         for part in ("params", "ema") if checkpoints.has_ema(latest) else ("params",):
             abstract = session.abstract_state()["params"]
             params = restore_params(checkpoints, latest, session.model, abstract, session.home, part)
-            losses.append(f"{evaluate(session, step_function, params):.4f}")
+            losses.append(evaluate(session, step_function, params))
             del params
-        averaged = f", {losses[1]} with averaged parameters" if len(losses) > 1 else ""
-        say(hosts, f"step {latest}: held-out loss {losses[0]}{averaged}")
+        averaged = f", {losses[1]:.4f} with averaged parameters" if len(losses) > 1 else ""
+        bits = session.feed.bits_per_byte(losses[0])
+        by_bytes = "" if bits is None else f"; {bits:.4f} bits per byte"
+        say(hosts, f"step {latest}: held-out loss {losses[0]:.4f}{averaged}{by_bytes}")
 
 
 @contextlib.contextmanager
@@ -424,6 +426,8 @@ def report(folder: RunFolder):
         print(f"held-out loss     {first:.4f} before, {last:.4f} after training")
     if summary["held_out_loss_ema"] is not None:
         print(f"                  {summary['held_out_loss_ema']:.4f} after training, with averaged parameters")
+    if summary["bits_per_byte"] is not None:
+        print(f"bits per byte     {summary['bits_per_byte']:.4f} of the held-out text, after training")
     if summary["unigram_entropy"] is not None:
         below = summary["below_unigram_entropy"]
         side = "below" if (below or 0) >= 0 else "above"

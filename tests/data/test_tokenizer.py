@@ -39,7 +39,9 @@ def test_every_tokenizer(tokenizer):
         assert ids.dtype == np.int32 and ids.ndim == 1
         assert not ids.size or (0 <= ids.min() and ids.max() < tokenizer.vocab_size)
         assert not np.isin(ids, [tokenizer.end_id, tokenizer.mask_id]).any()
+        assert tokenizer.byte_counts()[ids].sum() == len(text.encode())
     assert len({tokenizer.end_id, tokenizer.mask_id}) == 2
+    assert not tokenizer.byte_counts()[[tokenizer.end_id, tokenizer.mask_id]].any()
     assert max(tokenizer.end_id, tokenizer.mask_id) < tokenizer.vocab_size
     ids = [*encode(tokenizer, "a"), tokenizer.end_id, *encode(tokenizer, "b"), tokenizer.mask_id]
     shown = tokenizer.decode(np.array(ids))
@@ -91,6 +93,7 @@ def test_hugging_face_tokenizer_appends_missing_marks_after_the_largest_id_and_n
     assert encode(tokenizer, "c b a c").tolist() == [7, 1, 0, 7]
     # Ids 0, 1, 7: three words, but the next free id is 8.
     assert (tokenizer.end_id, tokenizer.mask_id, tokenizer.vocab_size) == (8, 9, 10)
+    assert tokenizer.byte_counts() is None
 
 
 def test_the_end_is_that_of_the_files_next_to_the_tokenizer(word_file, tmp_path):

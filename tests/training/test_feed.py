@@ -74,3 +74,5 @@ def test_documents_kept_apart(tmp_path, kind):
         assert documents.dtype == np.int32 and documents.max() > 1
         np.testing.assert_array_equal(batch.documents, documents)
         assert not batch.weights[~inside].any() and (kind == "bert" or batch.weights[inside].all())
+    targets, found = np.concatenate([b.targets[b.weights > 0] for b in feed.held_out()]), feed.bits_per_byte(np.log(2))
+    assert found is None if kind == "bert" else found == pytest.approx(targets.size / np.sum(targets < 256))
