@@ -76,11 +76,12 @@ def test_scripts_install_what_they_use_once_and_again_when_requirements_change(t
     assert done.returncode == 0, done.stderr
     (wanted,) = re.findall(r"-m pip install .*-r (\S+)", log.read_text())
     assert wanted == str(tmp_path / "venv" / "wanted.txt")
-    assert installed() == {*extras["core"], *extras["plots"], "setuptools"}
+    assert installed() == {*extras["core"], *extras["plots"], *extras["tokenizers"], "setuptools"}
     # with the environment's own setuptools: an isolated build would ask the network for one
     assert log.read_text().count("--no-build-isolation --no-deps -e .") == 1
     (trained,) = (line for line in log.read_text().splitlines() if line.startswith("-m moe_jax.train "))
     assert "--gin_file=configs/run/demo.gin" in trained and trained.endswith("train.steps = 40")
+    assert "DataConfig.tokenizer = 'runs/demo/tokenizer.json'" in trained
     assert shell("test.sh", tmp_path).returncode == 0
     assert installed() == {name for names in extras.values() for name in names}
     log.write_text("")
