@@ -112,7 +112,8 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
     schedule = "dp" if mesh.get("expert") == 1 else "deepspeed"
     moe = MoEConfig(num_experts=8, schedule=schedule)
     roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices])
-    for zero, expert_zero in itertools.product((0, 1, 3), (0, 1, 2, 3)):
+    every = itertools.product((0, 1, 3), (0, 1, 2, 3)) if len(mesh) == 1 else [(0, 0), (1, 2), (3, 1), (3, 3)]
+    for zero, expert_zero in every:
         model = LanguageModel(
             config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=zero, expert_zero_stage=expert_zero
         )

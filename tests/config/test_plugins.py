@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.quick_compiles import QUICK
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -77,7 +78,7 @@ def started(tmp_path):
             (folder / f"{name}.py").write_text(text)
         given = ["--host_devices=2", *(f"--gin_bindings={binding}" for binding in (*SMALL, *bindings))]
         command = [sys.executable, "-m", module, *words, *(given if module == "moe_jax.train" else ())]
-        environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "XLA_FLAGS": QUICK}
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
 
     return run
