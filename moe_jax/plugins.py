@@ -8,6 +8,7 @@ these packages is imported, by the flag (config/command_line.py) or by `choose`.
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -65,6 +66,20 @@ def load(kind: str) -> list[ModuleType]:
             ) from error
         loaded.append(module)
     return loaded
+
+
+def blame(error: BaseException) -> str | None:
+    """Return in a line where a plugin raised an error itself, not what it called of moe_jax; None for other errors."""
+    files = {spec.origin: name for name in _chosen for kind in KINDS if (spec := _spec(name, kind)) is not None}
+    own = os.path.dirname(__file__) + os.sep
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith((own, *files))]
+    if not frames or (frame := frames[-1]).filename not in files:
+        return None
+    what = " ".join(str(error).split())
+    return (
+        f"--plugin={files[frame.filename]}: {frame.filename}, line {frame.lineno}, in {frame.name}, raises "
+        f"{type(error).__name__}: {what}; correct it"
+    )
 
 
 def _spec(name: str, kind: str) -> importlib.machinery.ModuleSpec | None:

@@ -5,7 +5,7 @@
 runs ten items on one GPU, in order of value, and writes DIR/gpu_day.json and DIR/gpu_day.md after each of them, so a
 run that is cut off leaves what it had. It needs jax 0.10 to 0.12 as found, no network and no gin-config. Each item is a
 child process, one at a time, with a time limit, killed by SIGKILL; what fails, crashes or takes too long is recorded
-with the last lines of its stderr, and the next one runs. docs/results.md says what each item is for.
+with the last lines of its stderr, and the next one runs.
 
     --items=1,3       only these             --limit=SECONDS   of all together (default 525)
     --tiny            sizes and devices of a CPU, as the tests take them (also where jax finds no GPU)

@@ -85,7 +85,7 @@ def dry_run(
         "Memory": [verdict(plan, needs.held.total, given)],
         "Config": shown,
         "Choices": _choice_lines(run, roles, described, plan.end_id, plan.replanners),
-        "Mesh": _mesh_lines(run, roles, given=devices is not None),
+        "Mesh": _mesh_lines(run, roles, given=devices is not None or plan.target is not None),
         "Segments": _segment_lines(run, roles),
         "Schedule": _schedule_lines(run, roles, described),
         "Parameters": _parameter_lines(run, plan.vocab_size),

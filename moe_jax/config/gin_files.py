@@ -20,6 +20,7 @@ from moe_jax.errors import UserError
 from moe_jax.shipped import ROOT, shipped
 
 BINDINGS = "--gin_bindings"
+EXTENSIBLE = ("MoEConfig", "PlannerConfig")  # get knobs of plugins
 MODULE = "moe_jax"
 WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text in quotes"}  # else None
 
@@ -191,7 +192,8 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                     near = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _types(other)]
                     near = near or [f"{name}.{found}" for found in _near(field, _types(name))]
                     hint = _did_you_mean(near, "its fields are", sorted(_types(name)))
-                    raise UserError(f"{name} has no field {field!r} ({place}); {hint}")
+                    own = "" if near or name not in EXTENSIBLE else "one of a plugin needs its --plugin; "
+                    raise UserError(f"{name} has no field {field!r} ({place}); {own}{hint}")
                 found.append(Binding(target, statement.value, place))
     return found
 

@@ -150,7 +150,7 @@ def overridden(lines: Sequence[str]) -> tuple[str, ...]:
         if name not in OVERRIDABLE:
             raise UserError(
                 f"--override={line!r} cannot be: a started run may change {', '.join(OVERRIDABLE)}, and by "
-                "--gin_bindings what does not change its numbers"
+                "--gin_bindings train.steps, mesh, schedule, planner and what is written down"
             )
     return names
 

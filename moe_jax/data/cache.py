@@ -358,7 +358,8 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
             progress.show(*batch[-1][2:], documents, tokens)
         progress.close()
         if not documents:
-            raise UserError(f"DataConfig.path names {len(sources)} files and none holds any text; name one that does")
+            named = sources[0].path if len(sources) == 1 else f"each of {len(sources)} files"
+            raise UserError(f"DataConfig.path names no text: {named} holds none; name one that does")
         for file in (token_file, end_file):
             file.flush()
             os.fsync(file.fileno())

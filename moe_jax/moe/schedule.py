@@ -333,7 +333,10 @@ def schedules() -> tuple[str, ...]:
 def find_schedule(name: str) -> type[Schedule]:
     """Return the class of a schedule, or raise a UserError for an unknown name."""
     if name not in SCHEDULES:
-        raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
+        raise UserError(
+            f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}, or "
+            "name the --plugin that has it"
+        )
     return SCHEDULES[name]
 
 

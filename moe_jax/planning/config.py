@@ -74,7 +74,10 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
 
     def __post_init__(self):
         if self.name not in BALANCERS:
-            raise UserError(f"PlannerConfig.name ({self.name!r}) must be one of {', '.join(names())}")
+            raise UserError(
+                f"PlannerConfig.name ({self.name!r}) must be one of {', '.join(names())}, or "
+                "name the --plugin that has it"
+            )
         for field in dataclasses.fields(self):
             value, default, bound = getattr(self, field.name), field.default, field.metadata
             if not bound or value == default or value == bound["word"]:

@@ -91,10 +91,16 @@ def run(
         while state is None:  # until a checkpoint or a copy proves whole
             source, latest, past = newest_state(checkpoints, copies, folder, config_text, latest, changed=start.changed)
             if latest is not None and latest >= config.train.steps:
-                say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
+                more = "; for more, raise train.steps by --gin_bindings" if start.changed else ""
+                say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}{more}")
                 if hosts.is_main and not has_report(folder):
                     report(folder)
                 return True
+            if latest is None and start.changed:
+                raise UserError(
+                    f"--override is for a run that has started, and {folder.path} has no checkpoint; name its folder, "
+                    "or use --gin_bindings"
+                )
             if latest is None and start.init_from:
                 check_converted(config, start.init_from, hosts)
             settled, identity = settle_teacher(config, latest or 0, past, hosts)

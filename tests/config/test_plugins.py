@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from support.quick_compiles import QUICK
 
+from moe_jax import plugins
+
 ROOT = Path(__file__).parents[2]
 FILES = {
     "__init__": "",
@@ -129,3 +131,21 @@ def test_a_planner_of_a_plugin_is_replayed(started, tmp_path):
 def test_what_is_wrong_with_a_plugin_is_one_line(started, words, bindings, files, said):
     done = started("--dry_run", *words, bindings=bindings, **files)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_an_error_is_blamed_on_the_plugin_that_raises_it(tmp_path, monkeypatch):
+    """And not on one that calls what raises in this project, whose traceback is wanted."""
+    (tmp_path / "late").mkdir()
+    (file := tmp_path / "late" / "routers.py").write_text(
+        "from moe_jax.plugins import named_in\ndef choose():\n    raise ValueError('no\\ngate')\n"
+        "def ask():\n    named_in([1])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plugins, "_chosen", ["late"])
+    (module,) = plugins.load("routers")
+    lines = []
+    for call in (module.choose, module.ask):
+        with pytest.raises((ValueError, AttributeError)) as error:
+            call()
+        lines.append(plugins.blame(error.value))
+    assert lines == [f"--plugin=late: {file}, line 3, in choose, raises ValueError: no gate; correct it", None]

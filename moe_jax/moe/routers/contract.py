@@ -193,7 +193,10 @@ def routers() -> tuple[str, ...]:
 def find(name: str) -> type[Router]:
     """Return the class of a router, or raise a UserError for an unknown name."""
     if name not in ROUTERS:
-        raise UserError(f"MoEConfig.router ({name!r}) is unknown; choose one of {', '.join(routers())}")
+        raise UserError(
+            f"MoEConfig.router ({name!r}) is unknown; choose one of {', '.join(routers())}, or "
+            "name the --plugin that has it"
+        )
     return ROUTERS[name]
 
 
