@@ -24,7 +24,7 @@ if [ ! -e "$tokenizer" ]; then
 fi
 "$venv/bin/python" -m moe_jax.train --gin_file=configs/run/demo.gin --workdir=runs/demo --host_devices=8 \
   --gin_bindings="DataConfig.tokenizer = '$tokenizer'" --gin_bindings="train.optimizer = 'muon'" \
-  --gin_bindings="ModelConfig.positions = 'rotary'" "$@"
+  --gin_bindings="ModelConfig.positions = 'rotary'" --gin_bindings='train.steps = 200' "$@"
 if [ -d "$workdir/checkpoints" ]; then
   echo "the model goes on from 'def __init__(self' and 'import os':"
   "$venv/bin/python" -m moe_jax.generate --workdir="$workdir" --host_devices=8 --max_new_tokens=80 \
