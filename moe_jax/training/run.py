@@ -96,11 +96,6 @@ def run(
                 if hosts.is_main and not has_report(folder):
                     report(folder)
                 return True
-            if latest is None and start.changed:
-                raise UserError(
-                    f"--override is for a run that has started, and {folder.path} has no checkpoint; name its folder, "
-                    "or use --gin_bindings"
-                )
             if latest is None and start.init_from:
                 check_converted(config, start.init_from, hosts)
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
@@ -330,6 +325,11 @@ def newest_state(
         )
     if held is not None:
         check_resumable(held, config_text, str(folder.path), changed)
+    if latest is None and changed:
+        raise UserError(
+            f"--override is for a run that has started, and {folder.path} has no checkpoint; name its folder, or use "
+            "--gin_bindings"
+        )
     return source, latest, past
 
 

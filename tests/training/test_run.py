@@ -111,6 +111,10 @@ def test_a_rate_and_a_batch_are_changed_on_the_way(finished, tmp_path, capsys):
         (6, "train.batch_size", "16"), (6, "train.learning_rate", "0.001")
     ]  # fmt: skip
     assert run_here(finished, work, EMA, "train.steps = 8", *changes, changed=names)  # the same command: finished
+    assert "for more, raise train.steps by --gin_bindings" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--override is for a run that has started, and .*other has no checkpoint"):
+        run_here(finished, tmp_path / "other", *changes, changed=names)
+    assert not (tmp_path / "other").exists()
     with pytest.raises(UserError, match="--override='ModelConfig.layers = 1' cannot be: a started run may change "):
         overridden(["ModelConfig.layers = 1"])
 
