@@ -77,7 +77,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> None:
         if (line := plugins.blame(error)) is None:
             raise
         print(f"error: {line}", file=sys.stderr)
-        sys.exit(exit_code_of(UserError(line)))
+        sys.exit(exit_code_of(UserError()))
     finally:
         if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
             # A compilation cannot be stopped, and takes minutes. As a daemon thread it would abort the process instead,

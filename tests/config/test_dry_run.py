@@ -322,6 +322,8 @@ def test_the_changes_that_a_dry_run_names_suffice(file, target, changes, monkeyp
 
 
 def test_a_run_that_no_change_makes_fit_says_so():
+    page = dry_run(config_of("model/mixtral_8x7b"), target="h100:1x8")
+    assert "assumed: MeshConfig.expert" not in page  # the target counts the devices
     said = memory_of("model/mixtral_8x7b", target="h100:1x8")
     assert "no 3 changes of train.grad_accum_steps, " in said and said.endswith(
         ": take more devices, a smaller model or shorter sequences"

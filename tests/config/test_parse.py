@@ -84,6 +84,7 @@ def test_parse_finds_files_by_search_path_and_next_to_the_package(tmp_path, monk
         ("ModelConfig.num_experts = 3", ["did you mean MoEConfig.num_experts?"]),
         ("foo.bar = 3", ["unknown name 'foo'", "train, DataConfig, ModelConfig"]),
         ("ModelConfig.zzz = 3", ["ModelConfig has no field 'zzz'", "its fields are: activation, attention"]),
+        ("MoEConfig.zzz = 3", ["MoEConfig has no field 'zzz'", "one of a plugin needs its --plugin; its fields are: "]),
         ("steps = 3", ["the macro 'steps'", "did you mean train.steps?"]),
         ("eval/train.steps = 3", ["has a scope ('eval')", "write train.steps = 3"]),
         ("train.steps = %STEPS", ["the macro %STEPS, which is not defined", "a line: STEPS = ..."]),
