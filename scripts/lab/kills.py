@@ -47,6 +47,7 @@ KINDS = ("process", "process 0", "supervisor", "machine")
 MOMENTS = ("steps", "save")
 PHASES = ("detection", "membership", "start", "restore", "program and step", "total")
 TIMEOUT_SECONDS = 600
+UNDISTURBED_STEPS = 500  # enough for a median, where no losses are compared
 # What lines say, with the phase that they end; the first after a kill counts, in this order.
 MARKS = (
     (re.compile(r"host \d+ (has closed|is silent)|its processes ended"), "detection"),
@@ -66,14 +67,15 @@ class Lab:
         self.supervisors: dict[int, subprocess.Popen] = {}
         self.lines: list[tuple[float, int, str]] = []  # (when, machine, text), as they came
         self.due: dict[int, float] = {}  # when a machine's supervisor is started again
-        self.workdir = base / "run"
+        self.workdir, self.bindings = base / "run", list(options.gin_bindings)
         self.secret = secrets.token_hex(32)
         for machine in self.machines:
             machine.boot()
 
-    def start_job(self, name: str) -> None:
-        """Start the supervisors of a new job."""
+    def start_job(self, name: str, steps: int = 0) -> None:
+        """Start the supervisors of a new job, of so many steps where they are given."""
         self.workdir, self.lines, self.due, self.supervisors = self.base / name, [], {}, {}
+        self.bindings = self.options.gin_bindings + [f"train.steps = {steps}"] * bool(steps)
         for index in range(len(self.machines)):
             self.start(index)
 
@@ -88,7 +90,7 @@ class Lab:
         command += ["--start_timeout_seconds=60", "--"]  # one that returns after the job's end waits for the others
         command += [sys.executable, "-m", "moe_jax.train", f"--workdir={self.workdir}"]
         command += [f"--gin_file={path}" for path in options.gin_file]
-        command += [f"--gin_bindings={binding}" for binding in options.gin_bindings]
+        command += [f"--gin_bindings={binding}" for binding in self.bindings]
         environment = {**os.environ, "MOE_JAX_JOB_TOKEN": self.secret, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": options.xla_flags}
         process = subprocess.Popen(
@@ -246,7 +248,7 @@ def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
     """Run everything in `base`; return the result as plain data."""
     lab = Lab(base, options)
     try:
-        lab.start_job("undisturbed")
+        lab.start_job("undisturbed", UNDISTURBED_STEPS if options.every else 0)
         lab.finish()
         median = statistics.median(line["step_seconds"] for line in read_metrics(RunFolder(base / "undisturbed")))
         lab.start_job("killed")
