@@ -248,8 +248,9 @@ def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
     """Run everything in `base`; return the result as plain data."""
     lab = Lab(base, options)
     try:
-        lab.start_job("undisturbed", UNDISTURBED_STEPS if options.every else 0)
-        lab.finish()
+        if not (base / "undisturbed").is_dir():
+            lab.start_job("undisturbed", UNDISTURBED_STEPS if options.every else 0)
+            lab.finish()
         median = statistics.median(line["step_seconds"] for line in read_metrics(RunFolder(base / "undisturbed")))
         lab.start_job("killed")
         if options.every:
@@ -296,7 +297,9 @@ def main() -> int:
     parser.add_argument("--gin_file", action="append", default=[], help="config file of the run; may repeat")
     parser.add_argument("--gin_bindings", action="append", default=[], help="binding of the run; may repeat")
     parser.add_argument("--xla_flags", default="", help="XLA_FLAGS of the processes")
-    parser.add_argument("--workdir", default="", help="folder to work in, kept; default a temporary one")
+    parser.add_argument(
+        "--workdir", default="", help="folder to work in, kept, as an undisturbed job in it; default temporary"
+    )
     options = parser.parse_args()
     if missing := find_missing(shaped=False):
         print(f"error: {missing}", file=sys.stderr)
