@@ -51,8 +51,8 @@ def command(argv: list[str]) -> int:
     from moe_jax.config.gin_files import parse_run_config
     from moe_jax.config.run_config import bound_in, overridden
 
-    changed, bindings = overridden(_OVERRIDE.value), [*_GIN_BINDINGS.value, *_OVERRIDE.value]
-    config, config_text, operative_text = parse_run_config(_GIN_FILES.value, bindings, _GIN_PATHS.value)
+    changed, given = overridden(_OVERRIDE.value), (_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
+    config, config_text, operative_text = parse_run_config(*given, _OVERRIDE.value)
     if _DRY_RUN.value:
         from moe_jax.analysis.dry_run import dry_run
 

@@ -157,7 +157,7 @@ def verdict(plan: Plan, needed: int, given: RunConfig) -> str:
         return f"fits: {line}"
     most, raised = target.usable_memory, ""
     if most < MOST_SHARE * target.whole_memory:
-        most, raised = MOST_SHARE * target.whole_memory, f"{MEMORY_SHARE}={MOST_SHARE}"
+        most, raised = MOST_SHARE * target.whole_memory, f"{MEMORY_SHARE}={MOST_SHARE} in the environment"
         if needed <= most:
             return f"does not fit: {line}; {raised}, as scripts/launch sets it, would do"
     for changes in _changes(given):

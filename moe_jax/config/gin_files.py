@@ -19,7 +19,7 @@ from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, RunConfig, config_t
 from moe_jax.errors import UserError
 from moe_jax.shipped import ROOT, shipped
 
-BINDINGS = "--gin_bindings"
+BINDINGS, OVERRIDES = FLAGS = "--gin_bindings", "--override"
 EXTENSIBLE = ("MoEConfig", "PlannerConfig")  # get knobs of plugins
 MODULE = "moe_jax"
 WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text in quotes"}  # else None
@@ -49,14 +49,18 @@ class Binding:
 
 
 def parse_run_config(
-    gin_files: Sequence[str] = (), gin_bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
+    gin_files: Sequence[str] = (),
+    gin_bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (),
+    overrides: Sequence[str] = (),
 ) -> tuple[RunConfig, str, str]:
-    """Read gin files, then bindings, which win.
+    """Read gin files, then bindings, then overrides; later ones win.
 
     Args:
       gin_files: names of files; relative ones are looked for here, in `search_paths`, then in `ROOT`.
       gin_bindings: lines `Name.field = value`.
       search_paths: folders, for `gin_files` and for `include` lines.
+      overrides: further bindings, which errors call by their own flag.
 
     Returns:
       the config, `config_text` of it with what was bound marked, and gin's operative config (what the program used,
@@ -69,6 +73,7 @@ def parse_run_config(
     read = [binding for name in gin_files for binding in _read_file(name, "--gin_file", folders, ())]
     in_files = {binding.target for binding in read}
     read += _read_text("\n".join(gin_bindings), BINDINGS, folders, ())
+    read += _read_text("\n".join(overrides), OVERRIDES, folders, ())
     bindings = {binding.target: binding for binding in read if "." in binding.target}
     macros = {binding.target: binding for binding in read if "." not in binding.target}
     # A macro that stands on the command line alone is a mistyped macro, or a binding without its class.
@@ -155,7 +160,7 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
         if "Failed to parse token" in why:
             why = f"{why.split()[-1]} is no value"
         number = min(max(number or 1, 1), len(lines))
-        place = source if source == BINDINGS else f"{source}:{number}"
+        place = source if source in FLAGS else f"{source}:{number}"
         is_not = "is not a line 'Name.field = value'"
         if len(open_files) > 1:  # a config of somebody else may include a private file: its text is not shown
             raise UserError(f"{place}, which {open_files[-2]} includes, {is_not}; take the include line out") from None
@@ -165,7 +170,7 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
         ) from error
     found = []
     for statement in statements:
-        place = source if source == BINDINGS else f"{source}:{statement.location.line_num}"
+        place = source if source in FLAGS else f"{source}:{statement.location.line_num}"
         match type(statement).__name__:
             case "IncludeStatement":
                 found += _read_file(statement.filename, place, folders, open_files)

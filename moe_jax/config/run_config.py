@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -148,8 +149,9 @@ def overridden(lines: Sequence[str]) -> tuple[str, ...]:
     names = tuple(line.partition("=")[0].strip() for line in lines)
     for line, name in zip(lines, names, strict=True):
         if name not in OVERRIDABLE:
+            near = "".join(f"; did you mean {own}?" for own in difflib.get_close_matches(name, OVERRIDABLE, n=1))
             raise UserError(
-                f"--override={line!r} cannot be: a started run may change {', '.join(OVERRIDABLE)}, and by "
+                f"--override={line!r} cannot be{near}: a started run may change {', '.join(OVERRIDABLE)}, and by "
                 "--gin_bindings train.steps, mesh, schedule, planner and what is written down"
             )
     return names

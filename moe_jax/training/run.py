@@ -205,13 +205,15 @@ def trained(session: Session) -> str:
     """Return in words what of a model is trained, and at which rate."""
     train, moe, lora = session.config.train, session.config.moe, session.config.lora
     how = "constant" if train.learning_rate_schedule == "constant" else f"{train.learning_rate_schedule} to the end"
+    warmup = min(train.warmup_steps, train.steps - 1)  # as `training/optimizer.py` takes it
+    cut = f" (not {train.warmup_steps}: train.steps is {train.steps})" if warmup < train.warmup_steps else ""
     bias = f"; biases of routers by {moe.bias_rate:g} a step" if moe.router == "sigmoid_bias" and moe.bias_rate else ""
     what = "all parameters"
     if lora.rank:
         count = sum(leaf.size for leaf in jax.tree.leaves(session.model.trained(session.model.shapes())))
         what, bias = f"{count:,} parameters of adapters of rank {lora.rank} on {' and '.join(lora.targets)}", ""
     return (
-        f"{what} by {train.optimizer}, learning rate {train.learning_rate:g} after {train.warmup_steps} steps "
+        f"{what} by {train.optimizer}, learning rate {train.learning_rate:g} after {warmup} steps{cut} "
         f"of warm-up from zero, then {how}{bias}"
     )
 

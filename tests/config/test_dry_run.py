@@ -296,7 +296,9 @@ def test_dry_run_says_whether_a_device_has_the_memory(monkeypatch):
     assert memory_of(run, target="h100:1x8") == f"fits: 69.7 GiB {where} ({SHARE})"
     monkeypatch.delenv(SHARE)
     said = memory_of(run, target="h100:1x8")
-    assert said.startswith("does not fit: ") and said.endswith(f"; {SHARE}=0.9, as scripts/launch sets it, would do")
+    assert said.startswith("does not fit: ") and said.endswith(
+        f"; {SHARE}=0.9 in the environment, as scripts/launch sets it, would do"
+    )
     assert memory_of(run, target="b200:1x8").startswith("fits: ")
 
 

@@ -64,6 +64,8 @@ def test_parse_leaves_gin_empty():
     assert gin.config_str() == "" and gin.operative_config_str() == "" and not gin.config.config_is_locked()
     with pytest.raises(UserError):
         parse_run_config(gin_bindings=["train.steps = 3", "train.stepz = 4"])
+    with pytest.raises(UserError, match=r"train.steps \(1.5, a number\) must be a whole number \(--override\)"):
+        parse_run_config(gin_bindings=["train.steps = 3"], overrides=["train.steps = 1.5"])
     run, _, _ = parse_run_config()
     assert run.train.steps == 100, "a binding of an earlier parse is still there"
 

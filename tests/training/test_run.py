@@ -1,6 +1,7 @@
 """A run from its folder to its last line: new, resumed, finished, evaluated, started from another, refused."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -115,8 +116,10 @@ def test_a_rate_and_a_batch_are_changed_on_the_way(finished, tmp_path, capsys):
     with pytest.raises(UserError, match="--override is for a run that has started, and .*other has no checkpoint"):
         run_here(finished, tmp_path / "other", *changes, changed=names)
     assert not (tmp_path / "other").exists()
-    with pytest.raises(UserError, match="--override='ModelConfig.layers = 1' cannot be: a started run may change "):
-        overridden(["ModelConfig.layers = 1"])
+    near = "; did you mean train.learning_rate?"
+    for line, said in (("ModelConfig.layers = 1", ""), ("train.learning_rat = 1", near)):
+        with pytest.raises(UserError, match=re.escape(f"--override={line!r} cannot be{said}: a started run may ")):
+            overridden([line])
 
 
 @pytest.mark.parametrize(("average", "word"), [(False, "parameters"), (True, "averaged parameters")])
