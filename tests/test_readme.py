@@ -38,9 +38,6 @@ RUN = {
     "python -m moe_jax.data.train_tokenizer": (),
     "python -m moe_jax.replay --trace=runs": (),
     "python -m moe_jax.reproduce --paper": ("--table=figure_12",),
-    "python -m moe_jax.watch": ("--help",),  # serves until Ctrl-C
-    "python -m moe_jax.calibrate": ("--help",),  # a minute of measurements
-    "python -m moe_jax.tune": ("--help",),  # twenty
 }
 NOT_RUN = {
     "python scripts/chat_data": "tests/training/test_chat.py runs it",
@@ -50,6 +47,9 @@ NOT_RUN = {
     "bash scripts/demo.sh": "makes an environment and trains for minutes",
     "bash scripts/test.sh": "makes an environment and runs the tests",
     "pip ": "installs",
+    "python -m moe_jax.watch": "serves until Ctrl-C; tests/observe/test_watch.py starts it",
+    "python -m moe_jax.calibrate": "measures for a minute; tests/calibration tries it in tiny sizes",
+    "python -m moe_jax.tune": "measures for twenty; tests/tuning runs the command",
     "python -m moe_jax.convert": "needs a published model; tests/huggingface converts small ones",
     "python -m moe_jax.train --gin_file=runs/olmoe/config.gin": "goes on from it; tests/huggingface trains one on",
     "python -m moe_jax.inspect": "needs the CUDA wheels, 2 GB; pytest -m gpu_compile compiles for GPUs",

@@ -3,8 +3,8 @@
 conditional: a scan of 12 turns of small kernels, with and without a conditional in each turn, both as XLA launches them
   by default and with no command buffer. What a turn takes longer with a conditional that is never taken is the constant
   `conditional` of inspect's model.
-top_k, searchsorted, sorts: routing, top-k on exact ties, the ways to search sorted keys, sorts and what stands around
-  them; t = 16,384 tokens, K = 2, E = 64 on one device, as `moe_jax.moe.routing.route` calls them.
+top_k, sorts: routing, top-k on exact ties, sorts and what stands around them; t = 16,384 tokens, K = 2, E = 64 on one
+  device, as `moe_jax.moe.routing.route` calls them.
 after_gate: what a rule after the gate takes by itself, and that the GPU decides what the CPU decides. D = 32 devices in
   nodes of 8, E = 64 experts; the counts of one step, one layer and one source, on one device.
 """
@@ -89,30 +89,8 @@ def top_k(context):
     _time(context, {"lax.top_k": (by_values, (data,)), "argsort, stable, first K": (sort, (data,))})
 
 
-def searchsorted(context):
-    """Record seconds of every method on the keys of `route`, all of which must agree with NumPy."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    tokens, chosen, experts = _sizes(context)
-    keys = np.sort(np.random.default_rng(0).integers(0, experts, tokens * chosen)).astype(np.int32)
-    queries = np.arange(experts + 1, dtype=np.int32)
-    wanted = np.searchsorted(keys, queries)
-    arguments = (jnp.asarray(keys), jnp.asarray(queries))
-    cases = {}
-    for method in ("scan", "scan_unrolled", "sort", "compare_all"):
-        function = jax.jit(lambda keys, queries, method=method: jnp.searchsorted(keys, queries, method=method))
-        agrees = bool(np.array_equal(np.asarray(function(*arguments)), wanted))
-        context.record(**{method: agrees})
-        if not agrees:
-            context.row(f"searchsorted {method}", "WRONG")
-        cases[f"searchsorted {method}, {len(queries)} of {len(keys)}"] = (function, arguments)
-    _time(context, cases)
-
-
 def sorts(context):
-    """Record seconds of the sort of `route`, of other ways to the same ranks, and of `route` and `pack` whole."""
+    """Record seconds of sorts, of the ranks by them, and of `route` and `pack` whole."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -127,19 +105,12 @@ def sorts(context):
     index = jnp.arange(count, dtype=jnp.int32)
     choice = Choice(expert_ids=ids, weights=jnp.ones(ids.shape), keep_mask=jnp.ones(ids.shape, bool))
 
-    def by_counting(keys):
-        mine = keys[:, None] == jnp.arange(experts, dtype=keys.dtype)
-        return jnp.take_along_axis(jnp.cumsum(mine, axis=0, dtype=jnp.int32), keys[:, None], axis=1)[:, 0] - 1
-
     def whole(choice):
         return route(choice, jnp.zeros_like(choice.expert_ids), choice.expert_ids, 1, experts)
 
     routing = jax.jit(whole)(choice)
-    ranks = jax.jit(rank_within)(flat), jax.jit(by_counting)(flat)
     edges = routing.start[::experts]
     context.record(rows_of_the_largest_bucket=int(jnp.max(edges[1:] - edges[:-1])))
-    if not bool(jnp.array_equal(*ranks)):
-        raise AssertionError("ranks by sorting and by counting differ")
     _time(
         context,
         {
@@ -147,7 +118,6 @@ def sorts(context):
             "the same, not stable": (jax.jit(lambda k: lax.sort_key_val(k, index, is_stable=False)), (flat,)),
             "argsort, stable": (jax.jit(lambda k: jnp.argsort(k, stable=True)), (flat,)),
             "rank_within": (jax.jit(rank_within), (flat,)),
-            "ranks by counting [A, E]": (jax.jit(by_counting), (flat,)),
             "route": (jax.jit(whole), (choice,)),
             "pack": (jax.jit(lambda r: pack(r, 0, bucket_layout(count, 1), chosen, experts)), (routing,)),
         },

@@ -9,14 +9,12 @@ Letters: docs/notation.md; here K and N are the contracted and the resulting dim
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 from gpu_day_items.context import NotHere, seconds_of, shown
 
 TOLERANCE = 0.01
 FLOAT8 = "float8:"  # before the name of the implementation below
 KERNELS = ("hopper", "mosaic", "mosaic_sparing")
-KNOWN = (*KERNELS, "ragged", "fused", "blocked", "reference")
 GROUPS = 8
 # rows of each group; R is 1,000, no multiple of 64, and 200 at tiny sizes, where all is a fifth
 CASES = {
@@ -54,7 +52,7 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
     of_float8 = registered.startswith(FLOAT8)
     if registered.removeprefix(FLOAT8) in KERNELS and str(getattr(device, "compute_capability", "")) != HOPPER:
         raise NotHere(f"{device.device_kind} has no compute capability {HOPPER}")
-    products = _tokamax() if implementation == "tokamax" else _registered(registered)
+    products = _registered(registered)
     options = {option: True} if option else None
     jitted = {name: jax.jit(function, compiler_options=options) for name, function in products.items()}
     if option:
@@ -77,17 +75,6 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
         _time(context, implementation, jitted, name, shape)
 
 
-def measure_others(context):
-    """Check and time what is registered besides the implementations that have parts of their own."""
-    from moe_jax.kernels.grouped import implementations
-
-    others = [name for name in implementations() if name not in KNOWN]
-    if not others:
-        raise NotHere(f"no other is registered than {', '.join(KNOWN)}")
-    for name in others:
-        measure(context, name)
-
-
 def _registered(name: str):
     """Return {product: function} of a registered implementation; each computes that product alone."""
     import jax
@@ -106,22 +93,6 @@ def _registered(name: str):
         "forward": lambda lhs, dout, bank, sizes: found.multiply(lhs, sizes, operands(bank, False)),
         "d-rows": lambda lhs, dout, bank, sizes: found.gradients(lhs, dout, sizes, operands(bank, False))[0],
         "d-weights": lambda lhs, dout, bank, sizes: found.gradients(lhs, dout, sizes, operands(bank, True))[1][0],
-    }
-
-
-def _tokamax():
-    if importlib.util.find_spec("tokamax") is None:
-        raise NotHere("tokamax is not installed")
-    import jax
-    import tokamax
-
-    def gradients(lhs, dout, bank, sizes):
-        return jax.vjp(lambda lhs, bank: tokamax.ragged_dot(lhs, bank, sizes), lhs, bank)[1](dout)
-
-    return {
-        "forward": lambda lhs, dout, bank, sizes: tokamax.ragged_dot(lhs, bank, sizes),
-        "d-rows": lambda *arguments: gradients(*arguments)[0],
-        "d-weights": lambda *arguments: gradients(*arguments)[1],
     }
 
 

@@ -85,13 +85,11 @@ ITEMS = (
             _grouped("float8_mosaic", of="float8:mosaic"),
             _grouped("ragged_cudnn", of="ragged", option=CUDNN_RAGGED),
             _grouped("ragged_grouped_gemm", of="ragged", option=GROUPED_GEMM),
-            _grouped("tokamax"),
             _grouped("ragged"),
             _grouped("fused"),
             _grouped("blocked"),
             _grouped("mosaic_sparing"),
             _grouped("float8_fused", of="float8:fused"),
-            _part("others", "grouped:measure_others"),
         ),
     ),
     Item(
@@ -130,7 +128,6 @@ ITEMS = (
         number=6, name="routing", title="Routing alone", budget=25, least=12,
         parts=(
             _part("top_k", "alone:top_k", limit=15),
-            _part("searchsorted", "alone:searchsorted", limit=15),
             _part("sorts", "alone:sorts", limit=20),
         ),
     ),

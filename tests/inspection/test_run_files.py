@@ -5,6 +5,7 @@ compile ahead of time by the real compiler: `bash scripts/test.sh --gpu-compile`
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -33,7 +34,11 @@ WHOLE = ("base", "fastermoe", "gshard", "mos", "topology")
 ON = ("gpt_moe_s_h200", "qwen3_30b_h100")  # the files that set all three themselves
 # the files whose programs differ by more than a planner or a gate
 TRACED = ("deepseek_moe", "fastermoe", "hecate", "mos", "parm", "pr_moe", "pro_prophet", *ON)
-MARKED = [pytest.param(name, marks=() if name in TRACED else pytest.mark.slow) for name in FILES]
+WANTED = ("as it says", "all three on")
+QUICK = [(wanted, name) for wanted in WANTED for name in TRACED if name not in ON or wanted == "as it says"]
+MARKED = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in itertools.product(WANTED, FILES)
+]
 OWN = {"gpt_moe_s_h200": ("ModelConfig.layers = 2", "ModelConfig.model_dim = 768", "ModelConfig.hidden_dim = 1536")}
 
 
@@ -99,7 +104,7 @@ def program_of(wanted, name, request):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("wanted", ["as it says", "all three on"])
+@pytest.mark.parametrize("wanted", WANTED)
 def test_auto_is_resolved_as_on_gpus(wanted, name, request):
     """What a step starts with as the file says, which is plain but for two; and with all three on."""
     program, config, optimistic = program_of(wanted, name, request)
@@ -121,8 +126,7 @@ def test_auto_is_resolved_as_on_gpus(wanted, name, request):
     assert program.is_optimistic(shape) == starts_common == optimistic
 
 
-@pytest.mark.parametrize("name", MARKED)
-@pytest.mark.parametrize("wanted", ["as it says", "all three on"])
+@pytest.mark.parametrize(("wanted", "name"), MARKED)
 def test_programs_are_traced_as_on_gpus(wanted, name, request, cudnn):
     program, config, optimistic = program_of(wanted, name, request)
     shape = compile_ahead.planned_shapes(config, program.roles, 1.0)

@@ -207,12 +207,12 @@ def test_another_job_has_the_run_folder(start_job, tmp_path):
 
 
 def test_a_run_whose_process_0_is_killed_ends_as_an_undisturbed_one(tmp_path):
-    changes = ("train.steps = 300", "train.checkpoint_every = 50", "MoEConfig.num_experts = 2")
+    changes = ("train.steps = 150", "train.checkpoint_every = 30", "MoEConfig.num_experts = 2")
     pair = start_pair(command(tmp_path, tmp_path / "whole", *changes, devices=1))
     job = Job(tmp_path, 2, command=command(tmp_path, tmp_path / "run", *changes, devices=1))
     try:
         job.start(0, 1, XLA_FLAGS=QUICK)
-        job.wait(lambda: (job.workdir / "checkpoints" / "00000050").exists(), 240)
+        job.wait(lambda: (job.workdir / "checkpoints" / "00000030").exists(), 240)
         process, *_ = children_of(job.supervisors[0].pid)  # older than the one that stands by
         os.kill(process, signal.SIGKILL)
         assert [job.end(index, 240) for index in range(2)] == [0, 0]
@@ -223,7 +223,7 @@ def test_a_run_whose_process_0_is_killed_ends_as_an_undisturbed_one(tmp_path):
         for process in pair:
             process.kill()
             process.communicate()
-    assert_same_run(tmp_path / "whole", job.workdir, 300)
+    assert_same_run(tmp_path / "whole", job.workdir, 150)
 
 
 # The flags, and the lease as supervisors use it.

@@ -102,8 +102,7 @@ def restored(folder, like):
     return step, state
 
 
-@pytest.mark.parametrize("mesh", [8, 2])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("damage", "mesh"), [(damage, (8, 2)[at % 2]) for at, damage in enumerate(DAMAGES)])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(saved, tmp_path, caplog, damage, mesh):
     source, state = saved
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
