@@ -92,8 +92,8 @@ def test_shares_solved_on_the_device_equal_reference(schedule):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["deepspeed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pairwise", "s1"))]
-)
+    "schedule", [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "pairwise", "s1")]
+)  # every time: late_hecate and late_halves of test_prefetch.py
 def test_replicas_added_by_calibration_equal_reference(schedule):
     """One replica a device comes ahead and up to two late, of experts that may have replicas ahead too."""
     mesh, by_node = MESHES[schedule]

@@ -95,6 +95,7 @@ PLANNER = (
 )  # fmt: skip
 
 
+@pytest.mark.slow  # three kills in every run of the tests: test_ram_state.py
 def test_three_kills_change_nothing(tmp_path):
     """Killed once in each way, a run whose experts move ends bit for bit where an undisturbed one ends."""
     command = [sys.executable, "scripts/kill_test.py", "--times=3", f"--workdir={tmp_path}"]
