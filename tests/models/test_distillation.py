@@ -85,10 +85,7 @@ MESHES = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        name if "tokens split" in name or "halves" in name else pytest.param(name, marks=pytest.mark.slow)
-        for name in MESHES
-    ],
+    [name if "tokens split" in name else pytest.param(name, marks=pytest.mark.slow) for name in MESHES],
 )
 def test_loss_and_every_gradient_equal_whole_logits(case):
     mesh, config, moe, zero, teacher_zero = MESHES[case]

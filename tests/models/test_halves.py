@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 from support import prefetch_cases
 from support.equality_cases import assert_close
 from support.prefetch_cases import BATCH, LENGTH, VOCAB, gradient_step, model_config, placements_of, runner
@@ -14,6 +15,7 @@ from moe_jax.moe import MoEConfig
 from moe_jax.parallel.bucket_rows import BucketRows
 
 
+@pytest.mark.slow  # the loads of equality's stage3_halves_unrolled are counted every time
 def test_statistics_count_every_token_of_both_halves():
     """Loads, entropy and drops of the two halves add up to those of the whole batch."""
     config = model_config(layers=1)

@@ -30,11 +30,12 @@ SHAPES = {
     "by_node_overflow": (True, {"expert": 8}, "auto:pairwise", BucketRows(own=16, node=8, far=8)),
     "flat_data2": (False, {"expert": 4, "data": 2}, "deepspeed", None),
 }
+QUICK = ("flat", "by_node_overflow")
 LATENT = {"positions": "rotary", "head_dim": 6, "kv_lora_rank": 4, "qk_rope_head_dim": 2}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "flat_data2" else name for name in SHAPES]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
 )
 def test_random_placements_equal_reference_without_compiling(name):
     (by_node, mesh, schedule, rows) = SHAPES[name]

@@ -81,7 +81,7 @@ def agree(stepper: Stepper, other: Stepper, records, wanted, tolerance: float):
 
 @pytest.mark.parametrize(
     "case",
-    ["now_and_then", "halves", *(pytest.param(name, marks=pytest.mark.slow) for name in ("prefetch", "every"))],
+    ["now_and_then", *(pytest.param(name, marks=pytest.mark.slow) for name in ("halves", "prefetch", "every"))],
 )
 def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_in_flight, float64):
     alike, poisoned, changes = CASES[case]

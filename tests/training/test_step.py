@@ -277,7 +277,8 @@ TRACKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param("deepspeed", marks=pytest.mark.slow), "hecate"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRACKS)
 def test_float16_tracks_float32(name, tmp_path):
     """Losses of eight steps: a loss of 6 is within 2^-11 of itself, 0.003."""
     losses = []
