@@ -68,5 +68,5 @@ if [ "$ecosystem" = yes ]; then
   exec "$venv/bin/python" -m pytest -n 2 -m ecosystem ${arguments[@]+"${arguments[@]}"}
 fi
 make_environment "$venv" ""
-# Three at a time, on two cores: some tests wait for processes and hosts. A later -n wins (-n 0 for a debugger).
-exec "$venv/bin/python" -m pytest -n 3 ${arguments[@]+"${arguments[@]}"}
+# Two at a time: most of a test is compiling, on one core. A later -n wins (-n 0 for a debugger).
+exec "$venv/bin/python" -m pytest -n 2 ${arguments[@]+"${arguments[@]}"}
