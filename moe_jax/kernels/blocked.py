@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.errors import UserError
 from moe_jax.kernels.grouped import GroupedWeights, Operands, register
 from moe_jax.parallel.row_sums import rows_in_use
 from moe_jax.parallel.varying import cast_varying, varying_axes
@@ -196,21 +195,6 @@ LINES = 8  # rows of a swizzled tile of Hopper's shared memory: a copy into one 
 def fill_lines(rows: Array) -> Array:
     """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
     return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
-
-
-def check_tiles(name: str, rows: Array, operands: Operands, multiple: int) -> None:
-    """Raise a UserError where Hopper's tensor cores cannot multiply rows [R, K] by weights [K, N] in whole tiles."""
-    contracted, resulting = operands[0].bank.shape[1:]
-    if contracted % multiple or resulting % multiple:
-        raise UserError(
-            f"the {name} grouped matmul needs weights whose dims ({contracted}, {resulting}) are multiples of "
-            f"{multiple}; choose such sizes, or MoEConfig.grouped_matmul = 'fused'"
-        )
-    if rows.dtype not in (jnp.bfloat16, jnp.float16):
-        raise UserError(
-            f"the {name} grouped matmul takes bfloat16 or float16, not {rows.dtype}; compute in bfloat16, or choose "
-            "MoEConfig.grouped_matmul = 'fused'"
-        )
 
 
 @register("reference")

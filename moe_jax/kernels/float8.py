@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.blocked import check_tiles, gather_weights
+from moe_jax.kernels.blocked import gather_weights
 from moe_jax.kernels.grouped import GroupedWeights, Operands, find_implementation
 
 COMPUTE, E4M3 = "compute", "float8_e4m3"
@@ -125,10 +125,11 @@ class Float8Matmul:
     Source: DeepSeek-V3 Technical Report (2024), section 3.3.1, which has d-weights in float8 too, and 3.3.2.
     """
 
-    # Over `mosaic` and `mosaic_sparing` tensor cores multiply the 8-bit numbers. Over any other implementation this is
-    # an emulation: quantised operands are brought back to the compute dtype, which holds them exactly because scales
-    # are powers of two, and multiplied there. Both add the same numbers, so they differ in the order of float32
-    # additions alone; but tensor cores keep fewer bits of the sum over one block of 128, which is not emulated.
+    # Over `hopper` tensor cores multiply the 8-bit numbers. Over any other implementation, and where a dim is no
+    # multiple of 128, this is an emulation: quantised operands are brought back to the compute dtype, which holds them
+    # exactly because scales are powers of two, and multiplied there. Both add the same numbers, so they differ in the
+    # order of float32 additions alone; but tensor cores keep fewer bits of the sum over one block of 128, which is not
+    # emulated.
 
     def __init__(self, below: str):
         self._below = find_implementation(below)
@@ -138,16 +139,14 @@ class Float8Matmul:
         for name, dim in zip(("the contracted dim", "the resulting dim"), operands[0].bank.shape[1:], strict=True):
             check_blocks("MoEConfig.expert_dtype", name, dim)
         values, scales = quantise(gather_weights(operands, lhs.dtype))
-        slots = jnp.arange(values.shape[0], dtype=jnp.int32)
-        if not hasattr(self._below, "run"):
-            weights = dequantise(values, scales, lhs.dtype)
-            weights = jnp.swapaxes(weights, 1, 2) if transposed else weights
-            rows = dequantise(*quantise(lhs), lhs.dtype)
-            return self._below.multiply(rows, group_sizes, (GroupedWeights(bank=weights, slots=slots),))
-        check_tiles("mosaic (float8)", lhs, operands, BLOCK)
-        if not transposed:  # tensor cores multiply 8-bit numbers only where the contracted dim lies together
-            values, scales = jnp.swapaxes(values, 1, 2), jnp.swapaxes(scales, 1, 2)
-        return self._below.run(lhs, group_sizes, [(values, slots)], scales, transposed=True)
+        if hasattr(self._below, "multiply_float8") and not any(dim % BLOCK for dim in values.shape[1:]):
+            if not transposed:  # tensor cores multiply 8-bit numbers only where the contracted dim lies together
+                values, scales = jnp.swapaxes(values, 1, 2), jnp.swapaxes(scales, 1, 2)
+            return self._below.multiply_float8(lhs, group_sizes, values, scales)
+        weights = dequantise(values, scales, lhs.dtype)
+        weights = jnp.swapaxes(weights, 1, 2) if transposed else weights
+        rows, slots = dequantise(*quantise(lhs), lhs.dtype), jnp.arange(values.shape[0], dtype=jnp.int32)
+        return self._below.multiply(rows, group_sizes, (GroupedWeights(bank=weights, slots=slots),))
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         dlhs = self.multiply(dout, group_sizes, operands, transposed=True)

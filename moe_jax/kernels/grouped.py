@@ -67,8 +67,8 @@ def register(name: str) -> Callable:
         ffn(activation, rows [R, M], group_sizes, ins, outs, saved) -> ([R, M], residuals, () where not `saved`)
         ffn_gradients(activation, rows, residuals, dout, group_sizes, ins, outs) -> gradients of rows, ins, and outs
 
-    and, if it multiplies e4m3 itself, `run`, which `float8.py` calls; and, if it gathers the weights of all groups and
-    casts them to the dtype of lhs, `gathers = True`.
+    and, if it multiplies e4m3 itself, `multiply_float8`, which `float8.py` calls where all dims are multiples of 128;
+    and, if it gathers the weights of all groups and casts them to the dtype of lhs, `gathers = True`.
     """
 
     def declare(make):
@@ -112,8 +112,7 @@ def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_
         wanted = "ragged" if device.platform == "tpu" else "fused"
         of_hopper = str(getattr(device, "compute_capability", "")) == HOPPER and dtype in (jnp.bfloat16, jnp.float16)
         if of_hopper and not any(dim % 64 for dim in dims):
-            # this project's own, `mosaic`, wait for a GPU that has run them, but where only they multiply in float8
-            wanted = "mosaic" if in_float8 and not any(dim % 128 for dim in dims) else "hopper"
+            wanted = "hopper"
     return FLOAT8 + wanted if in_float8 else wanted
 
 

@@ -5,8 +5,7 @@ where 'auto' had chosen one that does not hold, and a record for environment.jso
 device.
 """
 
-# Some are not proven by the tests of this project: `hopper` and `mosaic`, never run here on the GPUs that they are for;
-# and `lax.ragged_dot` on GPUs, which newer compilers lower to cuDNN. A run that uses one compares it first.
+# Some are not proven by the tests of this project: `hopper`, never run here on the GPUs that it is for; and `lax.ragged_dot` on GPUs, which newer compilers lower to cuDNN. A run that uses one compares it first.
 #
 #     outcome                  field says 'auto'                      field names it
 #     equal but for rounding   goes on                                goes on
@@ -45,7 +44,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 PASSES, DIFFERS, FAILS, NO_MEMORY = "passes", "differs", "fails", "no memory"
 OUTCOMES = (PASSES, NO_MEMORY, FAILS, DIFFERS)  # from best to worst
 PROVEN = "fused"
-KERNELS = ("hopper", "mosaic", "mosaic_sparing")  # grouped matmuls that no GPU has run for this project
+KERNELS = ("hopper",)  # grouped matmuls that no GPU has run for this project
 UNCACHED = "kernels are compared again at every start: %s"
 WAIT_SECONDS = 900.0  # for another process' compilations
 Verdict = tuple[str, str]  # one of OUTCOMES, and what differs or why it failed, one line

@@ -14,7 +14,7 @@ from gpu_day_items.context import NotHere, seconds_of, shown
 
 TOLERANCE = 0.01
 FLOAT8 = "float8:"  # before the name of the implementation below
-KERNELS = ("hopper", "mosaic", "mosaic_sparing")
+KERNELS = ("hopper",)
 GROUPS = 8
 # rows of each group; R is 1,000, no multiple of 64, and 200 at tiny sizes, where all is a fifth
 CASES = {

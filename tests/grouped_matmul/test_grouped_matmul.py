@@ -77,7 +77,7 @@ def test_grouped_matmul_dtypes(implementation, rows, bank, sink):
         np.testing.assert_allclose(np.asarray(mine, np.float64), wanted, atol=tolerance * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("implementation", ["hopper", "mosaic"])
+@pytest.mark.parametrize("implementation", ["hopper", "float8:hopper"])
 def test_kernels_lower_for_cuda(implementation, rows=8 * 1003):
     """No GPU here: both gradients must lower inside `shard_map` with typed outputs; banks are copied over `data`."""
 
@@ -92,8 +92,8 @@ def test_kernels_lower_for_cuda(implementation, rows=8 * 1003):
     everywhere, by_expert = P(("data", "expert")), P("expert")
     specs = {"in_specs": (everywhere,) * 3 + (by_expert,) * 3, "out_specs": (everywhere, by_expert)}
     step = jax.jit(jax.shard_map(body, mesh=mesh, **specs))
-    shapes = ((rows, 128), BF16), ((rows, 192), BF16), ((16,), "int32"), ((20, 128, 192), BF16), ((8,), "int32")
-    arrays = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((8, 128, 192), F32))]
+    shapes = ((rows, 128), BF16), ((rows, 256), BF16), ((16,), "int32"), ((20, 128, 256), BF16), ((8,), "int32")
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((8, 128, 256), F32))]
     text = step.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2  # the loss needs no forward product: its two gradients
     assert text.count("stablehlo.all_reduce") == 1
@@ -152,7 +152,7 @@ def test_grouped_matmul_computes_inside_its_loops():
 
 
 def test_registry():
-    names = ("blocked", "fused", "hopper", "mosaic", "mosaic_sparing", "ragged", "reference")
+    names = ("blocked", "fused", "hopper", "ragged", "reference")
     assert implementations() == names
     cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
     hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
@@ -165,7 +165,6 @@ def test_registry():
         assert choose_implementation("auto", *device) == wanted
     for wanted, device, dims, name in (
         ("auto", cpu, (128, 256), "fused"),
-        ("auto", hopper, (768, 1536), "mosaic"),
         ("auto", hopper, (768, 64), "hopper"),
         ("blocked", None, (128, 128), "blocked"),
     ):
@@ -185,10 +184,9 @@ TILES = r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"
         ("fast", (8, 6), F32, 4, None, r"implementation \('fast'\) is unknown; choose one of blocked, fused"),
         ("blocked", (8, 6), F32, 3, None, "serve 4 groups and group_sizes has 3"),
         ("blocked", (8, 6), F32, 4, (7, 8, 6), r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"),
-        *((kernel, (8, 6), BF16, 4, None, TILES) for kernel in ("hopper", "mosaic_sparing")),
-        *((kernel, (64, 64), F32, 4, None, "or float16, not float32") for kernel in ("hopper", "mosaic_sparing")),
+        ("hopper", (8, 6), BF16, 4, None, TILES),
+        *((kernel, (128, 128), F32, 4, None, "or float16, not float32") for kernel in ("hopper", "float8:hopper")),
         ("float8:fused", (192, 64), F32, 4, None, FLOAT8),
-        ("float8:mosaic", (64, 64), BF16, 4, None, r"mosaic \(float8\) grouped .* multiples of 128"),
     ],
 )
 def test_what_does_not_fit_is_refused(implementation, dims, dtype, groups, sink, message):

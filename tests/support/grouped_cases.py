@@ -1,11 +1,10 @@
-"""Cases of grouped matmuls, their answers by loops in NumPy, and the interpreter of the kernels for Hopper."""
+"""Cases of grouped matmuls, their answers by loops in NumPy."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from moe_jax.kernels.grouped import GroupedWeights, find_implementation
+from moe_jax.kernels.grouped import GroupedWeights
 
 
 def make_case(rows, sizes, *, contracted=8, resulting=6, dtype=np.float64, counts=None, seed=0):
@@ -47,12 +46,3 @@ def loop_oracle(lhs, group_sizes, dout, weights):
         dweights[group] = lhs[own].T @ dout[own]
         start += size
     return out, dlhs, dweights
-
-
-def interpreted(name, monkeypatch):
-    """Return a registered implementation of ours, which Pallas' interpreter runs until the end of a test."""
-    interpreter = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    implementation = find_implementation(name)
-    parameters = interpreter.InterpretGPUParams(out_of_bounds_reads="uninitialized_value")
-    monkeypatch.setattr(implementation, "interpret", parameters)
-    return implementation

@@ -98,12 +98,11 @@ def test_float32_on_gpus_may_round_as_tf32_does():
 
 
 @pytest.mark.parametrize("rows, sizes", CASES)
-@pytest.mark.parametrize("kernels", ["hopper", "mosaic"])
-def test_the_kernels_for_hopper_take_the_cases(kernels, rows, sizes):
+def test_the_kernels_for_hopper_take_the_cases(rows, sizes):
     """No GPU here: what the check runs on one must lower for it."""
     arrays = jax.eval_shape(lambda: draw_arrays(SMALL, rows, sizes))
     counts = jax.ShapeDtypeStruct((len(sizes),), jnp.int32)
-    traced = jax.jit(of_implementation, static_argnums=(0, 1)).trace(kernels, "gelu", counts, *arrays)
+    traced = jax.jit(of_implementation, static_argnums=(0, 1)).trace("hopper", "gelu", counts, *arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 6  # two products forward, two gradients of each
 
@@ -151,7 +150,7 @@ def compared(cache, monkeypatch):
 
         choose = lambda wanted, *rest: "blocked" if wanted == "auto" else wanted  # noqa: E731
         monkeypatch.setattr("moe_jax.training.program.choose_implementation", choose)
-        monkeypatch.setattr(expert_check, "KERNELS", ("blocked", "hopper", "mosaic_sparing"))
+        monkeypatch.setattr(expert_check, "KERNELS", ("blocked", "hopper"))
         monkeypatch.setattr(expert_check, "compare_expert", compare)
         return asked
 
@@ -279,7 +278,7 @@ def test_a_run_records_what_was_compared(tmp_path, compared, monkeypatch):
 def test_only_what_is_unverified_is_compared(tmp_path, cache):
     changes = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.hidden_dim = 128", "ModelConfig.model_dim = 64")
     session = session_of(tmp_path, "reference", *changes)
-    for name, is_unverified in {"reference": False, "hopper": True, "mosaic_sparing": True, "ragged": False}.items():
+    for name, is_unverified in {"reference": False, "hopper": True, "ragged": False}.items():
         moe = dataclasses.replace(session.config.moe, grouped_matmul=name)
         other = dataclasses.replace(session, config=dataclasses.replace(session.config, moe=moe))
         assert [found for found, _ in expert_check.unverified(other, jax.devices()[0])] == [name] * is_unverified
