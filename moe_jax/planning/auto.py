@@ -144,17 +144,26 @@ class Setting:
 
     def seconds(self, loads: np.ndarray) -> list[float]:
         """Return what the layers take under each split's plan for one exchange's loads [L, S, E], moves included."""
-        return [step_seconds(plan, loads, self.session.cost, self.ahead) + self.moved for plan in self.plans]
+        cost, limit = self.session.cost, self.session.config.bucket_limit
+        return [step_seconds(plan, loads, cost, self.ahead, limit) + self.moved for plan in self.plans]
 
 
-def step_seconds(plan: Placement, loads: np.ndarray, cost: Cost, ahead: TransferShape | None) -> float:
-    """Return the seconds of all layers in one microbatch, under the transfer that the step is compiled for."""
+def step_seconds(
+    plan: Placement, loads: np.ndarray, cost: Cost, ahead: TransferShape | None, bucket_limit: float
+) -> float:
+    """Return the seconds of all layers in one microbatch, under the transfer that the step is compiled for.
+
+    Args: loads: int [L, S, E] of one exchange; bucket_limit: of `PlannerConfig`; a fuller pair takes more passes.
+    """
     exchange = None
     if plan.devices <= EXACT_DEVICES and cost.price != "paper":
         pairs = routing.pair_loads(plan, routing.whole(loads))
         computed = pairs.sum(axis=1)
         received = computed - np.einsum("ldd->ld", pairs)
         exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "planner 'auto'", cost.shards)
+        travels = pairs * ~np.eye(plan.devices, dtype=bool)
+        rows = bucket_limit * loads.sum(axis=2).max() / plan.devices
+        exchange = exchange * np.maximum(1, np.ceil(travels.max(axis=(1, 2)) / max(rows, 1)))
     else:
         computed, received = routing.expected(plan, loads)
     trans = np.full(plan.layers, 0.0 if ahead is None else cost.shape_seconds(ahead))

@@ -5,7 +5,8 @@ where 'auto' had chosen one that does not hold, and a record for environment.jso
 device.
 """
 
-# Some are not proven by the tests of this project: `hopper`, never run here on the GPUs that it is for; and `lax.ragged_dot` on GPUs, which newer compilers lower to cuDNN. A run that uses one compares it first.
+# Some are not proven by the tests of this project: `hopper`, never run here on the GPUs that it is for; and
+# `lax.ragged_dot` on GPUs, which newer compilers lower to cuDNN. A run that uses one compares it first.
 #
 #     outcome                  field says 'auto'                      field names it
 #     equal but for rounding   goes on                                goes on

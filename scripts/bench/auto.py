@@ -71,11 +71,12 @@ def fixed_settings(config: PlannerConfig, start: Placement, cost: Cost) -> list[
 def run_fixed(setting: Setting, loads: np.ndarray) -> dict[str, float]:
     """Return {split's name: seconds of all steps} of a setting that never changes."""
     plain, cost, period = setting.session.placement, setting.session.cost, len(loads)
+    limit = setting.session.config.bucket_limit
     seconds, every = [], setting.session.planner.reshard_every
     repeats = 2 + -(-every // period)  # homes have been moved before the last
     for step in range(repeats * period):
         now = loads[step % period]
-        seconds.append(setting.seconds(now) or [step_seconds(plain, now, cost, None)] * len(setting.splits))
+        seconds.append(setting.seconds(now) or [step_seconds(plain, now, cost, None, limit)] * len(setting.splits))
         setting.session.observe(now)
         setting.propose(step + 1)
     *early, last = np.array(seconds).reshape(repeats, period, -1).sum(axis=1)
@@ -90,7 +91,7 @@ def run_auto(config: PlannerConfig, start: Placement, cost: Cost, loads: np.ndar
     seconds, clock, changes, host = [], 0.0, [], 0.0
     for step in range(_FOLLOWED.value // period * period):
         now = loads[step % period]
-        taken = step_seconds(running, now, dataclasses.replace(cost, schedule=under), ahead)
+        taken = step_seconds(running, now, dataclasses.replace(cost, schedule=under), ahead, config.bucket_limit)
         began = time.perf_counter()
         session.observe(now)
         plan, setting = session.propose(step + 1), session.in_force

@@ -7,8 +7,13 @@ import logging
 import numpy as np
 import pytest
 
-from moe_jax.cluster import Cluster
+from moe_jax.cluster import Cluster, exchange_seconds
 from moe_jax.cluster.layer_seconds import LayerShape, ScheduleLine, schedule_line
+from moe_jax.moe.build import layer_sizes
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.schedules.auto import schedule_lines
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning import routing
 from moe_jax.planning.auto import AutoSession, Setting, build_settings, step_seconds
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, home_seconds
@@ -18,6 +23,7 @@ L, D, E = 2, 4, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
 COST = Cost(cluster=CLUSTER, model_dim=512, hidden_dim=128, replica_slots=2, overlap_degree=8)
 START = Placement.even(L, E, D, 2)
+LIMIT = PlannerConfig().bucket_limit
 ROWS = LayerShape(schedule="s1", tokens=4000, model_dim=2048, rows=1, ep_size=D, members_in_node=2)
 LINES = (schedule_line(ROWS, CLUSTER), ScheduleLine("ring", 12e-3, 0.0))  # even loads take 8 ms, hot ones 23
 
@@ -51,8 +57,8 @@ def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
     with caplog.at_level(logging.WARNING):
         plans = run(session, loads)
     assert [bool(plan.program) for plan in plans].index(True) == 8  # judged from the second step's loads on
-    chosen = step_seconds(plans[-1], loads[0], session.cost, session.in_force.ahead)
-    taken = [step_seconds(START, loads[0], COST, None)]
+    chosen = step_seconds(plans[-1], loads[0], session.cost, session.in_force.ahead, LIMIT)
+    taken = [step_seconds(START, loads[0], COST, None, LIMIT)]
     for setting in build_settings(PlannerConfig(name="auto"), START, COST):
         for now in loads[:8]:
             setting.session.observe(now)
@@ -77,8 +83,8 @@ def test_loads_that_cannot_be_predicted_are_judged_by_what_plans_cost():
     session = session_of()
     seconds, plain, plan, ahead = 0.0, 0.0, START, None
     for step, now in enumerate(loads):
-        seconds += step_seconds(plan, now, session.cost, ahead)
-        plain += step_seconds(START, now, COST, None)
+        seconds += step_seconds(plan, now, session.cost, ahead, LIMIT)
+        plain += step_seconds(START, now, COST, None, LIMIT)
         session.observe(now)
         plan = session.propose(step + 1)
         ahead = session.in_force.ahead
@@ -116,6 +122,27 @@ def test_lines_are_those_of_the_layer_and_a_pipeline_hides_the_shorter_side():
     np.testing.assert_allclose(both, [4 * m + 3 * f, max(2 * m, m + f) + max(2 * m, m + 2 * f)])
 
 
+def test_what_no_bucket_holds_is_sent_in_more_passes():
+    """Of 4,000 choices of a source 2,900 are for one device: three buckets of 1.2 times the mean."""
+    now = loads_of("hot", 1)[0]
+    now[1] = 500  # one layer alone needs passes: its exchanges take three times as long
+    seconds = [step_seconds(START, now, COST, None, limit) for limit in (4.0, 1.2)]
+    received = routing.pair_loads(START, now)[0] * COST.exchanged_bytes
+    once = exchange_seconds(CLUSTER, received, "a test")
+    np.testing.assert_allclose(seconds[1] - seconds[0], 4 * 2 * once)
+
+
+def test_a_pipeline_hides_nothing_on_a_cpu():
+    """XLA runs an exchange and the experts next to it one after the other there."""
+    groups = {}
+    for kind in ("cpu", "NVIDIA H100 80GB HBM3"):
+        roles = build_mesh(MeshConfig(expert=D, devices_per_node=2), D, kind=kind)
+        sizes = layer_sizes(MoEConfig(num_experts=E, schedule="auto"), roles, 64, None, 16, 4)
+        groups[kind] = {line.name: line.groups for line in schedule_lines(roles, sizes, CLUSTER, False)}
+    one = {"s1": 1, "pairwise": 1, "ring": 1}
+    assert groups == {"cpu": one, "NVIDIA H100 80GB HBM3": {**one, "pairwise": 2}}
+
+
 def test_a_setting_pays_for_homes_that_move():
     cost = dataclasses.replace(COST, replica_slots=0)
     setting = Setting(PlannerConfig(name="smartmoe", replica_slots=0, interval=1000), START, cost)
@@ -128,7 +155,7 @@ def test_a_setting_pays_for_homes_that_move():
         homes.append(setting.plans[0].home)
         paid = float(home_seconds(*homes[-2:], D, cost).sum())
         assert paid > 0 and setting.moved == (paid if step else 0.0)  # the first move is part of a change
-    want = step_seconds(setting.plans[0], now, cost, None) + paid
+    want = step_seconds(setting.plans[0], now, cost, None, LIMIT) + paid
     assert setting.seconds(now) == [want]
     setting.propose(1001)
     assert setting.moved == 0.0

@@ -61,5 +61,7 @@ def schedule_lines(roles: Roles, sizes: LayerSizes, cluster: Cluster, one_piece:
     for name in candidates(roles, sizes, one_piece):
         groups = choose_groups(roles, sizes.config.pairwise_groups) if name == "pairwise" else 1
         shape = dataclasses.replace(layer_shape(name, roles, sizes, groups), members_in_node=1)
-        lines.append(schedule_line(shape, cluster, gather))
+        line = schedule_line(shape, cluster, gather)
+        # XLA for CPUs runs exchanges and experts one after the other: nothing hides
+        lines.append(line._replace(groups=1) if roles.device_kind == "cpu" else line)
     return tuple(lines)
