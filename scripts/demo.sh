@@ -18,6 +18,8 @@ for word in "$@"; do
   case "$before" in --workdir) workdir=$word ;; esac
   before=$word
 done
+# glibc then takes pages of 2 MB for large arrays: a sixth of a step went into making pages of 4 kB
+export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 tokenizer=$workdir/tokenizer.json
 if [ ! -e "$tokenizer" ]; then
   "$venv/bin/python" -m moe_jax.data.train_tokenizer --out="$tokenizer" --vocab_size=2048
