@@ -273,10 +273,10 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
         floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # next to their scales
         rows = [array for array in floats if len(array.dims) == 2]
         product = None
-        if len(rows) == 1 and any(len(array.dims) == 3 for array in floats) and len(result.dims) == 2:
-            groups = max(
-                (array.dims[0] for array in arrays if array.dtype == "s32" and len(array.dims) == 1), default=0
-            )
+        weights = [array for array in floats if len(array.dims) == 3]
+        if len(rows) == 1 and weights and len(result.dims) == 2:
+            counts = [array.dims[0] for array in arrays if array.dtype == "s32" and len(array.dims) == 1]
+            groups = max(counts, default=weights[0].dims[0])
             backward = "transpose(" in instruction.op_name
             sizes = (result.dims[0], rows[0].dims[1], result.dims[1], groups)
             product = Product("dlhs" if backward else "forward", "bf16", sizes)
