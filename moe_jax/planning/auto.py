@@ -26,8 +26,7 @@ import time
 
 import numpy as np
 
-from moe_jax.cluster import group_of, uniform_seconds
-from moe_jax.parallel.bucket_rows import BucketRows, carried
+from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import BALANCERS, Planner, build_planner, knob, register
@@ -35,7 +34,7 @@ from moe_jax.planning.cost import Cost, home_seconds, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_session import PlanSession, Predictor
 from moe_jax.planning.plan_shape import build_shape, fits, grow
-from moe_jax.planning.shares import split_evenly
+from moe_jax.planning.shares import padded_seconds, split_evenly
 from moe_jax.planning.sizes import pairs_by_kind, placement_sizes
 
 _LOG = logging.getLogger(__name__)
@@ -162,7 +161,7 @@ def step_seconds(
         pairs = routing.pair_loads(plan, routing.whole(loads))
         computed = pairs.sum(axis=1)
         received = computed - np.einsum("ldd->ld", pairs)
-        exchange = padded_seconds(pairs, plan, cost, bucket_limit * loads.sum(axis=2).max() / plan.devices)
+        exchange = passes_seconds(pairs, plan, cost, bucket_limit * loads.sum(axis=2).max() / plan.devices)
     else:
         computed, received = routing.expected(plan, loads)
     trans = np.full(plan.layers, 0.0 if ahead is None else cost.shape_seconds(ahead))
@@ -170,7 +169,7 @@ def step_seconds(
     return float(sum(parts.values()).sum())
 
 
-def padded_seconds(pairs: np.ndarray, plan: Placement, cost: Cost, most: float) -> np.ndarray:
+def passes_seconds(pairs: np.ndarray, plan: Placement, cost: Cost, most: float) -> np.ndarray:
     """Return the seconds of one exchange in each layer, [L], with all its passes: pairs [L, D, D].
 
     Buckets are as long as the fullest pair of their kind in any layer, and those that travel at most `most` rows.
@@ -178,11 +177,8 @@ def padded_seconds(pairs: np.ndarray, plan: Placement, cost: Cost, most: float) 
     fullest = {kind: own.max(axis=-1, initial=0) for kind, own in pairs_by_kind(pairs, plan.devices_per_node).items()}
     rows = {kind: max(1, math.ceil(own.max())) for kind, own in fullest.items()}
     rows |= {kind: min(rows[kind], max(1, math.ceil(most))) for kind in ("node", "far")}
-    sent = carried(BucketRows(**rows), plan.devices, plan.devices_per_node)
-    group = group_of(cost.cluster, plan.devices, stride=cost.shards)
-    inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
-    once = float(uniform_seconds(cost.cluster, group, inside, across, "planner 'auto'"))
-    return once * np.max([np.maximum(1, np.ceil(fullest[kind] / rows[kind])) for kind in ("node", "far")], axis=0)
+    passes = np.max([np.maximum(1, np.ceil(fullest[kind] / rows[kind])) for kind in ("node", "far")], axis=0)
+    return padded_seconds(BucketRows(**rows), plan, cost) * passes
 
 
 def even_seconds(loads: np.ndarray, cost: Cost) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.cluster import group_of, uniform_seconds
-from moe_jax.parallel.bucket_rows import carried
+from moe_jax.parallel.bucket_rows import BucketRows, carried
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import NUMPY, home_loads
 from moe_jax.planning.cost import Cost
@@ -219,6 +219,14 @@ def _units(share: np.ndarray, first: np.ndarray) -> np.ndarray:
     return edge - np.where(first[:, None], 0, earlier)
 
 
+def padded_seconds(rows: BucketRows, placement: Placement, cost: Cost) -> float:
+    """Return the seconds of one exchange of buckets of so many rows between all devices of the placement."""
+    sent = carried(rows, placement.devices, placement.devices_per_node)
+    inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
+    group = group_of(cost.cluster, placement.devices, stride=cost.shards)
+    return float(uniform_seconds(cost.cluster, group, inside, across, "the split of tokens"))
+
+
 def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str = "") -> tuple[Placement, str]:
     """Return (placement, split) whose padded exchange takes less time for loads [L, S, E].
 
@@ -234,11 +242,7 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
         return placement, now
     found, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
     for name, plan in found.items():
-        rows = routing.fullest(plan, loads).each(lambda size: max(size, 1))
-        sent = carried(rows, plan.devices, plan.devices_per_node)
-        inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
-        group = group_of(cost.cluster, plan.devices, stride=cost.shards)
-        price[name] = float(uniform_seconds(cost.cluster, group, inside, across, "the split of tokens"))
+        price[name] = padded_seconds(routing.fullest(plan, loads).each(lambda size: max(size, 1)), plan, cost)
     other = {"plan": "even", "even": "plan"}.get(now)
     if other is None:
         best = min(SPLITS, key=price.__getitem__)
