@@ -18,7 +18,7 @@ for word in "$@"; do
   case "$before" in --workdir) workdir=$word ;; esac
   before=$word
 done
-# glibc then takes pages of 2 MB for large arrays: a sixth of a step went into making pages of 4 kB
+# glibc then takes pages of 2 MB for large arrays; making those of 4 kB is a part of every step (docs/results.md)
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 tokenizer=$workdir/tokenizer.json
 if [ ! -e "$tokenizer" ]; then

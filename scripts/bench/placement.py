@@ -18,7 +18,7 @@ A side is a planner, or PLANNER+SCHEDULE; `auto` chooses both, and runs --auto_s
 it decides and compiles. It is held against these six, EP among them, whose names stood here before the first run:
 
     sudo python scripts/bench/placement.py --out=DIR --trace=configs/trace/top_2.npz --devices_per_host=2 --rounds=5 \\
-        --timeout=900 --planners=hecate,pro_prophet,balanced,llep,none+pairwise,auto
+        --timeout=2400 --planners=hecate,pro_prophet,balanced,llep,none+pairwise,auto
 """
 
 from __future__ import annotations
