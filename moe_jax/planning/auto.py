@@ -6,8 +6,9 @@ before each step the placement of the setting in force, whose `program` ('SCHEDU
     settings   schedule x planner x slots x split; each proposes by a `PlanSession` of its own, from the same past
     judged     by the one cost model, on the loads of the step after those that it had seen when it proposed: a setting
                that predicts badly is judged by what its plan cost, with the moves of homes that it made
-    a round    `auto_steps` steps in which all settings are judged, up to `LONGEST` times as many while chance may still
-               turn the answer (two standard errors of the difference); those that can no longer win stop early
+    a round    all settings plan for `auto_steps` steps, since some need that long to reach what they can do, and are
+               judged in as many again, up to `LONGEST` times as many while chance may still turn the answer (two
+               standard errors of the difference); those that can no longer win stop early
     a change   where the best saved more than `auto_margin` of a step, and would save more than moving homes costs in
                as many steps again; the old program goes on while the new one compiles, so a change costs no more
 
@@ -49,7 +50,7 @@ SHOWN = 8  # settings in the table of a decision
 class AutoPlanner(Planner):
     """One proposal: the cheapest of all planners that leave homes where they are; whether a move pays takes time."""
 
-    auto_steps: int = knob(32, "steps over which settings are judged before one is chosen", least=2)
+    auto_steps: int = knob(32, "steps that settings plan before they are judged, and in which they are judged", least=2)
     auto_margin: float = knob(0.01, "part of a step's time in the MoE layers that a change must save", least=0.0)
 
     def propose(self, loads, placement, cost):
@@ -229,6 +230,7 @@ class AutoSession(PlanSession):
         self.current = (0, 0)  # places of the setting and the split in force
         self.judged: dict[int, list[list[float]]] = {}  # {place of a setting in a round: each step's seconds by split}
         self.even: list[float] = []  # of the same steps, the least that any setting could take
+        self.settling = False  # in the first `auto_steps` steps of a round, of which the setting in force alone counts
         self.wait, self.waits = 0, 1  # steps to the next round; rounds that the wait after it lasts
         self.recent: list[float] = []  # seconds over the least, of the last steps
         self.decided_at = 0.0  # what their mean was at the last decision
@@ -241,6 +243,7 @@ class AutoSession(PlanSession):
         return self.settings[self.current[0]]
 
     def _begin_round(self) -> None:
+        self.settling = True
         self.judged, self.even = {place: [] for place in range(len(self.settings))}, []
         for place, setting in enumerate(self.settings):
             if place != self.current[0]:
@@ -251,13 +254,16 @@ class AutoSession(PlanSession):
         began, seen = time.perf_counter(), np.asarray(loads) / self.exchanges_per_step
         if self.in_force.plans:
             even = even_seconds(seen, self.base_cost)
-            taken = {place: self.settings[place].seconds(seen) for place in self.judged or self.current[:1]}
+            places = self.current[:1] if self.settling or not self.judged else self.judged
+            taken = {place: self.settings[place].seconds(seen) for place in places}
             ratio = taken[self.current[0]][self.current[1]] / max(even, 1e-30)
             self.recent = [*self.recent, ratio][-self.config.auto_steps :]
             if self.judged:
                 self.even.append(even)
-                for place, rows in self.judged.items():
-                    rows.append(taken[place])
+                for place, own in taken.items():
+                    self.judged[place].append(own)
+                if self.settling and len(self.even) == self.config.auto_steps:
+                    self.settling, self.even, self.judged = False, [], {place: [] for place in self.judged}
         super().observe(loads)
         for predictor in self.predictors.values():
             predictor.observe(loads)
@@ -293,6 +299,8 @@ class AutoSession(PlanSession):
         margin, now = self.config.auto_margin, self._taken(*self.current)
         if now.mean() <= (1 + margin) * np.mean(self.even):
             self.judged = {self.current[0]: self.judged[self.current[0]]}
+            return
+        if self.settling:
             return
         best = min((self._taken(*at) for at in self._alive()), key=np.mean)
         for place in set(self.judged) - {self.current[0]}:
@@ -364,7 +372,7 @@ class AutoSession(PlanSession):
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""
         kept = sorted({*self.judged, self.current[0]})
-        plain = ("judged", "even", "wait", "waits", "recent", "decided_at", "current")
+        plain = ("judged", "even", "settling", "wait", "waits", "recent", "decided_at", "current")
         return {
             **super().state(),
             "predictors": [predictor.state() for predictor in self.predictors.values()],
@@ -375,7 +383,7 @@ class AutoSession(PlanSession):
     def restore(self, state: dict) -> None:
         """Continue from what `state` returned, on the same devices; from the homes alone where it is not of `auto`."""
         super().restore(state)
-        if "auto" not in state or len(state["predictors"]) != len(self.predictors):
+        if "settling" not in state.get("auto", ()) or len(state["predictors"]) != len(self.predictors):
             return self.drop_replicas()
         for predictor, own in zip(self.predictors.values(), state["predictors"], strict=True):
             predictor.restore(own)

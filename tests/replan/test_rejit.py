@@ -172,7 +172,7 @@ def test_swap_after_is_exact(started):
     assert [shape.ahead is not None for shape, *_ in seen].index(True) == 1 + 3
 
 
-AUTO = {"name": "auto", "schedule": "auto", "auto_steps": 4, "auto_margin": 0.0, "cluster": FLAT}
+AUTO = {"name": "auto", "schedule": "auto", "auto_steps": 3, "auto_margin": 0.0, "cluster": FLAT}
 
 
 @pytest.mark.parametrize("own, cut", [({}, 2), ({}, 6), ({"segments": SEGMENTS}, 9), (AUTO, 3), (AUTO, 7), (AUTO, 12)])
