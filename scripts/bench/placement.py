@@ -18,7 +18,9 @@ A side is a planner, or PLANNER+SCHEDULE; `auto` chooses both, and runs --auto_s
 it decides and compiles. It is held against these six, EP among them, whose names stood here before the first run:
 
     sudo python scripts/bench/placement.py --out=DIR --trace=configs/trace/top_2.npz --devices_per_host=2 --rounds=5 \\
-        --timeout=2400 --planners=hecate,pro_prophet,balanced,llep,none+pairwise,auto
+        --settle=106 --timeout=2400 --planners=hecate,pro_prophet,balanced,llep,none+pairwise,auto
+
+with all sides past step 100, where Hecate moves homes.
 """
 
 from __future__ import annotations
