@@ -68,5 +68,6 @@ if [ "$ecosystem" = yes ]; then
   exec "$venv/bin/python" -m pytest -n 2 -m ecosystem ${arguments[@]+"${arguments[@]}"}
 fi
 make_environment "$venv" ""
-# Two at a time: most of a test is compiling, on one core. A later -n wins (-n 0 for a debugger).
-exec "$venv/bin/python" -m pytest -n 2 ${arguments[@]+"${arguments[@]}"}
+# Two at a time: most of a test is compiling, on one core. Each begins at its end of the list, which keeps modules
+# together, and takes over from the other what that has left. A later -n wins (-n 0 for a debugger).
+exec "$venv/bin/python" -m pytest -n 2 --dist=worksteal ${arguments[@]+"${arguments[@]}"}

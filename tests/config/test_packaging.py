@@ -88,7 +88,7 @@ def test_scripts_install_what_they_use_once_and_again_when_requirements_change(t
     assert shell("demo.sh", tmp_path).returncode == 0
     assert shell("test.sh", tmp_path, "tests/moe", "-k", "gate or drop").returncode == 0
     assert "pip install" not in log.read_text(), "installed again although nothing changed"
-    assert log.read_text().splitlines()[-1] == "-m pytest -n 2 tests/moe -k gate or drop"
+    assert log.read_text().splitlines()[-1] == "-m pytest -n 2 --dist=worksteal tests/moe -k gate or drop"
     (tmp_path / "venv" / "installed.txt").write_text("jax==0.1\n")
     log.write_text("")
     shell("test.sh", tmp_path)
