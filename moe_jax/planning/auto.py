@@ -292,7 +292,7 @@ class AutoSession(PlanSession):
     def _drop_losers(self) -> None:
         """Every eight steps stop judging what is dearer than the best, beyond chance and two margins.
 
-        Where nothing could save a margin of the setting in force, that is all of the others.
+        Where nothing could save a margin of the setting in force, that is all of the others, also while they settle.
         """
         if not self.even or len(self.even) % 8:
             return

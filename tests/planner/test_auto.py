@@ -47,8 +47,8 @@ def run(session, loads, first=0):
     return plans
 
 
-def session_of(cost=COST, **fields):
-    return AutoSession(PlannerConfig(name="auto", auto_steps=8, **fields), START, cost)
+def session_of(cost=COST, steps=8):
+    return AutoSession(PlannerConfig(name="auto", auto_steps=steps), START, cost)
 
 
 def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
@@ -68,11 +68,14 @@ def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
     assert "mean of 8 steps" in table and " chosen" in table and " in force" in table
 
 
-def test_even_loads_are_left_alone_and_cost_no_planning(caplog):
-    session = session_of()
+def test_even_loads_are_left_alone_after_eight_steps_and_cost_no_planning(caplog, monkeypatch):
+    priced, seconds = [], Setting.seconds
+    monkeypatch.setattr(Setting, "seconds", lambda own, loads: priced.append(own) or seconds(own, loads))
+    session = session_of(steps=16)
     with caplog.at_level(logging.WARNING):
-        plans = run(session, loads_of("even", 20))
+        plans = run(session, loads_of("even", 9))
     assert all(plan.program == "" and plan == START for plan in plans)
+    assert priced == [session.in_force] * 8  # the first step has no plan yet; others are not judged so early
     assert not session.judged and session.waits == 2 and not caplog.records
 
 
@@ -99,8 +102,8 @@ def test_a_schedule_whose_time_no_skew_changes_wins_under_skew():
 def test_a_planner_that_needs_steps_to_learn_a_cycle_is_judged_when_it_knows_it(monkeypatch):
     """FlexMoE adds a replica a step: in its first eight steps it is dearer than plain, afterwards it knows all hot."""
     monkeypatch.setattr("moe_jax.planning.auto.planners", lambda devices: ["flexmoe"])
-    cost, loads = dataclasses.replace(COST, replica_slots=6, hidden_dim=1024), loads_of("turning", 24)
-    session = session_of(cost)
+    cost, loads = dataclasses.replace(COST, replica_slots=6, hidden_dim=1024), loads_of("turning", 40)
+    session = session_of(cost, steps=16)
     plan = run(session, loads)[-1]
     assert session.in_force.names[session.current[1]] == "as configured flexmoe 6 plan"
     taken = [step_seconds(plan, now, session.cost, session.in_force.ahead, LIMIT) for now in loads[:E]]
