@@ -285,7 +285,7 @@ def _make_block_wise_loop(
         graph=unit_graph(segment),
         moe=moe,
         block_schedule=config.block_wise.build(
-            config.moe_layers, recompute=config.recomputes, results_again=moe.schedule.needs_results, **shares
+            config.moe_layers, recompute=config.recomputes, results_again=moe.reads_results, **shares
         ),
         transfer=None if plan is None or plan.ahead is None else ReplicaTransfer(plan.ahead, roles.expert),
         late=None if plan is None else plan.late,

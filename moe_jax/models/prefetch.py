@@ -408,8 +408,7 @@ class Forward(Direction):
         if self.how.transfer is not None and self.save_residuals and schedule.refetch_replicas:
             # The backward needs the top layer's replicas at once. All turns of a loop are alike, so each leaves its
             # own here; before the first, zeros of the same type.
-            bank, (like, *_) = self.constants.bank, self.grad_sinks()[1]
-            live[TOP_REPLICAS] = {name: leaf.astype(bank[name].dtype) for name, leaf in like.items()}
+            live[TOP_REPLICAS] = empty_replicas(self.constants.bank, self.how.transfer)
         live, outside, stacked = self.run_loop(schedule.forward, live, {})
         counted = []
         for half in self.halves:
@@ -621,7 +620,7 @@ class Backward(Direction):
         else:
             value = live.pop(self.key_read(stage + "_again", window))
         made, live[stage, *at] = self.compute(stage, window, live, value, save=True)
-        if stage in ("experts", "send_back") and not self.how.moe.schedule.needs_results:
+        if stage in ("experts", "send_back") and not self.how.moe.reads_results:
             # no backward reads the results: with zeros in their place the last product and the way home are not made
             made = self.after(cast_varying(jnp.zeros_like(made), varying_axes(made)), made)
             if stage == "experts":  # what is kept is there before the backward of the layer begins

@@ -57,6 +57,11 @@ class MoE:
         """Whether replicas may be fetched after the gate, in a branch of the program."""
         return self.plan is not None and self.plan.late is not None
 
+    @property
+    def reads_results(self) -> bool:
+        """Whether the layer's backward reads what the experts computed; where it does not, none of it is made again."""
+        return self.schedule.needs_results or self.config.residual == "learned"  # so does the gradient of w_mix
+
     def __call__(self, x, gate, inputs: RouterInputs, bank, grad_sink, replicas=()):
         """Run the layer on tokens x [t, M].
 
