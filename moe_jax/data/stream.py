@@ -1,7 +1,7 @@
 """Windows of tokens by step: what a training step and an evaluation read. Letters: docs/notation.md.
 
 Windows are int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Documents are packed one after the other.
-Windows of conversations hold whole ones, of marked ids (chat.py); what fills them up is marked as one more.
+Windows of conversations hold whole ones, of marked ids (chat.py), and may be shorter; so may the last one of a text.
 """
 
 # Windows lie Sq apart and share one token, so each token is a target once an epoch, but for the first and the fewer
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.data.cache import TokenCache, TokenSpan, hash64, shuffled, uniform
-from moe_jax.data.chat import ANSWER, FIRST, ID_BITS
+from moe_jax.data.chat import ANSWER, ID_BITS
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import UserError
 
@@ -46,11 +46,15 @@ class TextWindows:
 
     def __init__(self, span: TokenSpan, sequence_length: int, *, short: bool = False):
         self._span, self._length = span, sequence_length
-        targets = max(0, len(span) - 1)
-        self._count = -(-targets // sequence_length) if short else targets // sequence_length
+        self._targets = max(0, len(span) - 1)
+        self._count = -(-self._targets // sequence_length) if short else self._targets // sequence_length
 
     def __len__(self) -> int:
         return self._count
+
+    def sizes(self, windows: np.ndarray) -> np.ndarray:
+        """Return how many ids windows [n] hold, int64 [n]."""
+        return np.minimum(self._targets - windows * self._length, self._length) + 1
 
     def read(self, window: int) -> np.ndarray:
         """Return a window's ids, int32 [Sq + 1] or fewer."""
@@ -86,23 +90,29 @@ class ChatWindows:
                 )
             self.lost += int(np.count_nonzero(answer[self._length :]))
         places = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
-        self._pieces = [[places[at] for at in own] for own in _fit(sizes, self._length if packed else 0)]
+        # where several share a window all their tokens are inputs, as each one's are alone in a longer window
+        fitted = _fit(sizes, sequence_length if packed else 0)
+        self._pieces = [[places[at] for at in own] for own in fitted]
+        self._sizes = np.array([sizes[own].sum() for own in fitted], np.int64)
         self.tokens = int(sizes.sum())
 
     def __len__(self) -> int:
         return len(self._pieces)
 
+    def sizes(self, windows: np.ndarray) -> np.ndarray:
+        """Return how many ids windows [n] hold, int64 [n]."""
+        return self._sizes[windows]
+
     def read(self, window: int) -> np.ndarray:
-        """Return a window's marked ids, int32 [Sq + 1]."""
-        ids = np.zeros(self._length, np.int32)
-        parts = np.concatenate([self._ids[start:end] for start, end in self._pieces[window]])
-        ids[: parts.size] = parts
-        ids[parts.size : parts.size + 1] = FIRST
-        return ids
+        """Return a window's marked ids, int32 [Sq + 1] or fewer."""
+        return np.concatenate([self._ids[start:end] for start, end in self._pieces[window]])
 
 
 def _fit(sizes: np.ndarray, room: int) -> list[list[int]]:
-    """Return which items share a box of size `room`, ascending within each, by best fit, longest first."""
+    """Return which items share a box of size `room`, ascending within each, by best fit, longest first.
+
+    One that is larger than a box has one for itself.
+    """
     boxes: list[list[int]] = []
     with_space: dict[int, list[int]] = {}  # space that is left -> boxes
     spaces: list[int] = []  # the keys, ascending
@@ -170,6 +180,17 @@ def mask_tokens(
     return inputs.astype(np.int32), tokens.astype(np.int32), chosen.astype(np.float32)
 
 
+def token_numbers(sizes: np.ndarray, length: int, rows: np.ndarray, none: int) -> np.ndarray:
+    """Number the tokens that rows of windows hold: int32 [b, Sq], `none` behind the last token of a row.
+
+    Args:
+      sizes: int64 [B], ids that the window of each row holds; length: Sq; rows: int [b], which of the B.
+    """
+    inputs, column = np.minimum(sizes, length), np.arange(length)
+    first = np.cumsum(inputs) - inputs
+    return np.where(column < inputs[rows, None], first[rows, None] + column, none).astype(np.int32)
+
+
 def document_numbers(tokens: np.ndarray, end_id: int) -> np.ndarray:
     """Return how many ends of documents precede each token in its window, the number of its document: int32 [b, n].
 
@@ -226,15 +247,27 @@ class TokenStream:
     def batch(self, step: int, rows: slice | np.ndarray | None = None) -> np.ndarray:
         """Return rows of a step (from 0), int32 [b, Sq + 1]: those of the B global ones that `rows` picks, or all."""
         row = np.arange(self.batch_size, dtype=np.int64)[slice(None) if rows is None else rows]
+        out = np.zeros((row.size, self.sequence_length + 1), np.int32)
+        for source, places, windows in self._windows(step, row):
+            for i, window in zip(places.tolist(), windows.tolist(), strict=True):
+                ids = source.read(window)
+                out[i, : ids.size] = ids
+        return out
+
+    def sizes(self, step: int) -> np.ndarray:
+        """Return how many ids each row of a step holds, int64 [B]; behind them `batch` has zeros."""
+        out = np.empty(self.batch_size, np.int64)
+        for source, places, windows in self._windows(step, np.arange(self.batch_size, dtype=np.int64)):
+            out[places] = source.sizes(windows)
+        return out
+
+    def _windows(self, step: int, row: np.ndarray) -> Iterator[tuple[TextWindows | ChatWindows, np.ndarray, np.ndarray]]:
+        """Yield (source, places int [n] in `row`, their windows int64 [n]) of each part of the mixture."""
         part, number = self._parts(self._before + step * self.batch_size + row)
-        out = np.empty((row.size, self.sequence_length + 1), np.int32)
         for which, (source, windows) in enumerate(zip(self._sources, self.windows, strict=True)):
             places = np.flatnonzero(part == which)
             epoch, place = np.divmod(number[places], windows)
-            window = shuffled(place, windows, _ORDER, self.seed, epoch)
-            for i, number_in_part in zip(places.tolist(), window.tolist(), strict=True):
-                out[i] = source.read(number_in_part)
-        return out
+            yield source, places, shuffled(place, windows, _ORDER, self.seed, epoch)
 
     def _parts(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which part each window of the mixture comes from, and its number among that part's, int64 [n].
@@ -302,14 +335,25 @@ class TokenStream:
         self._before = (0 if other_text else read) - saved["step"] * self.batch_size
 
 
+def held_out_windows(
+    cache: TokenCache, *, sequence_length: int, limit: int = 0, packed: bool = False
+) -> tuple[TextWindows | ChatWindows, np.ndarray]:
+    """Return the held-out windows, and which of them an evaluation takes, int64 [n]; arguments: `held_out_batches`."""
+    source = windows_of(cache, cache.held_out, sequence_length, packed=packed, short=True)
+    count = len(source)
+    taken = min(limit, count) if limit else count
+    return source, np.arange(taken) * count // taken
+
+
 def held_out_batches(
     cache: TokenCache, *, sequence_length: int, batch_size: int, limit: int = 0,
     rows: slice | np.ndarray | None = None, packed: bool = False,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
-    """Yield (tokens, weights) of the held-out windows, in the order of the text, every batch of the same shape.
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:  # fmt: skip
+    """Yield (tokens, weights, windows, sizes) of the held-out text in its order, every batch of the same shape.
 
     tokens is int32 [b, Sq + 1], 0 where there is none; weights is float32 [b, Sq], 1 for each target that counts, else
-    0. Sum of weighted losses over sum of weights, both over all batches and hosts, is the exact mean.
+    0. Sum of weighted losses over sum of weights, both over all batches and hosts, is the exact mean. windows and sizes
+    are int64 [B], of all rows: the number of each one's window, -1 for none, and how many ids that holds.
 
     Without a limit each held-out token but the first is a target once. With one, that many windows are taken, spread
     evenly over the held-out text.
@@ -320,14 +364,12 @@ def held_out_batches(
       rows: which of the B global rows; None gives all. All hosts get the same number of batches.
       packed: as of `windows_of`; of conversations, targets that are marked as answers count.
     """
-    source = windows_of(cache, cache.held_out, sequence_length, packed=packed, short=True)
-    count = len(source)
-    taken = min(limit, count) if limit else count
-    windows = np.arange(taken) * count // taken
-    for first in range(0, len(windows), batch_size):
-        numbers = np.full(batch_size, -1, np.int64)
-        numbers[: len(windows) - first] = windows[first : first + batch_size]
-        numbers = numbers[slice(None) if rows is None else rows]
+    source, taken = held_out_windows(cache, sequence_length=sequence_length, limit=limit, packed=packed)
+    for first in range(0, len(taken), batch_size):
+        windows = np.full(batch_size, -1, np.int64)
+        windows[: len(taken) - first] = taken[first : first + batch_size]
+        sizes = np.where(windows < 0, 0, source.sizes(np.maximum(windows, 0)))
+        numbers = windows[slice(None) if rows is None else rows]
         tokens = np.zeros((numbers.size, sequence_length + 1), np.int32)
         weights = np.zeros((numbers.size, sequence_length), np.float32)
         for i, window in enumerate(numbers.tolist()):
@@ -335,7 +377,7 @@ def held_out_batches(
                 ids = source.read(window)
                 tokens[i, : ids.size] = ids
                 weights[i, : ids.size - 1] = ids[1:] & ANSWER > 0 if cache.meta.answers else 1
-        yield tokens, weights
+        yield tokens, weights, windows, sizes
 
 
 def held_out_counts(
@@ -348,7 +390,7 @@ def held_out_counts(
     """
     counts = np.zeros(cache.meta.max_id + 1, np.int64)
     sizes = {"sequence_length": sequence_length, "batch_size": 64, "limit": limit, "packed": packed}
-    for tokens, weights in held_out_batches(cache, **sizes):
+    for tokens, weights, *_ in held_out_batches(cache, **sizes):
         counted = weights > 0 if boundary_id is None else (weights > 0) & inside_documents(tokens, boundary_id)
         counts += np.bincount(tokens[:, 1:][counted] & ID_BITS, minlength=counts.size)
     return counts

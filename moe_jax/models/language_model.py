@@ -73,6 +73,8 @@ class Batch:
         in `StepStats.loads`; None where it needs none.
       documents: int32 [B, Sq], the document that each token is of, equal exactly within a document, whose tokens are
         neighbours; of a model with `ModelConfig.document_mask`, None of others.
+      token_ids: int32 [B, Sq], the number of each token among those of the step that are none of padding, `PADDING`
+        behind the last token of a row; of a model with `padded`, None of others, whose rows are full.
     """
 
     inputs: jax.Array
@@ -81,6 +83,7 @@ class Batch:
     choices: jax.Array | None = None
     counted: jax.Array | None = None
     documents: jax.Array | None = None
+    token_ids: jax.Array | None = None
 
 
 def by_token(choices, batch_size: int):
@@ -159,6 +162,7 @@ class LanguageModel:
       zero_stage: 0, 1 or 3, of the dense parameters.
       expert_zero_stage: 0-3, of the experts; where tokens move, 0 and 1 are as `zero_stage` says.
       lora: adapters, next to the parameters that they adapt, which are frozen then.
+      padded: whether batches say which tokens are padding: these go to no expert, and no statistic counts them.
     """
 
     config: ModelConfig
@@ -168,6 +172,7 @@ class LanguageModel:
     zero_stage: int = 1
     expert_zero_stage: int = 1
     lora: LoraConfig = LoraConfig()
+    padded: bool = False
 
     def __post_init__(self):
         check_zero_stages(self.zero_stage, self.expert_zero_stage)

@@ -62,6 +62,7 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
     """
     config, roles = model.config, model.roles
     group, loops = make_model_group(config, roles, batch_size, length), {}
+    group = dataclasses.replace(group, padded=group.padded or model.padded)
     dtype, rows, tokens = jnp.dtype(config.dtype), group.rows, group.rows * length
     transformer = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     for segment in model.segments:
@@ -81,7 +82,9 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
         dense, bank, sinks = weights
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
-        if group.padded:
+        if model.padded:
+            token_ids = batch.token_ids.reshape(-1)
+        elif group.padded:
             token_ids = jnp.where(token_ids < (first_row + batch_size) * length, token_ids, PADDING)
         tables = local(tables)
         bank = {

@@ -33,7 +33,7 @@ from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import start_sums, with_grad_sink
 from moe_jax.moe.passes import most_of_all
-from moe_jax.moe.routers import GateStats, build_router, find, z_loss
+from moe_jax.moe.routers import PADDING, GateStats, build_router, find, z_loss
 from moe_jax.moe.schedule import MOST_ROWS
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for_tree
@@ -44,16 +44,20 @@ def check_step(model: LanguageModel, batch_size: int, length: int, microbatches:
     """Raise the UserError that `make_loss` raises for the sizes of a step; arguments as there, attention resolved.
 
     Raises:
-      UserError: as `make_model_group` and `check_document_mask`, where choices of a step cannot be counted, or a batch
-        that devices cannot share evenly meets a router that needs that.
+      UserError: as `make_model_group` and `check_document_mask`, where choices of a step cannot be counted, or padding
+        meets a router that takes none.
     """
-    padded = make_model_group(model.config, model.roles, batch_size, length).padded
+    uneven = make_model_group(model.config, model.roles, batch_size, length).padded
     for segment in model.expert_segments:
-        if padded and not find(segment.moe.router).takes_padding:
+        if (uneven or model.padded) and not find(segment.moe.router).takes_padding:
+            why, change = "windows of conversations are filled up with it", "set DataConfig.kind = 'text'"
+            if not model.padded:
+                devices = model.roles.size(model.roles.dense)
+                why = f"{devices} data-parallel devices cannot share {batch_size} sequences evenly"
+                change = "change train.batch_size or train.grad_accum_steps"
             raise UserError(
-                f"MoEConfig.router ({segment.moe.router!r}) takes no padding, and "
-                f"{model.roles.size(model.roles.dense)} data-parallel devices cannot share {batch_size} sequences "
-                "evenly; change train.batch_size or train.grad_accum_steps, or choose another router"
+                f"MoEConfig.router ({segment.moe.router!r}) takes no padding, and {why}; {change}, or choose another "
+                "router"
             )
     check_document_mask(model.config, length)
     top_k = max(segment.moe.top_k for segment in model.expert_segments)
@@ -97,7 +101,8 @@ def make_loss(
     if teacher is not None:
         taught = resolve_attention(teacher.model.config, device)
         check_document_mask(taught, length)
-        teacher = dataclasses.replace(teacher, model=dataclasses.replace(teacher.model, config=taught))
+        its_model = dataclasses.replace(teacher.model, config=taught, padded=model.padded)
+        teacher = dataclasses.replace(teacher, model=its_model)
     check_step(model, batch_size, length, microbatches)
     rows = P(roles.dense)
     frozen_specs = ()
@@ -113,6 +118,8 @@ def make_loss(
     stack, specs = _make_stack(model, layout, batch_size, length, microbatches, plan, teacher), own_specs(layout, roles)
 
     def loss(params, batch, tables, key, first_row, normalizer, *teacher_params, sums=None):
+        if not model.padded:
+            batch = dataclasses.replace(batch, token_ids=None)
         if (batch.documents is not None) != config.document_mask:
             raise ValueError("Batch.documents are given exactly where ModelConfig.document_mask is set")
         params = model.scaled(params)
@@ -128,7 +135,7 @@ def make_loss(
             stack,
             mesh=roles.mesh,
             in_specs=(
-                (specs, layout.params["bank"], sink_specs, sink_specs), Batch(rows, rows, rows, rows, P(), rows),
+                (specs, layout.params["bank"], sink_specs, sink_specs), Batch(rows, rows, rows, rows, P(), rows, rows),
                 model.tables_specs, P(), P(), P(), frozen_specs,
             ),
             out_specs=(P(), stats_specs),
@@ -202,9 +209,11 @@ def _make_stack(
             cross_entropy = lax.psum(total, roles.all) / normalizer
             kl = lax.psum(kl, roles.all) / normalizer
             token_loss, teacher_passes = cross_entropy + teacher.alpha * kl, passes_of(taught[2])
-        gate_losses = [
-            _gate_losses(segment, own, batch.counted, roles, global_tokens) for segment, (own, _) in found.items()
-        ]
+        tokens = global_tokens
+        if model.padded:
+            real = jnp.sum(batch.token_ids != PADDING, dtype=jnp.int32)
+            tokens = jnp.maximum(lax.psum(real, roles.dense), 1)
+        gate_losses = [_gate_losses(segment, own, batch.counted, roles, tokens) for segment, (own, _) in found.items()]
         aux, z, gates = zip(*gate_losses, strict=True)
         weighted = [
             jnp.sum(segment.moe.aux_loss_weight * own_aux + segment.moe.z_loss_weight * own_z)
@@ -218,7 +227,7 @@ def _make_stack(
             aux_loss=jnp.mean(_all_layers(aux)),
             z_loss=jnp.mean(_all_layers(z)),
             loads=tuple(gate.counts[:, None] for gate in gates),
-            gate_entropy=_all_layers([gate.entropy for gate in gates]) / global_tokens,
+            gate_entropy=_all_layers([gate.entropy for gate in gates]) / tokens,
             dropped=_all_layers([gate.dropped for gate in gates]),
             passes=passes_of(found),
             kl=kl,
@@ -253,7 +262,8 @@ def _gate_losses(segment: Segment, own: GateStats, counted, roles: Roles, tokens
     """Return (load-balancing losses [L], z-losses [L], GateStats of all tokens) of a segment.
 
     Args:
-      own: of this device's tokens; counted: as in `Batch`; tokens: of the global microbatch.
+      own: of this device's tokens; counted: as in `Batch`; tokens: of the global microbatch, without padding, an int
+        or int32 [].
     """
     sums = lax.psum(own.sums, roles.dense)
     inside = tuple(axis for axis in roles.all if axis not in segment.roles(roles).expert)

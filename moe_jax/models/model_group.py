@@ -114,7 +114,7 @@ class ModelGroup:
       axes: mesh axes of the group, () for a group of one.
       rows: b.
       split: whether the residual stream is split over tokens.
-      padded: whether the last sequences of the last groups are padding, which fills up a batch.
+      padded: whether some tokens are padding, such as the last sequences of the last groups, which fill up a batch.
       parts: 2 where the sequences are cut into halves; a split residual stream then holds a part of each of them.
     """
 

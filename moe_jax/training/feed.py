@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.cache import TokenCache
@@ -28,13 +29,15 @@ from moe_jax.data.stream import (
     document_numbers,
     held_out_batches,
     held_out_counts,
+    held_out_windows,
     inside_documents,
     mask_tokens,
-    windows_of,
+    token_numbers,
 )
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import UserError
 from moe_jax.models import Batch, ModelConfig
+from moe_jax.moe.routers import PADDING
 
 
 def padded_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> int:
@@ -47,9 +50,13 @@ class Feed:
 
     def __init__(
         self, cache: TokenCache, tokenizer: Tokenizer, train: TrainConfig, model: ModelConfig, data: DataConfig,
-        rows: int, batch_shardings: Batch,
+        rows: int, sharding: NamedSharding,
     ):  # fmt: skip
-        """Take what a batch depends on; rows: sequences of a microbatch, those that only fill it up included."""
+        """Take what a batch depends on.
+
+        Args:
+          rows: sequences of a microbatch, those that only fill it up included; sharding: of arrays [Nm, rows, Sq].
+        """
         self.cache, self.tokenizer, self.train, self.model = cache, tokenizer, train, model
         self.sequence_length = length = data.sequence_length
         # The id after which no target counts: a document's end in a model that keeps them apart. Masked tokens are
@@ -62,10 +69,13 @@ class Feed:
             )
         sizes = {"sequence_length": length, "batch_size": train.batch_size, "packed": model.document_mask}
         self.stream = TokenStream(cache, **sizes, seed=train.seed, weights=data.weights)
-        windows_of(cache, cache.held_out, length, packed=model.document_mask)  # refuses an answer that is cut away
-        # `Batch` of NamedShardings, of arrays [Nm, rows, Sq] and [1, rows, Sq]
-        self.batch_shardings, self.rows = batch_shardings, rows
-        indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, length)).values()
+        self.held_out_sizes = {
+            "sequence_length": length, "limit": train.evaluate_windows, "packed": model.document_mask,
+        }  # fmt: skip
+        source, windows = held_out_windows(cache, **self.held_out_sizes)  # refuses an answer that is cut away
+        self.pads_held_out = bool(len(windows) % rows or source.sizes(windows).min() < length)
+        self.sharding, self.rows = sharding, rows
+        indices = sharding.addressable_devices_indices_map((1, self.rows, length)).values()
         # int64 [b], rows of a microbatch that the devices of this process hold, ascending
         self.own = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))
 
@@ -96,35 +106,29 @@ class Feed:
         rows = (np.arange(self.train.grad_accum_steps)[:, None] * real + np.minimum(rows, real - 1)[None]).ravel()
         shape = (self.train.grad_accum_steps, -1, self.sequence_length)
         examples = self._examples(self.stream.batch(step, rows), step, rows)
+        if self.cache.meta.answers:
+            numbers = token_numbers(self.stream.sizes(step), self.sequence_length, rows, PADDING)
+            examples = dataclasses.replace(examples, token_ids=numbers)
         batch = jax.tree.map(lambda array: array.reshape(shape), examples)
         batch.weights[:, filled] = 0
+        if batch.token_ids is not None:
+            batch.token_ids[:, filled] = PADDING
         return batch
 
     def held_out(self) -> Iterator[Batch]:
         """Yield this process' rows of the evaluation batches, [1, b, Sq]; always the same windows."""
-        batches = held_out_batches(
-            self.cache,
-            sequence_length=self.sequence_length,
-            batch_size=self.rows,
-            limit=self.train.evaluate_windows,
-            rows=self.own,
-            packed=self.model.document_mask,
-        )
-        for step, (tokens, real) in enumerate(batches):
-            examples = self._examples(tokens, step, self.own)
-            examples = dataclasses.replace(examples, weights=examples.weights * real.astype(self.model.param_dtype))
+        batches = held_out_batches(self.cache, batch_size=self.rows, rows=self.own, **self.held_out_sizes)
+        for tokens, real, windows, sizes in batches:
+            examples = self._examples(tokens, 0, np.maximum(windows, 0)[self.own])  # masks are a window's own
+            ids = token_numbers(sizes, self.sequence_length, self.own, PADDING) if self.pads_held_out else None
+            weights = examples.weights * real.astype(self.model.param_dtype)
+            examples = dataclasses.replace(examples, weights=weights, token_ids=ids)
             yield jax.tree.map(lambda array: array[None], examples)
 
     @functools.cached_property
     def held_out_counts(self) -> np.ndarray:
         """How often each id is a target of an evaluation, int64 [ids]; of a masked language model, as if all were."""
-        return held_out_counts(
-            self.cache,
-            sequence_length=self.sequence_length,
-            limit=self.train.evaluate_windows,
-            boundary_id=self.boundary_id,
-            packed=self.model.document_mask,
-        )
+        return held_out_counts(self.cache, boundary_id=self.boundary_id, **self.held_out_sizes)
 
     @functools.cached_property
     def held_out_bytes(self) -> int:
@@ -140,4 +144,5 @@ class Feed:
     def to_devices(self, batch: Batch) -> Batch:
         """Return global arrays [Nm, rows, Sq] from this process' rows [Nm, b, Sq] of each."""
         shape = (len(batch.inputs), self.rows, self.sequence_length)
-        return jax.make_array_from_process_local_data(self.batch_shardings, batch, shape)
+        place = functools.partial(jax.make_array_from_process_local_data, self.sharding, global_shape=shape)
+        return jax.tree.map(place, batch)

@@ -234,9 +234,8 @@ class Loop:
         if "kl" in metrics:  # the teacher's forward
             teacher = session.teacher.model
             flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length, teacher.lora)[0]
-        choices = sum(part.moe.top_k * part.config.moe_layers for part in session.model.expert_segments)
         loads = session.model.loads_by_segment(metrics["loads"])
-        record = step_record(metrics, tokens * choices, loads, session.home)
+        record = step_record(metrics, loads, session.home)
         record |= {"tokens_per_second": tokens / seconds, "model_flops_per_second": tokens * flops / seconds}
         record |= {"step_seconds": seconds, "peak_device_bytes": peak}
         if self.compile_seconds is not None:
@@ -468,12 +467,11 @@ def last_finite(checkpoint: int | None) -> str:
     )
 
 
-def step_record(metrics: dict, choices: int, loads: dict, homes: dict) -> dict:
+def step_record(metrics: dict, loads: dict, homes: dict) -> dict:
     """Return one object of metrics.jsonl, without times and memory, which the loop adds.
 
     Args:
       metrics: of the step, as NumPy; see `make_update`.
-      choices: of experts, by all tokens of the step in all MoE layers.
       loads: {segment with experts, first layers first: int64 [L, D, E]}, of the metrics.
       homes: {segment: int [L, E]}: the device that computes each expert, of those of its expert-parallel group. Where a
         planner runs, its record counts replicas instead.
@@ -488,7 +486,7 @@ def step_record(metrics: dict, choices: int, loads: dict, homes: dict) -> dict:
         "z_loss": float(metrics["z_loss"]),
         "learning_rate": float(metrics["learning_rate"]),
         "grad_norm": float(metrics["grad_norm"]),
-        "dropped_fraction": float(metrics["dropped"].sum() / choices),
+        "dropped_fraction": float(metrics["dropped"].sum() / sum(own.sum() for own in loads.values())),
         "overflow_steps": int(metrics["passes"].max() > 1),
         "passes": metrics["passes"],
         "device_load_max_over_mean": np.concatenate(balance),

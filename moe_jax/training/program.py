@@ -32,6 +32,7 @@ from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.models.lora import joined
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import check_router
+from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
@@ -136,7 +137,8 @@ class Program:
         step = make_train_step(self.model, train, self.state_shardings, length, shape, self.teacher, common)
         rows = (train.grad_accum_steps, self.rows, length)
         tokens, weights = (jax.ShapeDtypeStruct(rows, dtype) for dtype in (np.int32, self.config.model.param_dtype))
-        batch = Batch(tokens, tokens, weights, documents=tokens if self.config.model.document_mask else None)
+        documents = tokens if self.config.model.document_mask else None
+        batch = Batch(tokens, tokens, weights, documents=documents, token_ids=tokens if self.model.padded else None)
         tables = self.model.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
         tables = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tables)
         signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
@@ -254,8 +256,10 @@ class Session(Program):
         The first is the sum of the losses of the targets that count, the second how many count: a process that holds
         only some of the rows cannot count them. Weights are 0 or 1.
         """
-        length = self.config.data.sequence_length
-        loss = make_loss(self.model, self.model.layout(), self.rows, length, plan=shape)
+        model, length = self.model, self.config.data.sequence_length
+        takes = all(find(segment.moe.router).takes_padding for segment in model.expert_segments)
+        model = dataclasses.replace(model, padded=self.feed.pads_held_out and takes)
+        loss = make_loss(model, model.layout(), self.rows, length, plan=shape)
 
         def evaluate(params, batch, tables):
             _, stats = loss(params, jax.tree.map(lambda a: a[0], batch), tables, None, jnp.int32(0), jnp.float32(1))

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.models import Batch, LanguageModel, make_loss
+from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves, with_router_state
 from moe_jax.models.lora import joined
 from moe_jax.planning.plan_shape import Shapes
@@ -119,7 +119,7 @@ class StateShardings:
     """Shardings of the inputs and outputs of a step, as pytrees of NamedSharding."""
 
     state: dict
-    batch: Batch  # [Nm, B / Nm, Sq]
+    batch: NamedSharding  # of every array [Nm, B / Nm, Sq] of a `Batch`
     tables: dict[str, NamedSharding]  # {segment: of every array of the plan's `Tables`}
     host_signals: NamedSharding  # of int32 [devices] or [devices, 3], what each host sends to the step
     replicated: NamedSharding  # of everything else
@@ -136,7 +136,6 @@ def build_state_shardings(
 
     shapes, layout = model.shapes(), model.layout()
     opt_specs = state_specs(jax.eval_shape(optimizer.init, model.trained(shapes)), shapes, layout.state)
-    rows = NamedSharding(mesh, P(None, roles.dense))
     replicated = NamedSharding(mesh, P())
     state = {"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)}
     if ema:
@@ -145,7 +144,7 @@ def build_state_shardings(
         state["loss_scale"] = jax.tree.map(lambda _: replicated, jax.eval_shape(first_scale))
     return StateShardings(
         state=state,
-        batch=Batch(rows, rows, rows, documents=rows if model.config.document_mask else None),
+        batch=NamedSharding(mesh, P(None, roles.dense)),
         tables=named(model.tables_specs),
         host_signals=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,

@@ -258,7 +258,7 @@ def print_losses():
         generator = load(_WORKDIR.value, bindings=_GIN_BINDINGS.value, quantize=quantize)
         cache = build_cache(data, generator.tokenizer, vocab_size=generator.model.vocab_size)
         total = targets = 0
-        for tokens, weights in held_out_batches(
+        for tokens, weights, *_ in held_out_batches(
             cache, sequence_length=data.sequence_length, batch_size=32, limit=_HELD_OUT.value
         ):
             rows = [

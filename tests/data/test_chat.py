@@ -86,7 +86,8 @@ def windows_seen(config, length, packed, cache=None):
     cache = cache or build_cache(config)
     stream = TokenStream(cache, sequence_length=length, batch_size=1, seed=3, packed=packed)
     held_out = held_out_batches(cache, sequence_length=length, batch_size=1, packed=packed)
-    windows = [*(stream.batch(step)[0] for step in range(stream.windows[0])), *(tokens[0] for tokens, _ in held_out)]
+    windows = [stream.batch(step)[0][: stream.sizes(step)[0]] for step in range(stream.windows[0])]
+    windows += [tokens[0][: sizes[0]] for tokens, _, _, sizes in held_out]
     found = [part for window in windows for part in np.split(window, np.flatnonzero(window & FIRST))[1:]]
     return stream, windows, sorted(part.tolist() for part in found if (part & ANSWER).any())
 
@@ -126,7 +127,7 @@ def test_only_answers_count_in_held_out_windows(tmp_path):
     config = config_of(tmp_path, chat_cases.conversations())
     cache = build_cache(config)
     counts = np.zeros(cache.meta.max_id + 1, np.int64)
-    for tokens, weights in held_out_batches(cache, sequence_length=1500, batch_size=4, packed=True):
+    for tokens, weights, *_ in held_out_batches(cache, sequence_length=1500, batch_size=4, packed=True):
         np.testing.assert_array_equal(weights, tokens[:, 1:] & ANSWER > 0)
         np.add.at(counts, tokens[:, 1:][weights > 0] & ID_BITS, 1)
     held = cache.held_out.read(0, len(cache.held_out))

@@ -167,24 +167,24 @@ def test_shares_of_a_mixture_add_up():
 def test_held_out_batches_count_each_target_once(eight_held_out):
     batches = list(held_out_batches(eight_held_out, sequence_length=3, batch_size=2))
     # 7 targets: windows mnop, pqrs, s$ and one row of nothing to fill the second batch.
-    assert [tokens.tolist() for tokens, _ in batches] == [
+    assert [tokens.tolist() for tokens, *_ in batches] == [
         [[*b"mnop"], [*b"pqrs"]],
         [[ord("s"), END, 0, 0], [0, 0, 0, 0]],
     ]
-    assert [weights.tolist() for _, weights in batches] == [[[1, 1, 1], [1, 1, 1]], [[1, 0, 0], [0, 0, 0]]]
-    assert all(tokens.dtype == np.int32 and weights.dtype == np.float32 for tokens, weights in batches)
+    assert [weights.tolist() for _, weights, *_ in batches] == [[[1, 1, 1], [1, 1, 1]], [[1, 0, 0], [0, 0, 0]]]
+    assert all(tokens.dtype == np.int32 and weights.dtype == np.float32 for tokens, weights, *_ in batches)
     # A "loss" of each target, its square: the mean over m..s$ without the first, whatever the windows.
     expected = np.mean(np.array([*b"nopqrs", END], np.float64) ** 2)
     for length, size in np.ndindex(11, 5):
         batches = list(held_out_batches(eight_held_out, sequence_length=length + 1, batch_size=size + 1))
-        total = sum((tokens[:, 1:].astype(np.float64) ** 2 * weights).sum() for tokens, weights in batches)
-        assert total / sum(weights.sum() for _, weights in batches) == pytest.approx(expected, rel=1e-12)
+        total = sum((tokens[:, 1:].astype(np.float64) ** 2 * weights).sum() for tokens, weights, *_ in batches)
+        assert total / sum(weights.sum() for _, weights, *_ in batches) == pytest.approx(expected, rel=1e-12)
 
 
 def test_held_out_batches_limit_spreads_over_the_text(eight_held_out):
     def starts(limit):
         batches = held_out_batches(eight_held_out, sequence_length=1, batch_size=8, limit=limit)
-        return [bytes([row[0]]).decode() for tokens, _ in batches for row in tokens.tolist() if row[0]]
+        return [bytes([row[0]]).decode() for tokens, *_ in batches for row in tokens.tolist() if row[0]]
 
     # 7 windows of one target each; 3 of them begin at 0, 7 // 3 and 14 // 3.
     assert starts(3) == ["m", "o", "q"]
@@ -198,7 +198,7 @@ def test_held_out_counts_and_entropy_are_those_of_the_targets_that_count(long, t
     assert unigram_entropy(counts) == pytest.approx(0.4 * math.log(5 / 2) + 0.6 * math.log(5), rel=1e-12)
     for length, limit, end in ((7, 5, None), (500, 0, None), (7, 0, ord("7"))):  # a 7 as an end
         batches = held_out_batches(long, sequence_length=length, batch_size=4, limit=limit)
-        counted = [t[:, 1:][(w > 0) & (t[:, :-1] != (-1 if end is None else end))] for t, w in batches]
+        counted = [t[:, 1:][(w > 0) & (t[:, :-1] != (-1 if end is None else end))] for t, w, *_ in batches]
         found = held_out_counts(long, sequence_length=length, limit=limit, boundary_id=end)
         np.testing.assert_array_equal(found, np.bincount(np.concatenate(counted), minlength=257))
 

@@ -135,6 +135,19 @@ def write_tokenizer(folder, template):
     return folder / "tokenizer.json"
 
 
+def write_chats(folder, last=41, held_out=0.2):
+    """Write twenty conversations and a tokenizer; return the bindings that read them. last: letters of the last."""
+    turns = [("x" * (last if i == 19 else 3 + 2 * i), "the" * (1 + i % 5)) for i in range(20)]
+    roles = ("user", "assistant")
+    records = [{"messages": [dict(role=r, content=c) for r, c in zip(roles, t, strict=True)]} for t in turns]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = write_tokenizer(folder / "tokenizer", CHATML)
+    return (
+        "DataConfig.kind = 'chat'", f"DataConfig.path = {str(folder / 'chats.jsonl')!r}",
+        f"DataConfig.tokenizer = {str(path)!r}", f"DataConfig.held_out_fraction = {held_out}",
+    )  # fmt: skip
+
+
 def main():
     import tempfile
 

@@ -1,7 +1,6 @@
 """Training on conversations: packed they give loss and gradients as each alone; and the example, up to a talk."""
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,26 +26,13 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
 FLOAT64 = (
-    "ModelConfig.dtype = 'float64'", "MoEConfig.aux_loss_weight = 0.0",
-    "MoEConfig.z_loss_weight = 0.0", "ModelConfig.max_length = 128", "ModelConfig.layers = 1",
+    "ModelConfig.dtype = 'float64'", "ModelConfig.max_length = 128", "ModelConfig.layers = 1",
     "DataConfig.sequence_length = 128",
 )  # fmt: skip
 
 
-def chat_bindings(folder, last=41, held_out=0.2):
-    turns = [("x" * (last if i == 19 else 3 + 2 * i), "the" * (1 + i % 5)) for i in range(20)]
-    roles = ("user", "assistant")
-    records = [{"messages": [dict(role=r, content=c) for r, c in zip(roles, t, strict=True)]} for t in turns]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    path = chat_cases.write_tokenizer(folder / "tokenizer", chat_cases.CHATML)
-    return (
-        "DataConfig.kind = 'chat'", f"DataConfig.path = {str(folder / 'chats.jsonl')!r}",
-        f"DataConfig.tokenizer = {str(path)!r}", f"DataConfig.held_out_fraction = {held_out}",
-    )  # fmt: skip
-
-
-def test_packing_changes_neither_loss_nor_gradients(tmp_path):
-    bindings, found = (*chat_bindings(tmp_path), *FLOAT64), {}
+def test_packing_changes_neither_loads_nor_losses_nor_gradients(tmp_path):
+    bindings, found = (*chat_cases.write_chats(tmp_path), *FLOAT64), {}
     with jax.enable_x64(True):
         for packed in (True, False):
             bound = (*bindings, f"ModelConfig.document_mask = {packed}")
@@ -56,10 +42,11 @@ def test_packing_changes_neither_loss_nor_gradients(tmp_path):
             loss = jax.jit(jax.value_and_grad(make_loss(model, model.layout(), session.rows, 128), has_aux=True))
             params = session.fresh_state()["params"]
             total, counted = np.sum(batch.weights), int(np.sum(batch.weights))
-            (value, _), gradients = loss(params, batch, model.even_tables(), None, np.int32(0), total)
-            found[packed] = windows, counted, float(value), gradients
+            (value, stats), gradients = loss(params, batch, model.even_tables(), None, np.int32(0), total)
+            found[packed] = windows, counted, np.sum(stats.loads, axis=1), float(value), gradients
             assert session.feed.stream.told() in banner(session, type("Folder", (), {"path": "runs/x"}), None)
-    (few, counted, value, gradients), (many, also, want, others) = found[True], found[False]
+    (few, counted, loads, value, gradients), (many, also, other_loads, want, others) = found[True], found[False]
+    np.testing.assert_array_equal(loads, other_loads)
     assert 2 * few < many and counted == also > 50
     assert value == pytest.approx(want, rel=1e-12) and value > 1
     assert_close(gradients, others)
@@ -69,7 +56,7 @@ def test_packing_changes_neither_loss_nor_gradients(tmp_path):
 def test_an_answer_cut_away_in_held_out_text_is_refused_before_the_first_step(tmp_path):
     bindings = bindings_of(
         tmp_path,
-        *chat_bindings(tmp_path, 200, 0.01),
+        *chat_cases.write_chats(tmp_path, 200, 0.01),
         "ModelConfig.positions = 'rotary'",
         "DataConfig.sequence_length = 70",
     )
@@ -78,7 +65,7 @@ def test_an_answer_cut_away_in_held_out_text_is_refused_before_the_first_step(tm
 
 
 def test_a_masked_model_learns_no_answers(tmp_path):
-    config = parse_run_config((), bindings_of(tmp_path, *chat_bindings(tmp_path), "ModelConfig.kind = 'bert'"))[0]
+    config = parse_run_config((), bindings_of(tmp_path, *chat_cases.write_chats(tmp_path), "ModelConfig.kind = 'bert'"))[0]
     with pytest.raises(UserError, match=r"ModelConfig.kind \('bert'\) learns no answers"):
         build_session(config, jax.devices()[:1])
 
@@ -97,7 +84,7 @@ def test_the_example_from_its_data_to_a_talk(tmp_path, monkeypatch, capsys):
         "ModelConfig.heads = 2",
     )  # fmt: skip
     assert run(*parse_run_config([str(root / "configs" / "run" / "chat.gin")], bindings), Hosts(), workdir=workdir)
-    assert "2,325 tokens are answers; 92 windows" in capsys.readouterr().out
+    assert "2,325 tokens are answers; 94 windows" in capsys.readouterr().out
     (data / "tokenizer.json").unlink()  # the run folder has its own
     generate, calls = Generator.generate, []
 

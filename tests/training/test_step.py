@@ -318,7 +318,7 @@ def test_step_record():
     # two segments of a layer each
     homes = {"segment_0": np.array([[0, 0, 1, 1]]), "segment_1": np.array([[0, 1, 0, 1]])}
     own = dict(zip(homes, loads[:, None], strict=True))
-    record = step_record(metrics, 32, own, homes)  # 8 tokens, 2 each, 2 layers
+    record = step_record(metrics, own, homes)  # 8 tokens, 2 each, 2 layers
     assert record.pop("passes") is metrics["passes"] and record.pop("gate_entropy") is metrics["gate_entropy"]
     # layer 0: devices compute 6 and 10 of 16; layer 1: 16 and 0
     np.testing.assert_array_equal(record.pop("device_load_max_over_mean"), [10 / 8, 2])

@@ -23,7 +23,9 @@ from moe_jax.moe.routers.statistics import GateStats, balance_loss
 from moe_jax.moe.routing import Choice
 from moe_jax.parallel.mesh import Roles
 
-PADDING = (1 << 31) - 1  # index of a token that only fills up a batch; `wait_for` reads indices, so not below 0
+# index of a token behind the last one of its sequence, or of a sequence that fills up a batch; `wait_for` reads indices,
+# so not below 0
+PADDING = (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,8 @@ class RouterInputs:
 
     Attributes:
       noise_key: PRNG key of this step and layer; None in evaluation, where nothing is drawn.
-      token_ids: int32 [t], global index of each token, or `PADDING`; needed with a key, and by `forced_balance`.
+      token_ids: int32 [t], global index of each token among those that are no padding, or `PADDING`; needed with a key,
+        and by `forced_balance`.
       tables: this device's `Tables` of this layer, or None: where experts are, as planned ahead.
       replay: int32 [t, K], experts that were chosen before, to be taken again, or None.
       padded: whether some tokens may be padding.
@@ -85,7 +88,7 @@ class Router(abc.ABC):
       replays: whether the router can take choices that were made before.
       by_token: whether a token's choices depend on that token alone, where no capacity drops them; generation needs it.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
-      takes_padding: whether it leaves out tokens that only fill up a batch (`RouterInputs.real`).
+      takes_padding: whether it leaves out padding (`RouterInputs.real`) when it counts, draws and drops.
       takes: (the only `top_k` that it can have, why), or None.
       draws: whether training takes a key.
       state: leaves that are no parameters: they have no gradient, and `next_state` says what becomes of them.
@@ -152,7 +155,7 @@ class Router(abc.ABC):
         """
         return None
 
-    def balance_loss(self, stats: GateStats, tokens: int) -> jax.Array:
+    def balance_loss(self, stats: GateStats, tokens: int | jax.Array) -> jax.Array:
         """Return the load-balancing loss [...] of statistics [..., E] that were summed over all `tokens` tokens.
 
         Under `MoEConfig.balance_over` = 'step' counts are float, of the step's tokens as if they were as many.

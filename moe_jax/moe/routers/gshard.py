@@ -17,7 +17,7 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.contract import register
-from moe_jax.moe.routers.scores import gate_logits, token_draws
+from moe_jax.moe.routers.scores import gate_logits, of_real, token_draws
 from moe_jax.moe.routers.statistics import balance_loss, count_experts, statistics_of
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice, rank_within
@@ -60,7 +60,7 @@ class GShard(TopK):
             place = jnp.arange(2 * tokens, dtype=jnp.int32).reshape(tokens, 2)
             queue = jnp.where(served, expert_ids, config.num_experts).reshape(-1)
             rank = rank_within(queue, place.T.reshape(-1)).reshape(tokens, 2)
-            served = served & (rank < config.capacity(tokens))
+            served = served & (rank < of_real(config.capacity, tokens, inputs.real))
         choice = Choice(expert_ids=expert_ids, weights=weights, keep_mask=served)
         stats = statistics_of(
             choice, probs, jax.nn.log_softmax(noisy, axis=-1), jax.scipy.special.logsumexp(logits, axis=-1), inputs.real

@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from moe_jax.moe.routers.options import RouterOptions
@@ -127,5 +128,18 @@ def keep_within_capacity(expert_ids, probs, config: RouterOptions, real=None):
         order = jnp.argsort(-certain.reshape(-1), stable=True).astype(jnp.int32)
     if real is not None:  # padding takes no places
         expert_ids = jnp.where(admitted, expert_ids, config.num_experts)
-    kept = (rank_within(expert_ids.reshape(-1), order) < config.capacity(t)).reshape(t, k)
+    most = of_real(config.capacity, t, real)
+    kept = (rank_within(expert_ids.reshape(-1), order) < most).reshape(t, k)
     return kept if real is None else kept & admitted
+
+
+def of_real(function, tokens: int, real=None):
+    """Return function(n), an int, of the n among `tokens` tokens that are no padding: int32 [] where some may be.
+
+    Args:
+      function: int to int; real: bool [tokens], None where nothing is padding.
+    """
+    if real is None:
+        return function(tokens)
+    values = np.array([function(number) for number in range(tokens + 1)], np.int32)  # exact, as without padding
+    return jnp.asarray(values)[jnp.sum(real, dtype=jnp.int32)]

@@ -65,13 +65,15 @@ class TopK(Router):
             return stats
         length = self.check_sequences(probs.shape[0])
         top_k, experts = choice.expert_ids.shape[1], probs.shape[1]
-        ids = choice.expert_ids.reshape(-1, length * top_k, 1)
+        ids, each = choice.expert_ids, length
+        if real is not None:
+            ids, probs = jnp.where(real[:, None], ids, experts), jnp.where(real[:, None], probs, 0)
+            each = jnp.maximum(jnp.sum(real.reshape(-1, length), axis=1, keepdims=True, dtype=jnp.int32), 1)
+        ids = ids.reshape(-1, length * top_k, 1)
         counts = jnp.sum(ids == jnp.arange(experts, dtype=ids.dtype)[None, None], axis=1, dtype=jnp.int32)
         probability = jnp.sum(probs.reshape(-1, length, experts), axis=1)
-        losses = balance_loss(counts, probability, length, top_k)
-        if real is not None:
-            losses = jnp.where(real[::length], losses, 0)
-        total = jnp.sum(losses) * length
+        losses = balance_loss(counts, probability, each, top_k)
+        total = jnp.sum(losses) * length if real is None else jnp.sum(losses * each[:, 0])
         return dataclasses.replace(stats, sequence_balance=total)
 
     def with_noise(self, logits, x, params, inputs: RouterInputs):

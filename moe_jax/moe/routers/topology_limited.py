@@ -21,7 +21,7 @@ from jax import lax
 from moe_jax.cluster import read_cluster
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.contract import RouterPlace, register
-from moe_jax.moe.routers.scores import gate_logits, keep_within_capacity
+from moe_jax.moe.routers.scores import gate_logits, keep_within_capacity, of_real
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice
 
@@ -115,7 +115,7 @@ class Topology(TopK):
         logits = gate_logits(x, params["w_gate"], config.router_dtype)
         noisy = self.with_noise(logits, x, params, inputs)
         scores, local = lax.stop_gradient(noisy), self.local_experts(inputs.tables)
-        top_k, most = config.top_k, self.most_remote(x.shape[0])
+        top_k, most = config.top_k, of_real(self.most_remote, x.shape[0], inputs.real)
         # remote experts come behind all local ones, in order, where a plan leaves fewer than K of these
         _, inside = lax.top_k(jnp.where(local[None], scores, -jnp.inf), top_k)
         value, first = lax.top_k(scores, top_k)
