@@ -261,8 +261,8 @@ class TokenStream:
             out[places] = source.sizes(windows)
         return out
 
-    def _windows(self, step: int, row: np.ndarray) -> Iterator[tuple[TextWindows | ChatWindows, np.ndarray, np.ndarray]]:
-        """Yield (source, places int [n] in `row`, their windows int64 [n]) of each part of the mixture."""
+    def _windows(self, step: int, row: np.ndarray) -> Iterator[tuple]:
+        """Yield (its windows, places int [n] in `row`, the window of each int64 [n]) of each part of the mixture."""
         part, number = self._parts(self._before + step * self.batch_size + row)
         for which, (source, windows) in enumerate(zip(self._sources, self.windows, strict=True)):
             places = np.flatnonzero(part == which)

@@ -34,9 +34,9 @@ def initial_placement(config: RunConfig, roles: Roles) -> Placement:
 def build_model(config: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
     """Return the model of a run on its mesh; vocab_size: V."""
     stages = {"zero_stage": config.train.zero_stage, "expert_zero_stage": config.train.expert_zero_stage}
-    padded = config.data.kind == "chat"  # windows of whole conversations are filled up
+    stages["padded"] = config.data.kind == "chat"  # windows of whole conversations are filled up
     return LanguageModel(
-        config=config.model, moe=config.moe, vocab_size=vocab_size, roles=roles, lora=config.lora, padded=padded, **stages
+        config=config.model, moe=config.moe, vocab_size=vocab_size, roles=roles, lora=config.lora, **stages
     )
 
 

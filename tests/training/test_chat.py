@@ -65,7 +65,9 @@ def test_an_answer_cut_away_in_held_out_text_is_refused_before_the_first_step(tm
 
 
 def test_a_masked_model_learns_no_answers(tmp_path):
-    config = parse_run_config((), bindings_of(tmp_path, *chat_cases.write_chats(tmp_path), "ModelConfig.kind = 'bert'"))[0]
+    config = parse_run_config(
+        (), bindings_of(tmp_path, *chat_cases.write_chats(tmp_path), "ModelConfig.kind = 'bert'")
+    )[0]
     with pytest.raises(UserError, match=r"ModelConfig.kind \('bert'\) learns no answers"):
         build_session(config, jax.devices()[:1])
 
