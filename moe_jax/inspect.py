@@ -153,7 +153,7 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
     from moe_jax.cluster.timeline import play
     from moe_jax.observe.run_folder import environment_record
 
-    module = parse_module(text)
+    module = parse_module(text, buckets)
     timeline = play(module, prices)
     facts = {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     if compiled is not None:
@@ -166,9 +166,9 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
             "program": "common" if compiled.common else "complete",
             **{name: getattr(compiled, name) for name in ("resolved", "memory", "model_flops")},
         }
-    facts |= program_report.what_if(module, prices, buckets)
+    facts |= program_report.what_if(module, prices)
     if compiled is not None and compiled.common:
-        rest = None if complete is None else play(parse_module(complete.text), prices)
+        rest = None if complete is None else play(parse_module(complete.text, complete.buckets), prices)
         facts["overflow"] = program_report.overflow_record(timeline, buckets, rest)
         if complete is not None:
             facts["overflow"]["complete_compile_seconds"] = complete.compile_seconds
@@ -184,7 +184,8 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
     if not _PROFILE.value:  # else it is printed with what was measured
         print(program_report.report_text(report), end="")
     try:
-        title = f"{prices.target.nodes} x {prices.target.per_node} {prices.target.device}"
+        assumed = program_report.ASSUMED if timeline.assumed_turns else ""
+        title = f"{prices.target.nodes} x {prices.target.per_node} {prices.target.device}{assumed}"
         program_report.draw_timeline(timeline, out / "timeline.png", title)
     except ModuleNotFoundError:
         print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")

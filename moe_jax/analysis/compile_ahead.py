@@ -23,17 +23,12 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
-from moe_jax.models.model_group import rows_of
-from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import find_schedule, layout_of
-from moe_jax.parallel.bucket_rows import round_up
-from moe_jax.parallel.mesh import Roles, build_mesh
+from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import overflow_chance
 from moe_jax.training.compiling import compile_guided
 from moe_jax.training.program import build_program
 from moe_jax.training.replanner import build_replanners
-from moe_jax.training.segments import segment_runs
+from moe_jax.training.segments import stated_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +124,8 @@ def compile_step(
     options = {**untuned, **({} if bare else program.compiler_options()), **options}
     try:
         guide = None if bare else program.guiding_target()
-        executable, _ = compile_guided(lowered, options, guide)
+        buckets = stated_buckets(config, program.roles, shape)
+        executable, _ = compile_guided(lowered, options, guide, buckets)
     except Exception as error:
         what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         if what.startswith(("No such compile option", "While setting option")):
@@ -153,7 +149,7 @@ def compile_step(
         plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
         common=common,
-        buckets=stated_buckets(config, program.roles, shape),
+        buckets=buckets,
         model_flops=flops * config.train.batch_size * config.data.sequence_length / len(devices),
     )
 
@@ -171,56 +167,6 @@ def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[B
     """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
     roles = build_mesh(config.mesh, target.devices, expert_counts(config.model, config.moe), target.device)
     return stated_buckets(config, roles, planned_shapes(config, roles, skew))
-
-
-def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] | None) -> tuple[Buckets, ...]:
-    """Return the buckets of each segment whose rows travel, and what the stated loads fill of them.
-
-    The loads are those that buckets are made for: even ones without a planner, else what the planner predicted. A
-    device fills its buckets from its own part of its MP group's tokens, or from all where its schedule gates the group;
-    `parm` counts as s1. Sizes only: no array is made and no device is needed.
-
-    Args:
-      plans: {segment: shape of its plans}, None without a planner.
-    """
-    train, found = config.train, []
-    parts = 2 if config.model.overlap == "halves" else 1
-    tokens = rows_of(config.model, roles, train.microbatch_size) * config.data.sequence_length
-    for name, (own, own_roles) in segment_runs(config, roles).items():
-        members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
-        record = find_schedule(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))
-        if members == 1 or not record.moves_tokens:
-            continue
-        plan = None if plans is None else plans[name]
-        if plan is not None and plan.bucket_rows is not None and parts > 1:
-            rows = plan.bucket_rows.each(lambda size: round_up(size / parts, 8))
-            plan = dataclasses.replace(plan, bucket_rows=rows)
-        sizes = layer_sizes(own.moe, own_roles, tokens // parts, plan)
-        by_shape = layout_of(own_roles, record.bucket_rows(sizes, own_roles)).total
-        shared = record.shared_rows(sizes, own_roles)
-        sizes = sizes if record.gates_group else sizes.split(mp_size)
-        choices = sizes.config.top_k * sizes.tokens
-        buckets = [(name, by_shape, choices / members, sizes.even_rows(members))]
-        if shared is not None:
-            rows, mean = shared
-            buckets.append((f"{name}, shared rows", layout_of(own_roles, rows).total, mean, rows.far))
-        for named, total, mean, even in buckets:
-            overflow = 0.0  # the most that the chance of an exchange is to overflow
-            if sizes.capacity is None and sizes.planned_rows is not None:  # planned: known where it was stated
-                overflow = own.moe.overflow_chance or None
-            elif sizes.capacity is None:
-                chance = overflow_chance([mean], choices, even)
-                overflow = min(1.0, sizes.sources * members * chance)
-            found.append(
-                Buckets(
-                    segment=named,
-                    by_shape=total,
-                    expected=min(round(members * mean), total),
-                    exchanges=own.model.moe_layers * parts * train.grad_accum_steps,
-                    overflow=overflow,
-                )
-            )
-    return tuple(found)
 
 
 def memory_of(executable) -> dict[str, int]:

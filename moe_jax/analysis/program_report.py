@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +22,8 @@ from moe_jax.cluster.timeline import Flight, Timeline, play
 
 MOST_NAMES = 8  # of what computes next to a transfer
 TAKEN_CORES = (0, 16, 20, 32)
+ASSUMED = " (turns assumed)"  # behind lines with a figure of a program that has loops whose turns are data
+FIGURE = re.compile(r"\.\d{3}(?! GB|%|\d)|MFU|kernels, |exchange of tokens: ")
 
 
 def build_report(timeline: Timeline, prices: Prices, **facts) -> dict:
@@ -82,6 +85,7 @@ def build_report(timeline: Timeline, prices: Prices, **facts) -> dict:
         ],
         "collectives": collectives,
         "branches": [{"name": name, **record} for name, record in timeline.skipped.items()],
+        "assumed_turns": timeline.assumed_turns,
         "unknown_loops": sorted(timeline.unknown_loops),
         "unknown_calls": dict(sorted(timeline.unknown_calls.items())),
     }
@@ -106,8 +110,8 @@ def _totals(flights: Iterable[Flight], name: str) -> list[dict]:
     return sorted(({name: key, **total} for key, total in sums.items()), key=lambda total: -total["seconds"])
 
 
-def what_if(module: Module, prices: Prices, buckets: Sequence[Buckets] = ()) -> dict:
-    """Return the program under other assumptions, for JSON; buckets are those of the program, () where not known.
+def what_if(module: Module, prices: Prices) -> dict:
+    """Return the program under other assumptions, for JSON.
 
     Returns:
       range: {level of `LEVELS`: step_seconds, compute_seconds, exposed_seconds}, of the order in which the compiler put
@@ -118,27 +122,21 @@ def what_if(module: Module, prices: Prices, buckets: Sequence[Buckets] = ()) -> 
       experts' matmuls and the exchanges had the expected rows alone (padding skipped, not sent); instructions: of each
       part and scope executions, rows, expected_rows, bytes of exchanges, and seconds and flops both ways.
     """
-    buckets, cores, levels, target = tuple(buckets), [], {}, prices.target
+    buckets, cores, levels, target = module.buckets, [], {}, prices.target
     for level in LEVELS:
         line = play(module, Prices(target, dataclasses.replace(prices.constants, level=level)))
-        exposed = sum(own.exposed_seconds for own in line.flights.values())
-        levels[level] = {
-            "step_seconds": line.seconds,
-            "compute_seconds": line.compute_seconds,
-            "exposed_seconds": exposed,
-        }
+        levels[level] = {**_seconds_of(line), "compute_seconds": line.compute_seconds}
     for taken in TAKEN_CORES if target.cores else ():
         share = taken / target.cores
         line = play(module, prices, taken=share)
-        record = {"taken": taken, "cores": target.cores, "step_seconds": line.seconds}
-        cores.append({**record, "exposed_seconds": sum(own.exposed_seconds for own in line.flights.values())})
+        cores.append({"taken": taken, "cores": target.cores, **_seconds_of(line)})
         if buckets:
-            both = play(module, prices, buckets, expected_rows=True, taken=share)
+            both = play(module, prices, expected_rows=True, taken=share)
             cores[-1]["expected_rows_step_seconds"] = both.seconds
     if not buckets:
         return {"range": levels, "cores": cores}
-    by_shape = play(module, prices, buckets)
-    expected = play(module, prices, buckets, expected_rows=True)
+    by_shape = play(module, prices)
+    expected = play(module, prices, expected_rows=True)
     instructions = []
     for (part, scope), rows in sorted(by_shape.rows.items()):
         record = {"part": part, "scope": scope, "executions": rows["executions"], "rows": rows["rows"]}
@@ -161,12 +159,16 @@ def what_if(module: Module, prices: Prices, buckets: Sequence[Buckets] = ()) -> 
                 }
                 for own in buckets
             ],
-            "step_seconds": expected.seconds,
-            "exposed_seconds": sum(flight.exposed_seconds for flight in expected.flights.values()),
+            **_seconds_of(expected),
             "flops": sum(expected.flops.values()),
             "instructions": instructions,
         },
     }
+
+
+def _seconds_of(line: Timeline) -> dict[str, float]:
+    exposed = sum(flight.exposed_seconds for flight in line.flights.values())
+    return {"step_seconds": line.seconds, "exposed_seconds": exposed}
 
 
 def overflow_record(timeline: Timeline, buckets: Sequence[Buckets], complete: Timeline | None) -> dict:
@@ -232,15 +234,12 @@ def report_text(report: dict) -> str:
             f"side would take {', '.join(_ms(seconds) for seconds in branch['seconds_not_taken'])} and holds "
             f"{branch['collectives_not_taken']} collectives"
         )
-    if report["unknown_loops"]:
-        names = report["unknown_loops"]
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        lines.append(f"{len(names)} loops ({shown}): their turns are data; counted as one turn each, so too short")
     for name, count in report["unknown_calls"].items():
         lines.append(f"custom call {name!r} ({count} runs): its FLOPs are not known here; its bytes are counted")
     if "measured" in report:
         lines += _measured_lines(report)
-    return "\n".join(lines) + "\n"
+    mark = ASSUMED if report["assumed_turns"] else ""
+    return "\n".join(line + mark * bool(FIGURE.search(line)) for line in lines) + "\n"
 
 
 def _step_lines(report: dict) -> list[str]:
@@ -263,6 +262,11 @@ def _step_lines(report: dict) -> list[str]:
     if assumed:
         lines.append("constants of the cost model: " + ", ".join(assumed))
     lines += [f"price of {what}: {basis}" for what, basis in model["prices"].items()]
+    once, rows = report["unknown_loops"], "expected rows" if "rows" in report else "all rows by shape"
+    if told := len(report["assumed_turns"]) - len(once):
+        lines.append(f"{told} loops over blocks of rows: turns are data, assumed for {rows}, alike in all groups")
+    if once:
+        lines.append(f"{len(once)} loops ({', '.join(once[:3])}): turns are data, counted as one each, so too short")
     span = ""
     if "range" in report:
         low, high = (_ms(report["range"][level]["step_seconds"]) for level in (LEVELS[0], LEVELS[-1]))

@@ -120,6 +120,16 @@ class Instruction:
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(found.group(1)) if found else None
 
+    @property
+    def row_blocks(self) -> tuple[int, ...]:
+        """What `kernels.blocked.for_each_block` writes into the names of a loop and its body, () elsewhere.
+
+        Rows by shape, groups that share them, groups of the loop, rows of the tallest block, and from above how many to
+        how many rows it takes as the last block of a group: where both are the tallest, it takes all other blocks.
+        """
+        found = re.search(r"\bblocks((?:_\d+){6})\b", self.op_name)
+        return tuple(map(int, found.group(1)[1:].split("_"))) if found else ()
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
@@ -148,9 +158,10 @@ class Module:
     name: str
     computations: dict[str, Computation]
     entry: Computation
+    buckets: tuple = ()  # `costs.Buckets` of its exchanges, () where they are not known
 
 
-def parse_module(text: str) -> Module:
+def parse_module(text: str, buckets: tuple = ()) -> Module:
     """Return the module that a text describes; what is not the text of a scheduled one is a UserError."""
     first = text.split("\n", 1)[0]
     if not first.startswith("HloModule "):
@@ -195,7 +206,7 @@ def parse_module(text: str) -> Module:
             )
     if entry not in computations:
         raise UserError("the HLO text ends before its ENTRY computation does; was the file cut off?")
-    return Module(first.split()[1].rstrip(","), computations, computations[entry])
+    return Module(first.split()[1].rstrip(","), computations, computations[entry], buckets)
 
 
 def _closing(text: str, start: int) -> int:
@@ -280,7 +291,7 @@ def _ints(text: str) -> list[int]:
 # words that jax itself puts into a path
 _STRUCTURE = re.compile(
     r"^(while|body|cond|closed_call|eval_jaxpr|checkpoint|remat\w*|rematted_computation|shard_map|branch_\d+_fun|"
-    r"custom_\w+_call|custom_vjp_call\w*|pjit|core_call|jit|scan|true_fun|false_fun|main|cond_fun|body_fun|)$"
+    r"custom_\w+_call|custom_vjp_call\w*|pjit|core_call|jit|scan|main|(true|false|cond|body)_fun|blocks[_\d]+|)$"
 )
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|linearize|vjp)\((.*)\)$")
 

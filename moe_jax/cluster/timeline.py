@@ -10,11 +10,12 @@ on its version (docs/results.md compares them).
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 
 from moe_jax.cluster.collectives import KINDS, traffic
-from moe_jax.cluster.costs import FREE, Buckets, KernelCost, cost_of, exchanged_rows, multiplied_rows, used_share
+from moe_jax.cluster.costs import FREE, KernelCost, cost_of, exchanged_rows, multiplied_rows, used_share
 from moe_jax.cluster.hlo import (
     EXCHANGE,
     Computation,
@@ -90,25 +91,20 @@ class Timeline:
     # (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known: executions, rows
     # (by shape), expected (of them), seconds, flops of matmuls, bytes of one device in an exchange
     rows: dict[tuple[str, str], Counter] = dataclasses.field(default_factory=dict)
-    unknown_loops: set[str] = dataclasses.field(default_factory=set)  # whose turns the compiler does not know
+    assumed_turns: dict[str, int] = dataclasses.field(default_factory=dict)  # of loops whose turns are data
+    unknown_loops: set[str] = dataclasses.field(default_factory=set)  # of those, of which nothing is expected
     unknown_calls: Counter[str] = dataclasses.field(default_factory=Counter)  # custom calls without FLOPs
 
 
-def play(
-    module: Module,
-    prices: Prices,
-    buckets: tuple[Buckets, ...] = (),
-    expected_rows: bool = False,
-    taken: float = 0.0,
-) -> Timeline:
+def play(module: Module, prices: Prices, expected_rows: bool = False, taken: float = 0.0) -> Timeline:
     """Return the modelled timeline of one execution of the program on one device of the prices' target.
 
     Args:
-      buckets: of the program, for counting rows; () where they are not known.
-      expected_rows: experts' matmuls and exchanges work on the rows that are expected, not on those of their shapes.
+      expected_rows: experts' matmuls and exchanges work on the rows that are expected, not on those of their shapes;
+        the turns of loops over blocks of rows are always those of the expected rows, where the module has buckets.
       taken: share of the device's cores that a transfer under way takes from the kernels next to it.
     """
-    player = _Player(module, prices, buckets, expected_rows, taken)
+    player = _Player(module, prices, expected_rows, taken)
     player.run(module.entry, ())
     player.timeline.seconds = player.now
     return player.timeline
@@ -157,9 +153,9 @@ def collective_of(instruction: Instruction, module: Module) -> Instruction | Non
 class _Player:
     """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
 
-    def __init__(self, module: Module, prices: Prices, buckets=(), expected_rows=False, taken=0.0):
+    def __init__(self, module: Module, prices: Prices, expected_rows=False, taken=0.0):
         self.module, self.target, self.prices = module, prices.target, prices
-        self.buckets, self.expected_rows, self.taken = buckets, expected_rows, taken
+        self.buckets, self.expected_rows, self.taken = module.buckets, expected_rows, taken
         self.timeline = Timeline()
         self.now = 0.0  # the compute stream's clock
         self.link_free = {"inside nodes": 0.0, "across nodes": 0.0}
@@ -174,10 +170,7 @@ class _Player:
         for instruction in computation.instructions:
             opcode, name = instruction.opcode, instruction.name
             if opcode == "while":
-                turns = instruction.trip_count
-                if turns is None:  # counts as one turn where the compiler does not know
-                    line.unknown_loops.add(name)
-                    turns = 1
+                turns = self.turns(instruction)
                 for turn in range(turns):
                     begin = self.now
                     self.run(computations[instruction.attribute("body")], (*loops, turns))
@@ -224,6 +217,22 @@ class _Player:
                 self.kernel(instruction, computation)
         assert not started, f"{computation.name} ends while {sorted(started)} are in flight"
 
+    def turns(self, loop: Instruction) -> int:
+        """Return the turns of a loop; where they are data, as if all groups had equally many of the expected rows."""
+        if loop.trip_count is not None:
+            return loop.trip_count
+        turns = 1
+        if loop.row_blocks:
+            rows, sharing, groups, tallest, above, height = loop.row_blocks
+            mean = rows / sharing * (used_share(self.buckets, rows) if self.buckets else 1.0)
+            size = max(1, math.ceil(mean - 1e-6))  # 128 rows may be a little more in floating point
+            full, filled = (size - 1) // tallest, min(groups, math.ceil(groups * mean - 1e-6))
+            turns = filled * (full if above == height else above < size - full * tallest <= height)
+        else:
+            self.timeline.unknown_loops.add(loop.name)
+        self.timeline.assumed_turns[loop.name] = turns
+        return turns
+
     def estimate(self, computation: Computation) -> float:
         """Return seconds of a computation if nothing overlapped, by which the cheapest branch is chosen."""
         if computation.name not in self.estimates:
@@ -235,8 +244,7 @@ class _Player:
         """Return seconds of an instruction if nothing overlapped; a collective's are counted at its start."""
         inner = [self.module.computations[name] for name in instruction.called()]
         if instruction.opcode == "while":
-            body = self.module.computations[instruction.attribute("body")]
-            return (instruction.trip_count or 1) * self.estimate(body)
+            return self.turns(instruction) * self.estimate(self.module.computations[instruction.attribute("body")])
         if instruction.opcode == "conditional":
             return self.prices.conditional + min(map(self.estimate, inner))
         if instruction.opcode == "call":
@@ -251,11 +259,13 @@ class _Player:
         """Return a kernel's cost, its seconds with all cores, and its scope: of its root where it has none itself."""
         if instruction.name in self.kernels:
             return self.kernels[instruction.name]
-        cost, scope = cost_of(instruction, computation, self.module), scope_of(instruction.op_name)
-        if not scope and instruction.called():
+        cost, named = cost_of(instruction, computation, self.module), instruction
+        if not scope_of(named.op_name) and instruction.called():
             body = self.module.computations[instruction.called()[0]]
-            scope = scope_of(next((i.op_name for i in reversed(body.instructions) if i.op_name), ""))
-        if self.buckets and cost.products and "experts" in scope.split("/"):
+            named = next((i for i in reversed(body.instructions) if i.op_name), instruction)
+        scope = scope_of(named.op_name)
+        # in a loop over blocks its turns tell the rows
+        if self.buckets and cost.products and "experts" in scope.split("/") and not named.row_blocks:
             given = (array for operand in computation.operands(instruction) for array in operand.arrays)
             rows, moved = multiplied_rows([*instruction.arrays, *given])
             if rows:

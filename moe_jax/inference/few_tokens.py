@@ -188,7 +188,7 @@ def own_experts(activation: str, way: str, rows, place, weights, bank: dict, hom
 
         heights = (*(height for height in HEIGHTS if height < number), number)
         out = cast_varying(jnp.zeros(lines.shape, acc_dtype), varying_axes(lines, sizes, bank, home_row))
-        out = for_each_block(sizes, heights, number, 0, out, turn)
+        out = for_each_block(sizes, heights, number, slots, 0, out, turn)
         results, axis = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*place.shape, -1), 1
     elif way == "by choice":
         own = home_row[jnp.maximum(place, 0).reshape(-1)]

@@ -117,17 +117,20 @@ def rows_computed(group_sizes: np.ndarray, heights: tuple[int, ...]) -> int:
 
 
 def for_each_block(
-    group_sizes: Array, heights: tuple[int, ...], rows: int, first_row: Array | int, carry: Any, step: Callable
-) -> Any:
+    group_sizes: Array, heights: tuple[int, ...], rows: int, groups: int, first_row: Array | int, carry: Any,
+    step: Callable,
+) -> Any:  # fmt: skip
     """Return the carry after `step(carry, block)` for every block of every group; tails come before full blocks.
 
     Args:
       group_sizes: int32 [G].
       heights: ascending ladder of block heights, none above `rows`.
-      rows: R, static; first_row: where the first group starts.
+      rows: R, static; groups: that share them, G or more; first_row: where the first group starts.
       carry: pytree of arrays, updated in place by XLA as long as `step` uses each of its arrays once.
       step: handles one block; traced once per rung.
     """
+    # how often a loop turns is data: `cluster.hlo.Instruction.row_blocks` reads this in the program
+    name = f"blocks_{rows}_{groups}_{group_sizes.shape[0]}_{heights[-1]}"
     if group_sizes.shape[0] == 1:
         # With one group XLA sees that a rung's block does not depend on the turn, moves its matmuls out of the loop,
         # and so computes all rungs. A second group, always empty, keeps them in.
@@ -154,7 +157,8 @@ def for_each_block(
             own = (row >= first - start) & (row < first - start + tails[group])
             return step(carry, RowBlock(height=height, group=group, start=start, own=own))
 
-        carry = lax.fori_loop(stops[i - 1] if i else jnp.zeros_like(stops[0]), stops[i], tail_step, carry)
+        above, start = (heights[i - 1], stops[i - 1]) if i else (0, jnp.zeros_like(stops[0]))
+        carry = jax.named_scope(f"{name}_{above}_{height}")(lax.fori_loop)(start, stops[i], tail_step, carry)
 
     if top >= rows:
         return carry
@@ -165,7 +169,8 @@ def for_each_block(
         place = turn - (last_turns[group] - full_blocks[group])
         return step(carry, RowBlock(height=top, group=group, start=starts[group] + place * top, own=None))
 
-    return lax.fori_loop(jnp.zeros_like(last_turns[-1]), last_turns[-1], full_step, carry)
+    loop = jax.named_scope(f"{name}_{top}_{top}")(lax.fori_loop)
+    return loop(jnp.zeros_like(last_turns[-1]), last_turns[-1], full_step, carry)
 
 
 def gather_weights(operands: Operands, dtype) -> Array:
@@ -258,7 +263,7 @@ def _loops(group_sizes: Array, operands: Operands, rows: int) -> list[tuple]:
     for operand in operands:
         sizes = group_sizes[offset : offset + operand.slots.shape[0]]
         heights = choose_heights(rows, sizes.shape[0], operand.bank[0].size)
-        parts.append((sizes, heights, rows, first_row))
+        parts.append((sizes, heights, rows, group_sizes.shape[0], first_row))
         offset += operand.slots.shape[0]
         first_row = first_row + jnp.sum(sizes, dtype=jnp.int32)
     return parts

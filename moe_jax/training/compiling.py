@@ -192,7 +192,7 @@ def trust_programs(key: bytes) -> None:
 # A program that is compiled again (for a plan that is used again) is handed out again: the earlier executable may
 # differ from the one that process 0 runs now.
 def compile_for_all(
-    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, devices: Sequence
+    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, devices: Sequence, buckets: tuple = ()
 ) -> jax.stages.Compiled:
     """Return the executable of `compile_guided`, in a job of several processes the one that process 0 compiled.
 
@@ -207,7 +207,7 @@ def compile_for_all(
     """
     client = distributed.global_state.client
     if not options or client is None or jax.process_count() == 1:
-        return compile_guided(lowered, options, target)[0]
+        return compile_guided(lowered, options, target, buckets)[0]
     index, digest = jax.process_index(), hashlib.sha256(lowered.as_text().encode()).hexdigest()
     with _lock:
         turn = _turns[index, digest]
@@ -216,7 +216,7 @@ def compile_for_all(
         raise RuntimeError("processes share programs only where start_hosts has joined them")
     key = f"moe_jax/program/{digest}/{turn}"
     if index == 0:
-        return _compile_and_hand_out(client, key, lowered, options, target)
+        return _compile_and_hand_out(client, key, lowered, options, target, buckets)
     head, blobs = _take(client, key)
     client.key_value_set_bytes(f"{key}/read/{index}", b"1", allow_overwrite=True)
     if head["kind"] == "error":
@@ -272,7 +272,7 @@ def _take(client, key: str) -> tuple[dict, list[bytes]]:
 
 
 def _compile_and_hand_out(
-    client, key: str, lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None
+    client, key: str, lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, buckets: tuple
 ) -> jax.stages.Compiled:
     """Compile on process 0, and write the result, or the reason why there is none, to the coordination service."""
     kind, blobs, line, executable, failure = "executable", [], "", None, None
@@ -283,7 +283,7 @@ def _compile_and_hand_out(
                 _handed_out.remove(held)
         _handed_out.append(key)
     try:
-        executable, profile = compile_guided(lowered, options, target)
+        executable, profile = compile_guided(lowered, options, target, buckets)
         blobs = [zlib.compress(profile.encode())]
     except Exception as error:
         kind, failure, line = "error", error, (str(error).splitlines() or [type(error).__name__])[0]
@@ -357,19 +357,19 @@ def find_target(devices, per_node: int) -> Target | None:
 
 
 def compile_guided(
-    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None
+    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, buckets: tuple = ()
 ) -> tuple[jax.stages.Compiled, str]:
     """Return (executable, profile): with a target the scheduler gets its modelled seconds as a profile, else ''.
 
-    The profile is that of the program as compiled without one.
+    The profile is that of the program as compiled without one; buckets: as of `parse_module`.
     """
     executable = lowered.compile(options)
     if target is None:
         return executable, ""
     prices = Prices(target)
-    profile = scheduler_profile(parse_module(executable.as_text()), prices)
+    profile = scheduler_profile(parse_module(executable.as_text(), buckets), prices)
     executable = compile_with_profile(lowered, options, profile)
-    module = parse_module(executable.as_text())
+    module = parse_module(executable.as_text(), buckets)
     share = unguided_share(module, prices, profile)
     if share > UNGUIDED_LIMIT:  # the compiler itself logs in C++ only that it could not match the profile
         _LOG.warning(

@@ -45,7 +45,7 @@ from moe_jax.training.compiling import (
 )
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.segments import build_model
+from moe_jax.training.segments import build_model, stated_buckets
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
 
@@ -162,7 +162,9 @@ class Program:
         """Return (executable, seconds) of what `trace_step` traces."""
         started = time.monotonic()
         lowered = self.trace_step(shape, common).lower()
-        executable = compile_for_all(lowered, self.compiler_options(), self.guiding_target(), self.devices)
+        guide = self.guiding_target()
+        buckets = () if guide is None else stated_buckets(self.config, self.roles, shape)
+        executable = compile_for_all(lowered, self.compiler_options(), guide, self.devices, buckets)
         return executable, time.monotonic() - started
 
     def compile_programs(self, shape: Shapes | None = None) -> Programs:

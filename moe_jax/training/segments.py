@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 
+from moe_jax.cluster.costs import Buckets
 from moe_jax.config.run_config import RunConfig
 from moe_jax.models import LanguageModel
 from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import Sizes
+from moe_jax.models.model_group import rows_of
+from moe_jax.moe.build import layer_sizes
+from moe_jax.moe.schedule import find_schedule, layout_of
+from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.sizes import overflow_chance
 
 USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
 
@@ -23,6 +30,56 @@ def segment_runs(config: RunConfig, roles: Roles) -> dict[str, tuple[RunConfig, 
         segment.name: (dataclasses.replace(config, model=segment.config, moe=segment.moe), segment.roles(roles))
         for segment in with_experts(segments_of(config.model, config.moe))
     }
+
+
+def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] | None) -> tuple[Buckets, ...]:
+    """Return the buckets of each segment whose rows travel, and what the stated loads fill of them.
+
+    The loads are those that buckets are made for: even ones without a planner, else what the planner predicted. A
+    device fills its buckets from its own part of its MP group's tokens, or from all where its schedule gates the group;
+    `parm` counts as s1. Sizes only: no array is made and no device is needed.
+
+    Args:
+      plans: {segment: shape of its plans}, None without a planner.
+    """
+    train, found = config.train, []
+    parts = 2 if config.model.overlap == "halves" else 1
+    tokens = rows_of(config.model, roles, train.microbatch_size) * config.data.sequence_length
+    for name, (own, own_roles) in segment_runs(config, roles).items():
+        members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
+        record = find_schedule(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))
+        if members == 1 or not record.moves_tokens:
+            continue
+        plan = None if plans is None else plans[name]
+        if plan is not None and plan.bucket_rows is not None and parts > 1:
+            rows = plan.bucket_rows.each(lambda size: round_up(size / parts, 8))
+            plan = dataclasses.replace(plan, bucket_rows=rows)
+        sizes = layer_sizes(own.moe, own_roles, tokens // parts, plan)
+        by_shape = layout_of(own_roles, record.bucket_rows(sizes, own_roles)).total
+        shared = record.shared_rows(sizes, own_roles)
+        sizes = sizes if record.gates_group else sizes.split(mp_size)
+        choices = sizes.config.top_k * sizes.tokens
+        buckets = [(name, by_shape, choices / members, sizes.even_rows(members))]
+        if shared is not None:
+            rows, mean = shared
+            buckets.append((f"{name}, shared rows", layout_of(own_roles, rows).total, mean, rows.far))
+        for named, total, mean, even in buckets:
+            overflow = 0.0  # the most that the chance of an exchange is to overflow
+            if sizes.capacity is None and sizes.planned_rows is not None:  # planned: known where it was stated
+                overflow = own.moe.overflow_chance or None
+            elif sizes.capacity is None:
+                chance = overflow_chance([mean], choices, even)
+                overflow = min(1.0, sizes.sources * members * chance)
+            found.append(
+                Buckets(
+                    segment=named,
+                    by_shape=total,
+                    expected=min(round(members * mean), total),
+                    exchanges=own.model.moe_layers * parts * train.grad_accum_steps,
+                    overflow=overflow,
+                )
+            )
+    return tuple(found)
 
 
 def initial_placement(config: RunConfig, roles: Roles) -> Placement:

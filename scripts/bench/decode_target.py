@@ -129,7 +129,7 @@ def main(_):
         "floor_bytes": read, "ratio": timeline.seconds / floor, "compile_seconds": time.monotonic() - started,
         "exposed_seconds": sum(flight.exposed_seconds for flight in timeline.flights.values()),
         "matmul_seconds": timeline.matmul_seconds, "compute_seconds": timeline.compute_seconds,
-        "unknown_loops": sorted(timeline.unknown_loops), "unknown_calls": timeline.unknown_calls,
+        "assumed_turns": timeline.assumed_turns, "unknown_calls": timeline.unknown_calls,
     }  # fmt: skip
     for (part, scope), seconds in sorted(timeline.by_scope.items(), key=lambda item: -item[1])[:12]:
         print(f"{seconds * 1e6:9.1f} us  {part}  {scope}")

@@ -28,7 +28,7 @@ def measure(context):
         raise NotHere(f"the rates of {devices[0].device_kind} are not known; add moe_jax/cluster/devices/NAME.txt")
     config = compile_ahead.on_target(config, target)
     compiled = compile_ahead.compile_step(config, devices, skew=1.0, options={}, real=True)
-    prices, module = Prices(target), parse_module(compiled.text)
+    prices, module = Prices(target), parse_module(compiled.text, compiled.buckets)
     report = build_report(play(module, prices), prices, memory=compiled.memory)
     folder, steps = context.scratch / "profile", context.of_size(3, 2)
     seconds = record_steps(config, devices, compiled, folder, steps, 2 * steps)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import lzma
 import pathlib
+import re
 
 import pytest
 from support.gpu_trace import write_gpu_trace
@@ -80,10 +81,9 @@ def test_rows_by_shape():
 
 def test_expected_rows_shorten_transfers_and_matmuls():
     """Half of the rows: 80 bytes of 160 take 8 s, 512 FLOPs of 1,024 too."""
-    module = parse_module(LOOP)
-    by_shape = play(module, PRICES, (HALF,))
-    assert by_shape.seconds == play(module, PRICES).seconds == pytest.approx(48.0)
-    record = what_if(module, PRICES, (HALF,))["rows"]
+    module = parse_module(LOOP, (HALF,))
+    assert play(module, PRICES).seconds == play(parse_module(LOOP), PRICES).seconds == pytest.approx(48.0)
+    record = what_if(module, PRICES)["rows"]
     assert record["step_seconds"] == pytest.approx(24.0) and record["flops"] == pytest.approx(3 * 512)
     experts, sent = sorted(record["instructions"], key=lambda own: own["bytes"])
     assert (experts["scope"], sent["scope"]) == ("moe/experts", "moe/dispatch")
@@ -106,7 +106,7 @@ def test_fewer_cores_slow_what_runs_next_to_a_transfer():
     steps = {level: own["step_seconds"] for level, own in found["range"].items()}
     assert steps == pytest.approx({"low": 48.0, "middle": 48.0, "high": 48.0})  # nothing is assumed of the toy
     described = dataclasses.replace(TARGET, config="core_count: 64")
-    records = what_if(module, Prices(described, MODEL), (HALF,))["cores"]
+    records = what_if(parse_module(LOOP, (HALF,)), Prices(described, MODEL))["cores"]
     assert [record["taken"] for record in records] == [0, 16, 20, 32]
     assert [record["step_seconds"] for record in records] == pytest.approx([48.0, 3 * 20.0, 3 * 21.0, 3 * 24.0])
     assert records[3]["expected_rows_step_seconds"] == pytest.approx(3 * 12.0)
@@ -125,9 +125,9 @@ def test_an_overflow_costs_the_common_step_and_the_complete_one():
 
 
 def test_the_report_says_all_of_it():
-    module, target = parse_module(LOOP), dataclasses.replace(TARGET, config="core_count: 132")
+    module, target = parse_module(LOOP, (HALF,)), dataclasses.replace(TARGET, config="core_count: 132")
     line = play(module, Prices(target, MODEL))
-    found = what_if(module, Prices(target, MODEL), (HALF,))
+    found = what_if(module, Prices(target, MODEL))
     text = report_text(
         build_report(line, Prices(target, MODEL), overflow=overflow_record(line, (HALF,), line), **found)
     )
@@ -146,6 +146,29 @@ def test_the_report_says_all_of_it():
     assert [own["exposed_seconds"] for own in found["range"].values()] == pytest.approx([54e-6, 135e-6, 279e-6])
     unknown = report_text(build_report(line, Prices(target, MODEL), overflow=overflow_record(line, (HALF,), None)))
     assert "--complete compiles the complete program" in unknown
+
+
+@pytest.mark.parametrize("blocks, turns", [("blocks_8_2_2_4_0_4/", 2), ("", 1)])
+def test_every_figure_that_rests_on_assumed_turns_says_so(blocks, turns):
+    """Of 8 rows half are expected, 2 in each of two groups: a turn each, and its matmul has no rows to leave out. Of
+    any other loop one turn is counted."""
+    text = re.sub(r"backend_config=.*", f'metadata={{op_name="jit(f)/jvp(moe)/experts/{blocks}while"}}', LOOP)
+    module = parse_module(text.replace("while/body/experts", f"experts/{blocks}while/body"), (HALF,))
+    prices = Prices(dataclasses.replace(TARGET, config="core_count: 132"), MODEL)
+    line, found = play(module, prices), what_if(module, prices)
+    assert line.seconds == pytest.approx(turns * 16.0) and line.assumed_turns == {"while.1": turns}
+    assert line.unknown_loops == (set() if blocks else {"while.1"})
+    assert [own["step_seconds"] for own in found["range"].values()] == pytest.approx([turns * 16.0] * 3)
+    assert found["rows"]["flops"] == (2 * 1024 if blocks else 512)
+    assert len(found["rows"]["instructions"]) == (1 if blocks else 2)  # exchanges, and matmuls outside blocks
+    found |= {"overflow": overflow_record(line, (HALF,), line), "model_flops": 512.0, "memory": {"peak": 7}}
+    measured = add_measured(build_report(line, prices, **found), module, prices, [Span("d0", "dot.1", 0, 1)], steps=1)
+    said = report_text(measured).splitlines()
+    why = "over blocks of rows" if blocks else "(while.1)"
+    assert sum(one.startswith(f"1 loops {why}: turns are data, ") for one in said) == 1
+    figures = re.compile(r"\d ms|MFU|kernels, |overlapped with an|\.\d{3} +\d")
+    assert {one for one in said if one.endswith(" (turns assumed)")} == {one for one in said if figures.search(one)}
+    assert "(turns assumed)" not in report_text(build_report(play(parse_module(LOOP), PRICES), PRICES))
 
 
 def test_buckets_of_the_committed_run():

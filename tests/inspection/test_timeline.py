@@ -7,19 +7,25 @@ On the toy target (2 nodes of 2; 100 bytes/s inside, 10 bytes/s between a node a
 import dataclasses
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.grouped_cases import as_operands
 from support.toy import HEAD, LOOP, MODEL, PRICES, TARGET
 
 from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster import cluster_of, exchange_seconds, group_of, received_seconds, uniform_seconds
 from moe_jax.cluster.collectives import traffic
+from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds, transport_seconds
 from moe_jax.cluster.prices import Constants, Prices, read_constants
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play, scheduler_profile, unguided_share
 from moe_jax.errors import UserError
+from moe_jax.kernels.blocked import choose_heights, rows_computed
+from moe_jax.moe.experts import expert_ffn
 
 ALL = ((0, 1, 2, 3),)
 TWO_ADAPTERS = {"adapters": 2, "node_bandwidth": 20.0}
@@ -129,10 +135,48 @@ def test_synchronous_collectives_are_exposed_whole():
     assert not flight.asynchronous and flight.exposed_seconds == pytest.approx(48.0) and flight.bytes == 160
 
 
-def test_unknown_trip_counts_run_once_and_are_named():
-    text = LOOP.replace('"known_trip_count":{"n":"3"},', "")
-    timeline = play(parse_module(text), PRICES)
-    assert only(timeline).executions == 1 and timeline.unknown_loops == {"while.1"}
+def expert_layers(rows, counts, dims):
+    """Return three layers of experts and their gradients as compiled for CPUs, in both branches of a conditional.
+
+    counts: groups of each operand of the weights; dims: of rows and hidden rows.
+    """
+    shapes, order = {"w_in": dims, "w_out": dims[::-1]}, np.random.default_rng(0)
+    banks = {n: [(order.normal(size=(g, *shape)), np.arange(g)) for g in counts] for n, shape in shapes.items()}
+
+    def experts(x, sinks, sizes):
+        weights = {name: as_operands(banks[name], sinks[name]) for name in banks}
+        return expert_ffn(x, sizes, weights, activation="gelu", implementation="fused")
+
+    def layer(x, own):
+        return jax.lax.cond(own[1][0] > 0, experts, lambda x, *own: experts(jnp.tanh(x), *own), x, *own), None
+
+    sinks = {name: [jnp.zeros((3, *bank.shape)) for bank, _ in parts] for name, parts in banks.items()}
+    both = jax.grad(lambda x, *inputs: jnp.sum(jax.lax.scan(layer, x, inputs)[0]), (0, 1))
+    sizes = jnp.zeros((3, sum(counts)), jnp.int32)
+    return jax.jit(both).lower(jnp.zeros((rows, dims[0])), sinks, sizes).compile().as_text()
+
+
+@pytest.mark.parametrize("rows, counts, dims", [(7000, (2, 1), (64, 64)), (24, (1,), (8, 8)), (2, (4,), (8, 8))])
+def test_loops_over_blocks_turn_by_the_expected_rows(rows, counts, dims):
+    """All rows by shape, or half, which buckets expect: the FLOPs of the blocks of even groups, forward and backward;
+    the branch not taken takes as long, and the profile has all turns of every loop."""
+    text, groups = expert_layers(rows, counts, dims), sum(counts)
+    half = Buckets(segment="all", by_shape=rows, expected=rows / 2, exchanges=1, overflow=None)
+    for given, expected in (((), rows), (((half,),), rows // 2)):
+        module = parse_module(text, *given)
+        timeline = play(module, PRICES)
+        size, filled = max(1, -(-expected // groups)), min(groups, expected)  # one row in each of so many groups
+        heights = {count: choose_heights(rows, count, dims[0] * dims[1]) for count in counts}
+        multiplied = sum(rows_computed([size] * min(count, filled), heights[count]) for count in counts)
+        assert timeline.flops == {"tf32": 3 * 12.0 * dims[0] * dims[1] * multiplied}
+        assert timeline.unknown_loops == set()
+        for branch in timeline.skipped.values():
+            assert branch["seconds_not_taken"][0] == pytest.approx(branch["seconds_taken"], rel=0.1)
+        costs = dict(re.findall(r'name: "([^"]+)" cost_us: (\S+)', scheduler_profile(module, PRICES)))
+        bodies = {i.name: i.attribute("body") for c in module.computations.values() for i in c.instructions}
+        for loop, turns in timeline.assumed_turns.items():
+            inside = sum(float(costs.get(i.name, 0)) for i in module.computations[bodies[loop]].instructions)
+            assert float(costs[loop]) == pytest.approx(turns * inside, rel=1e-6)
 
 
 TWO = (
