@@ -15,7 +15,7 @@ def measure(context):
 
     from moe_jax.analysis import compile_ahead
     from moe_jax.analysis.measured import add_measured, read_spans, record_steps
-    from moe_jax.analysis.program_report import build_report
+    from moe_jax.analysis.program_report import ASSUMED, build_report
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.timeline import play
@@ -34,7 +34,7 @@ def measure(context):
     seconds = record_steps(config, devices, compiled, folder, steps, 2 * steps)
     spans = read_spans(folder, module.name)
     report = add_measured(report, module, prices, spans, steps, seconds)
-    measured = report["instructions"]
+    measured, assumed = report["instructions"], ASSUMED if report["assumed_turns"] else ""
     # for the day's folder: a machine without a GPU can read report, schedule and trace again
     keep = context.scratch / "keep"
     keep.mkdir(exist_ok=True)
@@ -54,20 +54,22 @@ def measure(context):
     context.row(
         "step",
         f"{measured['step_seconds'] * 1e3:.1f} ms measured without the profiler, {measured['busy_seconds'] * 1e3:.1f} "
-        f"ms of kernels, {report['step']['modelled_seconds'] * 1e3:.1f} ms modelled, {measured['launches']} launches",
+        f"ms of kernels, {report['step']['modelled_seconds'] * 1e3:.1f} ms modelled, {measured['launches']} launches"
+        f"{assumed}",
     )
     for group in measured["groups"]:
         ratio = "-" if group["ratio"] is None else f"{group['ratio']:.2f}"
         context.row(
             group["group"],
             f"{group['measured_seconds'] * 1e3:.2f} ms measured, {group['modelled_seconds'] * 1e3:.2f} modelled: "
-            f"{ratio} ({group['executions']} runs)",
+            f"{ratio} ({group['executions']} runs){assumed}",
         )
     for row in measured["worst"][: context.of_size(20, 5)]:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         context.row(
             f"{row['name']} {row['scope']}",
-            f"{row['measured_seconds'] * 1e3:.3f} ms measured, {row['modelled_seconds'] * 1e3:.3f} modelled: {ratio}",
+            f"{row['measured_seconds'] * 1e3:.3f} ms measured, {row['modelled_seconds'] * 1e3:.3f} modelled: {ratio}"
+            f"{assumed}",
         )
     for name, fit in measured["fit"].items():
         value = "no sample" if fit["value"] is None else f"{fit['value']:.4g} ({fit['samples']} samples)"

@@ -30,6 +30,7 @@ def train(context, grouped_matmul: str):
 
     import moe_jax.training.run as training_run
     from moe_jax.analysis import compile_ahead
+    from moe_jax.analysis.program_report import ASSUMED
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.timeline import play
@@ -93,5 +94,5 @@ def train(context, grouped_matmul: str):
     context.row(
         "modelled step" if known else f"modelled step, by the rates of {target.device}",
         f"{timeline.seconds * 1e3:.1f} ms, {launches} launches, {conditionals} conditionals, "
-        f"{compiled.memory.get('peak', 0) / 1e9:.1f} GB by the compiler",
+        f"{compiled.memory.get('peak', 0) / 1e9:.1f} GB by the compiler{ASSUMED if timeline.assumed_turns else ''}",
     )
