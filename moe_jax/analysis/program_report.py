@@ -23,7 +23,7 @@ from moe_jax.cluster.timeline import Flight, Timeline, play
 MOST_NAMES = 8  # of what computes next to a transfer
 TAKEN_CORES = (0, 16, 20, 32)
 ASSUMED = " (turns assumed)"  # behind lines with a figure of a program that has loops whose turns are data
-FIGURE = re.compile(r"\.\d{3}(?! GB|%|\d)|MFU|kernels, |exchange of tokens: ")
+FIGURE = re.compile(r"\d\.\d{3}(?! GB|%|\d)|MFU|kernels, |exchange of tokens: ")
 
 
 def build_report(timeline: Timeline, prices: Prices, **facts) -> dict:
