@@ -6,16 +6,20 @@ import glob
 import gzip
 import json
 import os
+import re
+import shlex
+import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from moe_jax.data.tables import SUFFIXES, table_rows, training_tables
+from moe_jax.data.tables import COLUMNS, JSON, TABLES, suffix_of, table_rows, training_files
 from moe_jax.errors import UserError
 
 BLOCK_BYTES = 4 << 20  # a text file is read in blocks, so that one file of many gigabytes needs no such memory
+RECORD_BYTES = 64 << 20  # of a line of JSON at most: it is read whole, and that of a small .gz can fill a memory
 
 # In the standard library's tree: not its text (other people's packages, tests), or different on each machine.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -29,13 +33,13 @@ class DataConfig:
     The order of the windows is no part of this: it follows from `train.seed` alone.
 
     Args:
-      kind: 'text', or 'chat': conversations under `messages` (and `tools`) of .jsonl, .parquet or .arrow files, written
-        by the tokenizer's chat template, of which only the assistant's tokens are targets. Each is whole in one window,
-        or cut at its end; with `ModelConfig.document_mask` a window holds as many as fit, else one.
-      path: a file, a folder (read recursively), a glob, or several of them separated by commas.
-        '' means the Python standard library's sources, found at run time.
-      field: the key under which a line of a .jsonl or .jsonl.gz file holds its text, or the column of a .parquet or
-        .arrow file; of a dataset's folder only the training split counts.
+      kind: 'text', or 'chat': conversations under `messages` (and `tools`) of records, written by the tokenizer's chat
+        template, of which only the assistant's tokens are targets. Each is whole in one window, or cut at its end; with
+        `ModelConfig.document_mask` a window holds as many as fit, else one.
+      path: a file, a folder, a glob, or several separated by commas; '' is Python's own sources, found at run time. In
+        a folder, read recursively, records alone count where it has any, and where names tell splits that of training.
+      field: the key of the text in records, which are lines of .jsonl and .ndjson, the list or the one record of .json
+        (all also as .gz), and rows of .parquet and .arrow files.
       weights: of a mixture: of all windows of a run the share that comes from each entry of `path`, over their sum; ()
         takes all text in equal parts.
       sequence_length: targets in a window; a window holds one token more.
@@ -58,8 +62,7 @@ class DataConfig:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise UserError(f"DataConfig.{name} ({value!r}) must be text; write it in quotes")
-        for name in ("field", "tokenizer"):
-            if not getattr(self, name):
+            if not value and name in ("field", "tokenizer"):
                 raise UserError(f"DataConfig.{name} ('') must not be empty; leave it out to get its default")
         if self.kind not in ("text", "chat"):
             raise UserError(f"DataConfig.kind ({self.kind!r}) must be 'text' or 'chat'")
@@ -87,7 +90,7 @@ class Source:
     path: str  # as the user wrote it, so that messages repeat it
     size: int  # bytes
     mtime_ns: int  # time of the last change
-    field: str  # the key of the text in each line of a .jsonl file, or its column; '' for a file that is one text
+    field: str  # the key of the text in each record; '' for a file that is one text
     entry: int = 0  # which entry of DataConfig.path named it
 
     def pieces(self) -> Iterator[tuple[str, bool, float]]:
@@ -98,7 +101,7 @@ class Source:
         Raises:
           UserError: naming the file, and the line where there is one.
         """
-        if self.path.endswith(SUFFIXES):
+        if suffix_of(self.path) in TABLES:
             for row, share in table_rows(self.path, (self.field,), is_text=True):
                 if row[self.field]:
                     yield row[self.field], True, share
@@ -110,14 +113,14 @@ class Source:
                 yield text, ends_document, read_share()
 
     def records(self, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict, float]]:
-        """Yield (where it stands, record, share of the file read so far) of each line of JSON or row of a table.
+        """Yield (where it stands, record, share of the file read so far) of each record of JSON or row of a table.
 
         Of a table only the columns `keys` are read.
 
         Raises:
           UserError: as `pieces`; a table without the first of the keys, or a file that is neither.
         """
-        if self.path.endswith(SUFFIXES):
+        if suffix_of(self.path) in TABLES:
             for number, (row, share) in enumerate(table_rows(self.path, keys, is_text=False), start=1):
                 yield f"{self.path}: row {number}", _without_nulls(row), share
         elif self.field:
@@ -125,15 +128,13 @@ class Source:
                 for where, record in _json_records(file, self.path):
                     yield where, record, read_share()
         else:
-            raise UserError(
-                f"{self.path}: conversations stand in .jsonl, .jsonl.gz, .parquet or .arrow files; name some"
-            )
+            raise UserError(f"{self.path}: conversations stand in {', '.join((*JSON, *TABLES))} files; name some")
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[BinaryIO, Callable[[], float]]]:
         try:
             with open(self.path, "rb") as raw:
-                file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.path.endswith(".gz") else raw
+                file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if self.path.lower().endswith(".gz") else raw
                 yield file, lambda: raw.tell() / max(1, self.size)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UserError(f"{self.path}: not a whole gzip file ({error}); compress it again") from error
@@ -155,7 +156,7 @@ def find_documents(config: DataConfig) -> list[Source]:
     list keep the order in which the user wrote them.
 
     Raises:
-      UserError: when an entry names nothing.
+      UserError: when an entry names nothing, or what cannot be read.
     """
     path, names = config.path, []
     if not path and config.kind == "chat":
@@ -186,20 +187,22 @@ def find_documents(config: DataConfig) -> list[Source]:
                     f"DataConfig.path ({path!r}): {entry!r} is no file, no folder and matches nothing here; correct "
                     "it, or leave it out to train on Python's own sources"
                 )
-            files = []
-            for name in found:
-                files += training_tables(_files_below(name), name) if os.path.isdir(name) else [name]
-            if not files:
+            below = (training_files(_files_below(name), name) if os.path.isdir(name) else [name] for name in found)
+            if not (files := [file for files in below for file in files]):
                 raise UserError(f"DataConfig.path ({path!r}): {entry!r} holds no files; put text files or .jsonl there")
             names += [(number, file) for file in files]
     sources: dict[str, Source] = {}
     for number, name in names:
         try:
-            stat = os.stat(name)
+            status = os.stat(name)
         except OSError as error:
             raise UserError(f"{name}: cannot be read ({error.strerror}); check DataConfig.path") from error
-        field = config.field if name.endswith((".jsonl", ".jsonl.gz", *SUFFIXES)) else ""
-        source = Source(path=name, size=stat.st_size, mtime_ns=stat.st_mtime_ns, field=field, entry=number)
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            raise UserError(f"{name}: is no regular file; write what it gives to a file, and name that")
+        if suffix_of(name) in COLUMNS:
+            raise UserError(f"{name}: is not read; make lines of JSON by {_line_to_jsonl(name)} and name those")
+        field = config.field if suffix_of(name) in (*JSON, *TABLES) else ""
+        source = Source(path=name, size=status.st_size, mtime_ns=status.st_mtime_ns, field=field, entry=number)
         sources.setdefault(os.path.realpath(name), source)
     return list(sources.values())
 
@@ -243,23 +246,40 @@ def _text_pieces(file: BinaryIO, name: str) -> Iterator[tuple[str, bool]]:
 
 
 def _json_records(file: BinaryIO, name: str) -> Iterator[tuple[str, dict]]:
-    """Yield (name and line, object) a line; blank lines are left out."""
-    for number, line in enumerate(file, start=1):
-        where = f"{name}:{number}"
+    """Yield (where, object) for each line but blank ones, or of a .json file for each of its list, or its only one."""
+    whole, number = suffix_of(name) == ".json", 0
+    read, most = (file.read, 8 * RECORD_BYTES) if whole else (file.readline, RECORD_BYTES)
+    while data := read(most + 1):
+        number += 1
+        where = name if whole else f"{name}:{number}"
+        if len(data) > most:
+            raise UserError(f"{where}: has more than {most:,} bytes, the most at once; make it more lines of .jsonl")
         try:
-            text_line = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if not text_line.strip():
+            text = data.decode("utf-8-sig")
+            if not text.strip():
                 continue
-            record = json.loads(text_line)
+            content = json.loads(text)
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 ({error.reason}); convert the file") from error
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not a JSON object on one line ({error}); correct or remove the line") from error
-        if not isinstance(record, dict):
-            raise UserError(
-                f"{where}: holds a {type(record).__name__}, but each line must be a JSON object; correct it"
-            )
-        yield where, record
+            wanted = "JSON (if each line is, call it .jsonl)" if whole else "a JSON object on one line"
+            raise UserError(f"{where}: not {wanted} ({error}); correct or remove it") from error
+        for place, record in enumerate(content if whole and isinstance(content, list) else [content], start=1):
+            at = f"{where}: record {place}" if whole else where
+            if not isinstance(record, dict):
+                raise UserError(f"{at}: holds a {type(record).__name__}, but must be a JSON object; correct it")
+            yield at, record
+
+
+def _line_to_jsonl(name: str) -> str:
+    """Return the shell's line that writes the rows of a .csv or .tsv file as lines of JSON, next to it."""
+    read = "zcat <" if name.lower().endswith(".gz") else "cat <"
+    delimiter = "\\t" if suffix_of(name) == ".tsv" else ","
+    program = (
+        'import csv, json; csv.field_size_limit(2**31 - 1); rows = csv.DictReader(open(0, encoding="utf-8-sig", '
+        f'newline=""), delimiter="{delimiter}"); [print(json.dumps(row)) for row in rows]'
+    )
+    return f"`{read} {shlex.quote(name)} | python -c {shlex.quote(program)} > {shlex.quote(f'{name}.jsonl')}`"
 
 
 def _json_pieces(records: Iterable[tuple[str, dict]], field: str) -> Iterator[tuple[str, bool]]:
@@ -273,10 +293,7 @@ def _json_pieces(records: Iterable[tuple[str, dict]], field: str) -> Iterator[tu
         text = record[field]
         if not isinstance(text, str):
             raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not text; set DataConfig.field")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair: "\ud800"
-                raise UserError(f"{where}: field {field!r} holds half a surrogate pair; remove it") from error
+        if re.search("[\ud800-\udfff]", text):  # which JSON can hold
+            raise UserError(f"{where}: field {field!r} holds half a surrogate pair; remove it")
         if text:
             yield text, True

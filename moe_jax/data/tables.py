@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, as datasets are downloaded and as `save_to_disk` writes them.
+"""Files of a dataset's folder to train on, and rows of Parquet and Arrow files, as downloaded or by `save_to_disk`.
 
 Inputs: a file, names of columns. Outputs: its rows in their order, read a few at a time. pyarrow (extra [data]) is
 imported when the first such file is read.
@@ -10,31 +10,41 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
+from absl import logging
+
 from moe_jax.errors import UserError
 
-SUFFIXES = (".parquet", ".arrow")
+TABLES, JSON, COLUMNS = (".parquet", ".arrow"), (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
 _ROWS = 512  # that are in memory at once
-_SPLITS = re.compile(r"(train|validation|valid|dev|test)(?=$|[-_./\d])")
+# words between no letters, as the library `datasets` knows splits, and files that it writes next to the data
+_SPLITS = re.compile(
+    r"(?<![^\W\d_])(?:(train(?:ing)?)|validation|valid|val|dev|test(?:ing)?|eval(?:uation)?)(?![^\W\d_])", re.IGNORECASE
+)
+_NO_DATA = re.compile(r"cache-.*\.arrow|dataset_infos?\.json|dataset_dict\.json|state\.json")
 
 
-def training_tables(files: list[str], folder: str) -> list[str]:
-    """Return the files of a dataset's folder that hold text to train on: all, where it is no dataset.
+def suffix_of(path: str) -> str:
+    """Return the suffix that says how a file is read, in small letters and without '.gz'."""
+    return os.path.splitext(path.lower().removesuffix(".gz"))[1]
 
-    Where there are tables or lines of JSON, other files describe them; where some are called after the training split,
-    those of other splits are for evaluation; and `cache-...arrow` is what the library `datasets` computed.
+
+def training_files(files: list[str], folder: str) -> list[str]:
+    """Return the files of a folder that hold text to train on: all, where none holds records; tell of those left out.
+
+    Where some hold records, other files describe them; those called after the training split count, else those called
+    after no split, else all. A file's name wins over that of its folder.
     """
-    tables = [name for name in files if name.endswith(SUFFIXES) and not os.path.basename(name).startswith("cache-")]
-    if not tables:
-        return files
-    kept = [name for name in files if name in tables or name.endswith((".jsonl", ".jsonl.gz"))]
-    train = [name for name in kept if _split_of(os.path.relpath(name, folder)) == "train"]
-    return train or kept
-
-
-def _split_of(path: str) -> str:
-    """Return the split that a folder or file of a path is called after, as 'data/train-00000-of-00002.parquet' is."""
-    found = [match[1] for part in reversed(path.split(os.sep)) if (match := _SPLITS.match(part))]
-    return found[0] if found else ""
+    ranks = {}
+    for name in files:
+        if suffix_of(name) in (*TABLES, *JSON, *COLUMNS) and not _NO_DATA.fullmatch(os.path.basename(name)):
+            splits = _SPLITS.findall(os.path.relpath(name, folder))  # '' for each but the training split
+            ranks[name] = 1 if not splits else 0 if splits[-1] else 2
+    first = min(ranks.values(), default=0)
+    kept = [name for name, rank in ranks.items() if rank == first] or files
+    if len(kept) < len(files):
+        told = "%s: left out: %d of %d files, without records or of other splits; name files to take others"
+        logging.warning(told, folder, len(files) - len(kept), len(files))
+    return kept
 
 
 def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[tuple[dict, float]]:
@@ -51,9 +61,10 @@ def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UserError(f"{path} needs the package 'pyarrow', which is not installed; pip install pyarrow") from error
+    read = count = 0  # rows, where the file says how many it has
     try:
-        if path.endswith(".parquet"):
-            file = pq.ParquetFile(path, pre_buffer=False)  # which would keep what was read until the end
+        if suffix_of(path) == ".parquet":  # a buffer would keep what was read until the end
+            file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
             wanted = _known_columns(path, file.schema_arrow, columns, is_text, pa)
             batches, count = file.iter_batches(_ROWS, columns=wanted), file.metadata.num_rows
         else:
@@ -65,13 +76,15 @@ def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[
                 reader = pa.ipc.open_file(source)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
             wanted = _known_columns(path, reader.schema, columns, is_text, pa)
-        read = 0
         for batch in batches:
+            batch.validate(full=True)  # a bad offset would be read out of bounds
             read += len(batch)
-            share = read / count if path.endswith(".parquet") else source.tell() / source.size()
+            share = read / count if count else source.tell() / source.size()
             for start in range(0, len(batch), _ROWS):
                 yield from ((row, share) for row in batch.select(wanted).slice(start, _ROWS).to_pylist())
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+        if read < count:
+            raise pa.ArrowInvalid(f"{read} of {count} rows")
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: not a whole table ({what}); download or write it again") from error
 
