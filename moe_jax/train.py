@@ -49,9 +49,10 @@ def command(argv: list[str]) -> int:
     parse_flags(argv, "moe_jax.train", "gin_file")
     logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
     from moe_jax.config.gin_files import parse_run_config
-    from moe_jax.config.run_config import bound_in, overridden
+    from moe_jax.config.run_config import bindings_as_begun, bound_in, overridden
 
-    changed, given = overridden(_OVERRIDE.value), (_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
+    bindings = [*bindings_as_begun(_WORKDIR.value), *_GIN_BINDINGS.value]
+    changed, given = overridden(_OVERRIDE.value), (_GIN_FILES.value, bindings, _GIN_PATHS.value)
     config, config_text, operative_text = parse_run_config(*given, _OVERRIDE.value)
     if _DRY_RUN.value:
         from moe_jax.analysis.dry_run import dry_run

@@ -6,7 +6,9 @@ import ast
 import dataclasses
 import difflib
 import fnmatch
+import os
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from moe_jax.config.train_config import DistillationConfig, TrainConfig
@@ -49,6 +51,8 @@ OVERRIDABLE = (
     "train.decay_shape", "train.batch_size", "train.grad_accum_steps", "train.weight_decay", "train.clip_norm",
     "DataConfig.path", "DataConfig.field", "DataConfig.weights",
 )  # fmt: skip
+# What runs that were begun before a field was there did, where that is not its default.
+BEFORE = {"DataConfig.add_special_tokens": "False"}
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
 
@@ -123,20 +127,29 @@ def bound_in(text: str) -> set[str]:
 def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str]]:
     """Return (binding, old value, new value) for each binding in which two config texts differ, sorted.
 
-    A field that one text lacks counts there at today's default, so that a run can be resumed after a field was added; a
-    binding that no config has any more is `ABSENT` on the other side. Values are returned as written.
+    A field that one text lacks counts there at today's default, or as `BEFORE` says of a run's text, so that a run can
+    be resumed after a field was added; a binding that no config has any more is `ABSENT` on the other side. Values are
+    returned as written.
 
     Raises:
       UserError: a line that is not `Name.field = value`.
     """
     old, new, defaults = _values(old_text), _values(new_text), _values(config_text(RunConfig()))
     differences = []
+    older = defaults | {binding: value for binding, value in BEFORE.items() if old and binding in new}
     for binding in sorted(old.keys() | new.keys()):
-        before = old.get(binding, defaults.get(binding, ABSENT))
+        before = old.get(binding, older.get(binding, ABSENT))
         after = new.get(binding, defaults.get(binding, ABSENT))
         if _meaning(before) != _meaning(after):
             differences.append((binding, before, after))
     return differences
+
+
+def bindings_as_begun(workdir: str | Path) -> list[str]:
+    """Return the bindings of `BEFORE` where the run of a folder was begun before they were there, by its run.json."""
+    path = Path(workdir).expanduser() / "run.json"
+    is_before = workdir and os.access(path, os.R_OK) and path.is_file() and b"special_tokens" not in path.read_bytes()
+    return [f"{binding} = {value}" for binding, value in BEFORE.items() if is_before]
 
 
 def may_differ(binding: str) -> bool:

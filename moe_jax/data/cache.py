@@ -1,7 +1,7 @@
 """A corpus as one memory-mapped array of token ids, built by the first process, whole or not at all.
 
-A cache is a folder `tokens-<fingerprint>` with tokens.bin (ids, each document closed by end_id; of conversations what
-chat.py makes of them, marked), documents.bin (where each document ends) and meta.json.
+A cache is a folder `tokens-<fingerprint>` with tokens.bin (ids, each document with the tokenizer's front, back and
+end_id; of conversations what chat.py makes of them, marked), documents.bin (where each document ends) and meta.json.
 """
 
 # It is written in a folder of another name, synced, and renamed: the rename is what makes it a cache, so a killed
@@ -11,6 +11,7 @@ chat.py makes of them, marked), documents.bin (where each document ends) and met
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -202,7 +203,8 @@ def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab
     template = ChatTemplate(tokenizer) if config.kind == "chat" else None
     # the name is that of all that decides the tokens: the files as they are now, and the tokenizer
     name = (template or tokenizer).name
-    digest = hashlib.blake2b(f"{FORMAT}\n{name}\n{tokenizer.end_id}\n".encode(), digest_size=16)
+    around = " ".join(map(str, (tokenizer.end_id, *tokenizer.front, *tokenizer.back)))
+    digest = hashlib.blake2b(f"{FORMAT}\n{name}\n{around}\n".encode(), digest_size=16)
     for source in sources:
         digest.update(os.fsencode(os.path.realpath(source.path)))
         digest.update(f"\n{source.size}\n{source.mtime_ns}\n{source.field}\n{source.entry}\n".encode())
@@ -217,13 +219,17 @@ def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab
             f"the token cache in {str(root)!r} cannot be written or read ({error.strerror or error}); make room "
             "there or set DataConfig.cache_dir to another folder"
         ) from error
-    if vocab_size is not None and meta.max_id >= vocab_size:
-        raise UserError(
-            f"the corpus holds token {meta.max_id} (DataConfig.tokenizer {config.tokenizer!r}, {tokenizer.vocab_size} "
-            f"ids), which is outside the model's vocabulary; ModelConfig.vocab_size ({vocab_size}) must be at least "
-            f"{meta.max_id + 1}"
-        )
+    check_vocabulary(config, tokenizer, vocab_size, meta.max_id + 1)
     return TokenCache(folder, meta, config.held_out_fraction)
+
+
+def check_vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int | None, needed: int) -> None:
+    """Raise a UserError where a model's vocabulary, if it is known, is smaller than batches need."""
+    if vocab_size is not None and needed > vocab_size:
+        raise UserError(
+            f"batches can hold token {needed - 1} (DataConfig.tokenizer {config.tokenizer!r}, {tokenizer.vocab_size} "
+            f"ids), outside the model's vocabulary; ModelConfig.vocab_size ({vocab_size}) must be at least {needed}"
+        )
 
 
 def _read_meta(folder: Path) -> CacheMeta | None:
@@ -255,8 +261,6 @@ def _crc(folder: Path) -> int:
 
 def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None) -> CacheMeta:
     """Write a cache next to its place, then rename it there; keep the one that another builder put there first."""
-    import fcntl
-
     started, root = time.monotonic(), folder.parent
     root.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "a") as lock:
@@ -276,8 +280,7 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
                 time.sleep(0.05)
             except OSError:
                 break
-        meta = _read_meta(folder)
-        if meta is not None:
+        if (meta := _read_meta(folder)) is not None:
             return meta
         for left in root.glob(".building-*"):  # of killed builders, once none can still be running
             with contextlib.suppress(OSError):
@@ -314,7 +317,7 @@ def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate 
         pieces = ((*piece, source) for source in sources for piece in source.pieces())
     else:
         pieces = ((chat, True, share, source) for chat, share, source in conversations(sources, template))
-    end = np.int32(tokenizer.end_id)
+    front, behind, begins = tokenizer.front, [*tokenizer.back, tokenizer.end_id], True
     while True:
         batch, characters = [], 0
         for piece in pieces:  # from where the last batch ended
@@ -325,10 +328,14 @@ def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate 
         if not batch:
             return
         encoded = (template or tokenizer).encode_batch([content for content, *_ in batch])
-        yield [
-            (np.append(ids, end) if ends_document and template is None else ids, ends_document, *place)
-            for ids, (_, ends_document, *place) in zip(encoded, batch, strict=True)
-        ]
+        whole = []
+        for ids, (_, ends_document, *place) in zip(encoded, batch, strict=True):
+            if template is None:
+                parts = [front] * begins + [ids] + [behind] * ends_document
+                ids = np.concatenate(parts, dtype=np.int32, casting="unsafe")
+            begins = ends_document
+            whole.append((ids, ends_document, *place))
+        yield whole
 
 
 def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None) -> CacheMeta:
@@ -414,8 +421,6 @@ class _Progress:
 def _sync(folder: Path):
     """Sync a folder's entries to the disk; some network file systems refuse, which is harmless."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)

@@ -44,6 +44,8 @@ class DataConfig:
         takes all text in equal parts.
       sequence_length: targets in a window; a window holds one token more.
       tokenizer: 'byte', or the path of a Hugging Face tokenizer.json.
+      add_special_tokens: put what the tokenizer's post-processor puts around a text, such as a BOS, around documents
+        and before prompts; conversations have what their template writes.
       held_out_fraction: the share of the tokens that training never sees, above 0 and below 0.5.
       cache_dir: folder of the token caches; '' means $XDG_CACHE_HOME/moe_jax, or ~/.cache/moe_jax.
     """
@@ -54,6 +56,7 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     sequence_length: int = 128
     tokenizer: str = "byte"
+    add_special_tokens: bool = True
     held_out_fraction: float = 0.02
     cache_dir: str = ""
 

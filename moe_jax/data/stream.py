@@ -153,7 +153,7 @@ def mask_tokens(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Hide `rate` of the tokens: 80% become the mask, 10% a random token, and 10% stay as they are.
 
-    Ends of documents are neither hidden nor drawn.
+    Ends of documents, and special tokens around them, are neither hidden nor drawn.
 
     Args:
       tokens: integers [b, Sq]; rows: the global row of each, int [b].
@@ -166,7 +166,7 @@ def mask_tokens(
     """
     row = rows[:, None]
     column = np.arange(tokens.shape[1])[None, :]
-    special = np.unique([tokenizer.mask_id, tokenizer.end_id])
+    special = np.unique([tokenizer.mask_id, tokenizer.end_id, *tokenizer.front, *tokenizer.back])
 
     chosen = (uniform(_MASKS, seed, step, 0, row, column) < rate) & ~np.isin(tokens, special)
     fate = uniform(_MASKS, seed, step, 1, row, column)

@@ -1,18 +1,20 @@
 """Between text and token ids: the byte tokenizer, and any Hugging Face tokenizer.json.
 
-Inputs: text. Outputs: 1-d int32 ids below `vocab_size`. `encode_batch` never adds an end or a mask: the cache puts
-`end_id` after each document, and only masked-language-model inputs ever hold `mask_id`.
+Inputs: text. Outputs: 1-d int32 ids below `vocab_size`. `encode_batch` adds nothing: the cache puts `front` before each
+document, `back` and `end_id` behind it, and only masked-language-model inputs ever hold `mask_id`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,13 +46,22 @@ END_FILES = ("generation_config.json", "config.json")  # the first that names an
 
 # what goes with a tokenizer from folder to folder
 CARRIED = (FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", *END_FILES)
+MOST_IDS = 1 << 24  # a larger id is a damaged file's, and a table of so many rows none that anybody trains
 
 
-def carry_files(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer, of generation, and config.json, where they are there."""
+def carry_files(source: Path, target: Path, *, add_special_tokens: bool = True) -> None:
+    """Copy the files of a tokenizer, of generation, and config.json, where they are there.
+
+    Without `add_special_tokens` transformers puts none around a text by them.
+    """
     for name in CARRIED:
         if check_inside(source, name).exists():
             shutil.copyfile(source / name, target / name)
+    if (target / FILE).exists() and not add_special_tokens:
+        changes = {"post_processor": None}, {"add_bos_token": False, "add_eos_token": False}
+        for path, changed in zip((target / FILE, target / CARRIED[1]), changes, strict=True):
+            keys = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            path.write_text(json.dumps(keys | changed, ensure_ascii=False), encoding="utf-8")
 
 
 def read_end_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -61,11 +72,11 @@ def read_end_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
             continue
         try:
             found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"cannot read {path} ({error}); put back the file that the checkpoint came with") from error
         ids = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise UserError(f"{path}: eos_token_id ({found!r}) must be an id, or a list of ids; correct it")
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MOST_IDS for i in ids):
+            raise UserError(f"{path}: eos_token_id ({found!r:.80}) must be an id below {MOST_IDS}, or some; correct it")
         if ids:
             return tuple(ids)
     return ()
@@ -80,10 +91,12 @@ MASK_NAMES = ("<|mask|>", "[MASK]", "<mask>", "<|mdm_mask|>")
 # What every tokenizer has:
 #   name: identifies the mapping; two tokenizers with the same name give the same ids.
 #   vocab_size: every id is below it, end and mask included.
+#   least_size: every id is below it that a text without special tokens can hold, `front`, `back` and end included.
+#   front, back: ids before each document and prompt, and behind each document before its end.
 #   end_id: closes a document; end_ids: all that end a generated text, end_id first.
 #   mask_id: stands for a hidden token; never in the corpus.
 #   encode_batch: the ids of each text, int32 [tokens].
-#   encode_prompt: those of one text, with the special tokens that the file puts around it.
+#   encode_prompt: those of one text that is to be continued, `front` included.
 #   byte_counts: how many bytes of text each id stands for, int64 [vocab_size], 0 of special ones; None where not known.
 #   decode: the text of ids; end and mask show as `<|end|>` and `<|mask|>` or by their name in the file.
 class ByteTokenizer:
@@ -95,6 +108,8 @@ class ByteTokenizer:
 
     name = "byte"
     vocab_size = 258
+    least_size = 257
+    front = back = ()
     end_id = 256
     end_ids = (256,)
     mask_id = 257
@@ -120,10 +135,11 @@ class HuggingFaceTokenizer:
     The end is that of the checkpoint that the file lies in: the first `eos_token_id` of generation_config.json, else of
     config.json, next to it. Without these, ends are found by their usual names (END_NAMES), and so are masks
     (MASK_NAMES); one that the file lacks gets the next free id, so `vocab_size` can be one or two above the file's.
-    Truncation and padding that the file asks for are switched off: they would cut documents silently.
+    Truncation and padding that the file asks for are switched off: they would cut documents silently. `front`
+    and `back` are what its post-processor puts around a text but for the end, nothing without `add_special_tokens`.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, add_special_tokens: bool = True):
         try:
             import tokenizers
         except ImportError as error:
@@ -141,14 +157,17 @@ class HuggingFaceTokenizer:
                 f"DataConfig.tokenizer ({path!r}) must be 'byte' or the path of a tokenizer.json ({error.strerror}); "
                 "python -m moe_jax.data.train_tokenizer makes one"
             ) from error
-        try:
+        self.file, self.text = file, text
+        with self._failures_named("is not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(text)
-        except Exception as error:  # the package raises plain Exception
-            raise UserError(f"DataConfig.tokenizer ({path!r}) is not a tokenizer.json ({error}); name one") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        size = max(ids.values(), default=-1) + 1  # not the count: ids may have holes
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            ids = self._tokenizer.get_vocab(with_added_tokens=True)
+            # of a text that it knows: some have no token for others
+            around = self._tokenizer.encode(min(ids, key=ids.get, default=""), add_special_tokens=add_special_tokens)
+        size = max([*ids.values(), *around.ids], default=-1) + 1  # not the count: ids may have holes
+        if size > MOST_IDS:
+            raise UserError(f"DataConfig.tokenizer ({path!r}): the id {size - 1} is not below {MOST_IDS}; name another")
         named = next((ids[name] for name in END_NAMES if name in ids), size)
         self.end_ids = read_end_ids(file.parent) or (named,)
         self.end_id, known = self.end_ids[0], set(ids.values())
@@ -159,23 +178,40 @@ class HuggingFaceTokenizer:
             self._marks[size] = "<|mask|>"
             size += 1
         self.vocab_size = size
-        self.file, self.text = file, text
+        mask = around.special_tokens_mask
+        before, behind = ([*mask[::way], 0].index(0) for way in (1, -1))
+        self.front = tuple(around.ids[:before])
+        self.back = tuple(i for i in around.ids[max(before, len(mask) - behind) :] if i != self.end_id)
         marked = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = tuple(i for i, token in marked.items() if token.special)
         self.special = tuple(marked[i].content for i in self.special_ids)  # their text
+        ordinary = set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - set(marked)
+        self.least_size = max([*ordinary, *self.front, *self.back, self.end_id]) + 1
         self.name = "tokenizer.json " + hashlib.blake2b(text, digest_size=16).hexdigest()
 
+    @contextlib.contextmanager
+    def _failures_named(self, what: str) -> Iterator[None]:
+        """Turn whatever the package raises, and panics of its regular expressions, into one line."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"DataConfig.tokenizer ({str(self.file)!r}) {what} ({error}); name another") from error
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._failures_named("fails on a text"):
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, np.int32) for item in encoded]
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the ids of each text, int32 [tokens], and the characters of it that each stands for, [tokens, 2]."""
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        with self._failures_named("fails on a text"):
+            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(e.ids, np.int32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text).ids, np.int32)
+        return np.append(np.array(self.front, np.int32), self.encode_batch([text])[0])
 
     def byte_counts(self) -> np.ndarray | None:
         if (json.loads(self.text).get("decoder") or {}).get("type") != "ByteLevel":  # its tokens have a letter a byte
@@ -186,14 +222,10 @@ class HuggingFaceTokenizer:
         return counts
 
     def decode(self, ids: np.ndarray) -> str:
-        parts, run = [], []
-        for i in np.asarray(ids).tolist():
-            if i in self._marks:
-                parts += [self._tokenizer.decode(run, skip_special_tokens=False), self._marks[i]]
-                run = []
-            else:
-                run.append(i)
-        return "".join([*parts, self._tokenizer.decode(run, skip_special_tokens=False)])
+        runs = [(mark, [*run]) for mark, run in itertools.groupby(np.asarray(ids).tolist(), self._marks.get)]
+        decode = self._tokenizer.decode
+        with self._failures_named("fails on ids"):
+            return "".join(mark * len(run) if mark else decode(run, skip_special_tokens=False) for mark, run in runs)
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
@@ -201,7 +233,8 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Build the tokenizer that config.tokenizer names; a UserError where it is neither 'byte' nor a tokenizer.json."""
-    return ByteTokenizer() if config.tokenizer == "byte" else HuggingFaceTokenizer(config.tokenizer)
+    from_file = config.tokenizer != "byte"
+    return HuggingFaceTokenizer(config.tokenizer, config.add_special_tokens) if from_file else ByteTokenizer()
 
 
 def with_kept_file(config: DataConfig, folder: Path) -> DataConfig:
@@ -226,7 +259,7 @@ def find_tokenizer(config: DataConfig, folder: Path, trained_with: str | None) -
         return ByteTokenizer()
     paths = (folder / FILE, Path(config.tokenizer).expanduser())
     path = next((path for path in paths if path.exists()), None)
-    found = None if path is None else HuggingFaceTokenizer(str(path))
+    found = None if path is None else build_tokenizer(dataclasses.replace(config, tokenizer=str(path)))
     if found is not None and trained_with not in (None, found.name):
         raise UserError(
             f"{path} is not the tokenizer that {folder} was trained with ({found.name.split()[-1]}, not "

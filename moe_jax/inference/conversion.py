@@ -207,7 +207,7 @@ def export_folder(
         # files to be carried: the run's own, or those of the tokenizer that it was trained with
         own = (folder.path / FILE).exists() or run.data.tokenizer == "byte"
         source = folder.path if own else Path(run.data.tokenizer).expanduser().parent
-        carry_files(source, out)
+        carry_files(source, out, add_special_tokens=run.data.add_special_tokens)
         has_keys = check_inside(source, "config.json").exists()
         keys = read_json(source / "config.json") if has_keys else {}
         keys = {key: value for key, value in keys.items() if key in HARMLESS}

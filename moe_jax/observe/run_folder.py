@@ -6,7 +6,7 @@ environment.json      versions, devices, mesh      loads/ loads.npz   parts whil
 checkpoints/          orbax                        plots/ report.html pictures, and all of it on one page
 tensorboard/          events                       profile/           traces of train.profile_steps
 lease/                the job that writes here     (observe/lease.py)
-run.json              the run's id, and its starts (recovery/copies.py)
+run.json              the run's id and starts, and whether texts get special tokens (recovery/copies.py)
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def note_start(path: Path, history: Mapping, step: int, base: int) -> None:
     It comes before that epoch changes any other file of the run.
     """
     starts = [*history["starts"], [next_epoch(history), step, base]][-_MOST_STARTS:]
-    write_atomically(path, json.dumps({"id": history["id"], "starts": starts}))
+    write_atomically(path, json.dumps({**history, "starts": starts}))
 
 
 def why_not_current(header: Mapping, history: Mapping, newest: int) -> str:

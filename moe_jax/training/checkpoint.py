@@ -50,7 +50,7 @@ from etils import epath
 from orbax.checkpoint._src.serialization import replica_slices, tensorstore_utils
 
 from moe_jax.config.gin_files import parse_run_config
-from moe_jax.config.run_config import RunConfig
+from moe_jax.config.run_config import RunConfig, bindings_as_begun
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
 from moe_jax.observe.run_folder import RunFolder, disk_errors_named
@@ -75,7 +75,7 @@ def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) ->
     folder = RunFolder(workdir, create=False)
     if not folder.config.exists():
         raise UserError(f"run folder {folder.path} holds no config.gin; give the --workdir of a run that has trained")
-    return parse_run_config([str(folder.config)], bindings)[0]
+    return parse_run_config([str(folder.config)], [*bindings_as_begun(folder.path), *bindings])[0]
 
 
 class DamagedCheckpointError(UserError):

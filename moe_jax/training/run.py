@@ -114,7 +114,8 @@ def run(
         if source is copies:
             saved = copies.newest_on_disk if 0 <= copies.newest_on_disk <= latest else None
         if hosts.is_main:
-            note_start(folder.history, history, latest or 0, -1 if saved is None else saved)
+            told = {**history, "add_special_tokens": config.data.add_special_tokens}
+            note_start(folder.history, told, latest or 0, -1 if saved is None else saved)
         stepper = Stepper(session, state, engine, overflows=past.get("overflows"))
         del state
         if hosts.is_main:
@@ -133,9 +134,8 @@ def run(
             say(hosts, line)
         if session.teacher is not None:
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
-        counts = {name: past.get(name, 0) for name in ("skipped_steps", "overflowed_updates")}
-        host = {"config": config_text, **counts, "teacher": identity, "base": base}
-        host["tokenizer"] = session.feed.tokenizer.name
+        host = {name: past.get(name, 0) for name in ("skipped_steps", "overflowed_updates")}
+        host |= {"config": config_text, "teacher": identity, "base": base, "tokenizer": session.feed.tokenizer.name}
         host["changes"] = past.get("changes", []) + changes_since(past, config_text, start.changed, latest)
         for change in host["changes"]:
             say(hosts, "from step {step} on: {binding} is {is}, and was {was}".format(**change))

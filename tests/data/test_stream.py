@@ -214,7 +214,7 @@ def test_document_numbers_and_targets_by_hand():
 
 def masked_one_by_one(tokens, step, rows, seed, tokenizer, rate):
     inputs, weights = tokens.copy(), np.zeros(tokens.shape, np.float32)
-    ordinary = [i for i in range(tokenizer.vocab_size) if i not in {tokenizer.mask_id, tokenizer.end_id}]
+    ordinary = sorted({*range(tokenizer.vocab_size)} - {tokenizer.mask_id, tokenizer.end_id, *tokenizer.front})
     for b, s in np.ndindex(tokens.shape):
         address = (int(rows[b]), s)
         if tokens[b, s] not in ordinary or uniform(2, seed, step, 0, *address)[0] >= rate:
@@ -230,7 +230,7 @@ def masked_one_by_one(tokens, step, rows, seed, tokenizer, rate):
 
 def test_mask_tokens_equals_a_loop_and_depends_on_the_row_alone():
     tokens = (np.arange(6 * 40).reshape(6, 40) * 7 % 12).astype(np.int32)
-    tokenizer = types.SimpleNamespace(vocab_size=12, mask_id=11, end_id=7)
+    tokenizer = types.SimpleNamespace(vocab_size=12, mask_id=11, end_id=7, front=(2,), back=())
     settings = {"step": 3, "seed": 5, "tokenizer": tokenizer, "rate": 0.5}
     rows = np.arange(10, 16)
     found = mask_tokens(tokens, rows=rows, **settings)

@@ -1,5 +1,6 @@
 """What every tokenizer does, what is special to each, and the command that makes one."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import chat_cases
 
 from moe_jax.data.cache import build_cache
 from moe_jax.data.corpus import DataConfig
@@ -107,17 +109,71 @@ def test_the_end_is_that_of_the_files_next_to_the_tokenizer(word_file, tmp_path)
     found = built()
     assert (found.end_id, found.end_ids, found.mask_id, found.vocab_size) == (7, (7, 11, 1), 12, 13)
     assert found.decode(np.array([1, 11])) == "b<|end|>"
-    for text, words in (("[]", "cannot read"), ('{"eos_token_id": [-1]}', r"eos_token_id \(\[-1\]\) must be an id")):
+    for text, words in (
+        ("[]", "cannot read"),
+        ("[" * 100_000, r"cannot read .*generation_config.json \(maximum recursion"),
+        ('{"eos_token_id": [-1]}', r"eos_token_id \(\[-1\]\) must be an id"),
+        ('{"eos_token_id": 1000000000000}', r"eos_token_id \(1000000000000\) must be an id below 16777216"),
+        ('{"eos_token_id": 1' + "0" * 400 + "}", r"eos_token_id \(10{79}\) must be an id below 16777216"),
+    ):
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(UserError, match=words):
             built()
+
+
+# what a post-processor makes of a text -> front, back; 265 is the end
+AROUND = {
+    "": ([], []), "[INST] $A": ([268], []), "[INST] $A [/INST]": ([268], [269]), "$A <|end|>": ([], []),
+    "[INST] <|im_start|> $A [/INST] <|end|>": ([268, 266], [269]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_documents_and_prompts_have_what_the_post_processor_puts(tmp_path, monkeypatch, around):
+    """Front before both; back behind documents alone, and no end twice; none in a chat, nor where a binding says so."""
+    monkeypatch.setattr("moe_jax.data.corpus.BLOCK_BYTES", 4)  # the first document comes in pieces
+    for name, text in (("1.txt", "no\nno\n"), ("2.txt", "z")):
+        (tmp_path / name).write_text(text)
+    paths = {"path": f"{tmp_path}/*.txt", "cache_dir": str(tmp_path / "cache"), "held_out_fraction": 0.4}
+    config = DataConfig(tokenizer=str(chat_cases.write_tokenizer(tmp_path / "made", around=around)), **paths)
+    put, bare = build_tokenizer(config), build_tokenizer(dataclasses.replace(config, add_special_tokens=False))
+    (front, back), long, short = AROUND[around], encode(bare, "no\nno\n").tolist(), encode(bare, "z").tolist()
+    assert build_cache(config).tokens.tolist() == [*front, *long, *back, 265, *front, *short, *back, 265]
+    assert build_cache(config, bare).tokens.tolist() == [*long, 265, *short, 265]
+    assert put.encode_prompt("z").tolist() == [*front, *short] and bare.encode_prompt("z").tolist() == short
+    assert put.encode_with_places(["z"])[0][0].tolist() == short and put.name == bare.name
+    carry_files(tmp_path / "made", tmp_path, add_special_tokens=False)  # as an export of a run without them does
+    exported = build_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")))
+    assert exported.encode_prompt("z").tolist() == short
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["add_bos_token"] is False
+
+
+PANICS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+FAILING = [
+    ({"pre_tokenizer": PANICS}, r"fails on a text \(Onig.*\); name another"),
+    ({"normalizer": {**PANICS, "type": "Replace", "content": ""}}, "fails on a text"),
+    ({"normalizer": "nested"}, "is not a tokenizer.json"),
+    ({"vocab": {"a": 2**32 - 1}}, "the id 4294967295 is not below 16777216; name another"),
+    ({"vocab": {"a": 2**32}}, r"is not a tokenizer.json \(.*\); name another"),
+    ({"unk_token": "none"}, "fails on a text"),
+]
+
+
+@pytest.mark.parametrize(("part", "words"), FAILING)
+def test_a_tokenizer_that_fails_is_one_line(word_file, part, words):
+    content = json.loads(Path(word_file).read_text())
+    (content["model"] if part.keys() < content["model"].keys() else content).update(part)
+    Path(word_file).write_text(json.dumps(content).replace('"nested"', "[" * 100_000 + "]" * 100_000))
+    with pytest.raises(UserError, match=words) as caught:
+        build_tokenizer(DataConfig(tokenizer=word_file)).encode_batch(["a" * 40 + "b"])
+    assert "\n" not in str(caught.value)
 
 
 def test_build_tokenizer_refuses(tmp_path, monkeypatch):
     (tmp_path / "x.json").write_text("{}")
     for path, words in (
         ("bytes", r"\('bytes'\) must be 'byte' or the path of a tokenizer.json \(No such file"),
-        (str(tmp_path / "x.json"), r"x.json'\) is not a tokenizer.json \(.*\); name one"),
+        (str(tmp_path / "x.json"), r"x.json'\) is not a tokenizer.json \(.*\); name another"),
         (None, "needs the package 'tokenizers', which is not installed; pip install"),
     ):
         if path is None:

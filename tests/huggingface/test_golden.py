@@ -328,7 +328,7 @@ def where(tmp_path_factory):
 def test_train_on_and_export(made, where, tmp_path, capsys):
     """Documents kept apart, and closed with the checkpoint's own end; the folder itself is evaluated on that text."""
     bindings = [*BINDINGS, *where, "ModelConfig.document_mask = True", "train.grad_accum_steps = 2"]
-    bindings += ["ModelConfig.max_length = 7"]
+    bindings += ["ModelConfig.max_length = 7", "DataConfig.add_special_tokens = False"]
     bindings[1] = "train.batch_size = 16"
     config = parse_run_config([str(made / "config.gin")], bindings)[0]
     text = config_text(config)
@@ -345,6 +345,7 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     cache = build_cache(config.data)
     assert cache.ends.size == DOCUMENTS and np.flatnonzero(cache.tokens == 2).tolist() == (cache.ends - 1).tolist()
     export_folder(tmp_path / "run", tmp_path / "back", dtype="float16")
+    assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())["add_bos_token"] is False
     before, after = TensorFolder(FOLDER / "olmoe"), TensorFolder(tmp_path / "back")
     assert before.names == after.names
     moved = [np.max(np.abs(before.read(t) - after.read(t).astype(np.float32))) for t in before.names]

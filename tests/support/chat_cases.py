@@ -62,21 +62,7 @@ BRACKETS = """\
 {%- else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}
 {%- if message.content is none %}{% break %}{% endif %}{% endfor %}"""
 TEMPLATES = {"chatml": CHATML, "thoughts": THOUGHTS, "brackets": BRACKETS}
-WORDS = (
-    "the",
-    "weather",
-    "in Zürich",
-    "is\tmild",
-    "héllo",
-    "日本",
-    "🙂 ok",
-    "a  b",
-    "x<y>",
-    "no.",
-    "\nnew line",
-    "then",
-    "",
-)
+WORDS = "the|weather|in Zürich|is\tmild|héllo|日本|🙂 ok|a  b|x<y>|no.|\nnew line|then|".split("|")
 
 
 def conversations():
@@ -107,26 +93,20 @@ def plain(records):
     return [record for record in records if {m["role"] for m in record["messages"]} == {"user", "assistant"}]
 
 
-def write_tokenizer(folder, template):
-    """Write a tokenizer of bytes and some pairs of them, and its chat template; return the tokenizer's path."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+def write_tokenizer(folder, template="", around=""):
+    """Write a tokenizer of bytes and pairs that makes `around` of a text $A, and its chat template; return its path."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    pairs = [
-        ("h", "e"),
-        ("t", "he"),
-        ("Ġ", "the"),
-        ("Ġ", "a"),
-        ("i", "s"),
-        ("Ġ", "w"),
-        (">", "Ċ"),
-        ("Ċ", "Ċ"),
-        ("n", "o"),
-    ]
+    pairs = [tuple(pair.split()) for pair in ("h e", "t he", "Ġ the", "Ġ a", "i s", "Ġ w", "> Ċ", "Ċ Ċ", "n o")]
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in pairs)]
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
+    if around:
+        marks = [(name, tokenizer.token_to_id(name)) for name in SPECIAL]
+        parts = [processors.ByteLevel(), processors.TemplateProcessing(single=around, special_tokens=marks)]
+        tokenizer.post_processor = processors.Sequence(parts)
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<|end|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
