@@ -130,17 +130,15 @@ def answer(generator, prompts, sampling, is_main: bool):
     """Print what becomes of the prompts where `is_main`, write --out, and return it."""
     ends = () if _IGNORE_EOS.value else generator.end_ids
     before = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
-    said: list[int] = []  # of the first prompt, whose text appears while it comes
     printed = ""
 
-    def on_token(index: int, token_id: int) -> None:
+    def on_token(index: int, prompt: list[int], said: list[int]) -> None:
         nonlocal printed
-        if index:
+        if index:  # the first prompt's text appears while it comes
             return
-        said.append(token_id)
         if len(said) == 1:
             print(before[0], end="")
-        text = " ".join(map(str, said)) if generator.tokenizer is None else generator.text_of(said, ends)
+        text = " ".join(map(str, said)) if generator.tokenizer is None else generator.text_of(said, prompt, ends)
         stable = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
         if stable.startswith(printed):
             print(stable[len(printed) :], end="", flush=True)

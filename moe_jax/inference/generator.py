@@ -213,7 +213,7 @@ class Generated:
 
     Attributes:
       prompt_ids: the ids that went in; token_ids: the new ones, an end of text included.
-      text: the new ones as text, without the end; None without a tokenizer.
+      text: the new ones as text that goes on behind the prompt's, without the end; None without a tokenizer.
       stopped: why it ended: 'end' of text, 'max_new_tokens', or 'max_length' where the model has no more positions.
       experts: int32 [tokens, L, K], which experts each token took that went into the model (all but the last new one),
         best first; -1 where a layer takes fewer. None unless they were asked for.
@@ -312,7 +312,7 @@ class Generator:
 
     def generate(
         self, prompts: str | Sequence, max_new_tokens: int, sampling: Sampling | None = None, *,
-        ignore_eos: bool = False, experts: bool = False, on_token: Callable[[int, int], None] | None = None,
+        ignore_eos: bool = False, experts: bool = False, on_token: Callable[[int, list, list], None] | None = None,
     ) -> Generated:  # fmt: skip
         """Continue prompts.
 
@@ -320,7 +320,7 @@ class Generator:
           prompts: a text, or a list of texts or of id lists, of any lengths; max_new_tokens: for each at most.
           sampling: how tokens are chosen; None draws by the model's own probabilities.
           ignore_eos: go on past the end of a text; experts: report the experts of every token.
-          on_token: called with (prompt's index, id) as tokens come.
+          on_token: called with (prompt's index, its ids, the new ids so far) as tokens come.
 
         Raises:
           UserError: prompts that the model cannot continue.
@@ -345,7 +345,7 @@ class Generator:
         return Generated(
             prompt_ids=ids,
             token_ids=said,
-            text=None if self.tokenizer is None else [self.text_of(new, ends) for new in said],
+            text=None if self.tokenizer is None else [self.text_of(*row, ends) for row in zip(said, ids, strict=True)],
             stopped=stopped,
             experts=taken,
             seconds=seconds,
@@ -392,7 +392,7 @@ class Generator:
             for row in np.flatnonzero(new_ids >= 0):
                 said[row].append(int(new_ids[row]))
                 if on_token is not None:
-                    on_token(int(row), int(new_ids[row]))
+                    on_token(int(row), prompts[row], said[row])
             if experts:
                 number, layers = (1 if step else length), []
                 widest = max(segment.moe.top_k for segment in self.model.expert_segments)
@@ -432,12 +432,14 @@ class Generator:
         total = self.program("score", rows, length)(self.params, self.tables, *arrays)
         return float(total) / int(lengths.sum())
 
-    def text_of(self, ids: Sequence[int], ends=()) -> str:
-        """Return the text of ids, without an end of text at their end."""
+    def text_of(self, ids: Sequence[int], prompt: Sequence[int], ends=()) -> str:
+        """Return the text of ids behind a prompt's, which keeps their first space, without an end at their end."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; read token_ids")
-        ids = list(ids)
-        return self.tokenizer.decode(np.asarray(ids[:-1] if ids and ids[-1] in ends else ids, np.int32))
+        ids = list(ids)[: -1 if ids and ids[-1] in ends else None]
+        alone, before, whole = (self.tokenizer.decode(np.asarray(i, np.int32)) for i in (ids, prompt, [*prompt, *ids]))
+        before = before.rstrip("\ufffd")  # bytes of a character that is not whole yet
+        return whole.removeprefix(before) if whole.startswith(before) else alone
 
     def program(self, kind: str, *sizes) -> Callable:
         """Return `make_step` or `make_score` of these sizes; one program serves all requests that round to them."""

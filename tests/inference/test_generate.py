@@ -13,6 +13,8 @@ import pytest
 from support.generation_cases import PROMPTS, build, configs, recorded_logits, reference_of
 
 from moe_jax.cluster import Cluster, write_cluster
+from moe_jax.data.corpus import DataConfig
+from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference import Generator, Sampling, few_tokens
 from moe_jax.inference.few_tokens import LEAST_RESULTS, SCALE, FewTokensGroup, own_experts, quantize
@@ -129,6 +131,33 @@ def test_text_does_not_depend_on_its_company_and_ends(float64):
     assert ("step", 2, 32, 32, False, 20, True) in one._programs
     with pytest.raises(UserError, match="no tokenizer"):
         one.generate("text", 1)
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_text_goes_on_where_the_prompt_ends(strips, tmp_path):
+    """By decoders of SentencePiece, which drop a text's first space, and with characters of bytes, cut anywhere."""
+    tokenizers = pytest.importorskip("tokenizers")
+    decoders = tokenizers.decoders
+    words = ["<unk>", "<s>", "▁Once", "▁upon", "▁a", *(f"<0x{byte:02X}>" for byte in "日".encode())]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts if strips else [decoders.ByteFallback(), decoders.Metaspace()])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = DataConfig(tokenizer=str(tmp_path / "tokenizer.json"))
+    generator = object.__new__(Generator)  # without a model: the new ids are given
+    generator.longest, generator.end_ids, generator.vocabulary = None, (8,), 9
+    for generator.tokenizer in map(build_tokenizer, (config, dataclasses.replace(config, add_special_tokens=False))):
+        for prompt, new, text in (
+            ("Once", [3, 4], " upon a"),
+            ("Once upon", [4, 5, 6, 7, 3], " a日 upon"),
+            ([2, 5], [6, 7, 3], "日 upon"),
+            ([2, 5, 6, 7], [5], "\ufffd"),
+            ([3], [2, 8], " Once"),
+        ):
+            generator._run = lambda *_, new=new: ([new], None, np.zeros(1))
+            assert generator.generate([prompt], 9).text == [text]
 
 
 def test_choose_tokens_keeps_what_top_k_and_top_p_leave():
