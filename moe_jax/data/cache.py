@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sys
 import time
@@ -147,7 +148,8 @@ class TokenSpan:
 FORMAT = 3
 BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once
 LOCK_SECONDS = 600.0  # the longest wait for another builder; after it both build, which is correct but repeats work
-ABANDONED_SECONDS = 86400.0  # a builder's folder untouched for so long has no builder
+ABANDONED_SECONDS = 86400.0  # a builder's folder untouched for so long has no builder, whatever its lock says
+_HERE = f".building-{platform.node()}-"  # builders of this host, whose locks it sees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,14 +284,13 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
                 break
         if (meta := _read_meta(folder)) is not None:
             return meta
-        for left in root.glob(".building-*"):  # of killed builders, once none can still be running
-            with contextlib.suppress(OSError):
-                newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-                if time.time() - newest > ABANDONED_SECONDS:
-                    shutil.rmtree(left, ignore_errors=True)
-        building = root / f".building-{uuid.uuid4().hex}"
+        _sweep(root)
+        building = root / f"{_HERE}{uuid.uuid4().hex}"
         building.mkdir()
+        alive = os.open(building, os.O_RDONLY)
         try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
             meta = _write(building, sources, tokenizer, template)
             if folder.exists() and _read_meta(folder) is None:
                 os.replace(folder, building.with_name(building.name + "-damaged"))
@@ -304,11 +305,27 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
             _sync(root)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+            os.close(alive)
     logging.info(
         "token cache: %d files, %d bytes, %d documents, %d tokens in %.1f s",
         *(meta.source_files, meta.source_bytes, meta.documents, meta.tokens, time.monotonic() - started),
     )
     return meta
+
+
+def _sweep(root: Path) -> None:
+    """Remove what killed builders left: on this host where its lock is free, else once none can still be running."""
+    for left in root.glob(".building-*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            files = list(left.iterdir())
+            newest = max(path.stat().st_mtime for path in (left, *files))
+            if time.time() - newest <= ABANDONED_SECONDS:
+                if not files or not left.name.startswith(_HERE):  # a builder takes the lock before its first file
+                    continue
+                descriptor = os.open(left, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None):

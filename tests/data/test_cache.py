@@ -1,6 +1,7 @@
 """A cache is whole or absent: kills, races, damage, full disks; what is in it, what is held out."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -100,7 +101,7 @@ def test_build_cache_is_found_again_until_the_text_changes(config):
 
 def test_build_cache_refuses_a_token_outside_the_vocabulary_and_files_without_text(config, tmp_path):
     build_cache(config, vocab_size=257)
-    words = r"holds token 256 \(DataConfig.tokenizer 'byte', 258 ids\).*ModelConfig.vocab_size \(256\) must be at leas"
+    words = r"can hold token 256 \(DataConfig.tokenizer 'byte', 258 ids\).*ModelConfig.vocab_size \(256\) must be at l"
     with pytest.raises(UserError, match=words):
         build_cache(config, vocab_size=256)
     (tmp_path / "e.txt").write_text("")
@@ -137,13 +138,19 @@ def test_build_cache_killed_leaves_nothing_taken_for_a_cache(config, tmp_path, m
     assert not caches(config) and len(left_over(config)) == 1  # it was at work, and nothing looks finished
     undisturbed = build_cache(DataConfig(path=config.path, cache_dir=str(tmp_path / "other"), held_out_fraction=0.2))
     assert build_cache(config).meta == undisturbed.meta  # the dead builder's lock is gone with it
-    for left in left_over(config):  # two days later the remains are swept away
-        os.utime(left, (time.time() - 2 * 86400,) * 2)
-        for file in left.iterdir():
-            os.utime(file, (time.time() - 2 * 86400,) * 2)
+    assert not left_over(config)  # nor are its remains
+    kept = [Path(config.cache_dir, name) for name in (f"{cache._HERE}lives", ".building-elsewhere", ".building-old")]
+    for left in kept:
+        left.mkdir()
+        (left / "tokens.bin").write_text("")
+    os.utime(kept[2] / "tokens.bin", (time.time() - 2 * 86400,) * 2)
+    os.utime(kept[2], (time.time() - 2 * 86400,) * 2)
+    alive = os.open(kept[0], os.O_RDONLY)
+    fcntl.flock(alive, fcntl.LOCK_EX)
     Path(config.path, "4.txt").write_text("new")
     build_cache(config)
-    assert not left_over(config)
+    assert sorted(left_over(config)) == sorted(kept[:2])
+    os.close(alive)
 
 
 RACING = """
