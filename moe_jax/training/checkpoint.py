@@ -266,12 +266,9 @@ class Checkpointer:
         if step in self.steps():
             raise UserError(f"{self._path(step)} exists already; move it away, or choose another --workdir")
         self._sweep_unfinished()
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         with self._writing_errors_named(step):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # A quota shows only in the write itself; what a disk cannot hold is refused before anything is written.
-            if (free := shutil.disk_usage(self.folder).free) < needed:
-                raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
+        self.check_room(step, state)
         host = json.loads(json.dumps(host))  # what it is now, whatever the caller does with it while files are written
         arrays = copied(state, home, lambda _, leaf: in_host_memory(leaf))
         for name, array in arrays.items():
@@ -282,6 +279,13 @@ class Checkpointer:
         with self._writing_errors_named(step):
             self._writer.save(self._path(step), args=args)  # it takes the parts of all arrays before it returns
         _EXPERTS.clear()
+
+    def check_room(self, step: int, state) -> None:
+        """Raise a UserError where the disk cannot hold a state, or one of this description; a quota shows later."""
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        with self._writing_errors_named(step):
+            if (free := shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free) < needed:
+                raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
 
     def wait(self) -> None:
         """Wait until the last save has finished, then delete what `keep` does not cover.

@@ -22,7 +22,7 @@ import optax
 from moe_jax.cluster.targets import Target
 from moe_jax.config.command_line import COMPILING
 from moe_jax.config.run_config import RunConfig
-from moe_jax.data.cache import build_cache
+from moe_jax.data.cache import build_cache, check_vocabulary
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.kernels.float8 import E4M3
 from moe_jax.kernels.grouped import choose_implementation
@@ -288,6 +288,8 @@ def build_session(config: RunConfig, devices) -> Session:
     """
     tokenizer = build_tokenizer(config.data)
     program = build_program(config, devices, tokenizer)
+    needed = tokenizer.vocab_size if config.model.kind == "bert" else tokenizer.least_size
+    check_vocabulary(config.data, tokenizer, program.model.vocab_size, needed)
     cache = build_cache(config.data, tokenizer, vocab_size=program.model.vocab_size)
     shardings = program.state_shardings
     return Session(

@@ -103,6 +103,7 @@ def run(
             data = with_kept_file(config.data, folder.path)
             session, compared = start_session(dataclasses.replace(settled, data=data), hosts)
             say(hosts, banner(session, folder, latest))
+            checkpoints.check_room(config.train.steps, session.saved(session.abstract_state()))
             engine = build_engine(session)
             if copies is not None:
                 copies.prepare(session.saved(session.abstract_state()), session.home)
