@@ -69,14 +69,14 @@ class TrainConfig:
       batch_size: global sequences per optimizer step.
       grad_accum_steps: microbatches that a step is split into; divides batch_size.
       optimizer: 'adamw', 'adafactor', 'muon' (hidden matrices; AdamW for the rest) or 'lion'.
-      learning_rate: peak, reached linearly after warmup_steps.
+      learning_rate: peak, reached linearly after warmup_steps, from learning_rate / warmup_steps.
       learning_rate_schedule: how it falls from the peak: 'cosine', 'constant' (not at all), 'linear', or 'wsd'
         (warm-up, stable, decay).
       warmup_steps: steps until the peak.
       final_learning_rate: after the last step, as a share of the peak; 'constant' ignores it.
       decay_steps: steps at the end in which 'wsd' decays; 0 takes a tenth of `steps`.
       decay_shape: of that decay: 'linear' or '1-sqrt'.
-      weight_decay: of every optimizer, multiplied by the learning rate; norms, biases and gates are not decayed.
+      weight_decay: of every optimizer, multiplied by the learning rate; norms, biases, gates and mixes are not decayed.
       beta1, beta2, epsilon: of AdamW; lion has the first two, muon's momentum is beta1, adafactor has its own.
       first_moment_dtype: of AdamW's first moment and of lion's and muon's momentum: 'bfloat16', or '' for the dtype of
         the parameters. Second moments keep that dtype always: with beta2 = 0.999 a step changes them by less than half

@@ -39,13 +39,7 @@ def build_learning_rate(config: TrainConfig) -> optax.Schedule:
     steps = max(config.steps, warmup + 1)
     peak, last = config.learning_rate, config.learning_rate * config.final_learning_rate
     if config.learning_rate_schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(
-            init_value=peak / max(warmup, 1) if warmup else peak,
-            peak_value=peak,
-            warmup_steps=warmup,
-            decay_steps=steps,
-            end_value=last,
-        )
+        return optax.warmup_cosine_decay_schedule(peak / max(warmup, 1), peak, warmup, steps, end_value=last)
     if config.learning_rate_schedule == "constant":
         after = optax.constant_schedule(peak)
     elif config.learning_rate_schedule == "linear":
@@ -108,9 +102,9 @@ MUON_RMS = 0.2  # of an update's entries, about AdamW's; so one learning rate se
 
 
 def decays(path: tuple, leaf) -> bool:
-    """Say whether weight decay applies to the leaf at this tree path: not to norms, biases and gates."""
+    """Say whether weight decay applies to the leaf at this tree path: not to norms, biases, gates and learned mixes."""
     names = [entry.key for entry in path]
-    return not (names[-1].endswith("bias") or "gate" in names or any("norm" in name for name in names))
+    return not (names[-1].endswith(("bias", "w_mix")) or "gate" in names or any("norm" in name for name in names))
 
 
 def line_on_gates(config: TrainConfig, layers: Iterable[MoEConfig]) -> str:

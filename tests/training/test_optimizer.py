@@ -39,10 +39,10 @@ def config_of(name, **fields):
     return TrainConfig(optimizer=name, steps=9, **fields)
 
 
-def model_on(data, expert, zero=1, **changes):
+def model_on(data, expert, zero=1, moe=None, **changes):
     return LanguageModel(
         config=ModelConfig(**SIZES, **changes),
-        moe=MoEConfig(num_experts=EXPERTS),
+        moe=MoEConfig(num_experts=EXPERTS, **(moe or {})),
         vocab_size=VOCAB,
         roles=build_mesh(MeshConfig(data=data, expert=expert), jax.devices()[: data * expert]),
         zero_stage=zero,
@@ -50,11 +50,14 @@ def model_on(data, expert, zero=1, **changes):
 
 
 def test_which_leaves_decay_and_which_are_muons():
-    """Norms, biases and the gate are spared; an expert's or an FFN's weight called w_gate is not the gate."""
-    leaves = jax.tree.leaves_with_path(model_on(1, 1, activation="swiglu").shapes())
+    """Norms, biases, the gate and a learned mix are spared; an FFN's or an expert's weight called w_gate is no gate."""
+    moe = {"shared_experts": 1, "residual": "learned"}
+    leaves = jax.tree.leaves_with_path(model_on(1, 1, activation="swiglu", moe=moe).shapes())
     named = {"/".join(entry.key for entry in path): (path, leaf) for path, leaf in leaves}
     hidden = ["attention/out", "attention/qkv", "dense/w_gate", "dense/w_in", "dense/w_out"]
-    hidden = [f"dense/units/segment_0/{leaf}" for leaf in (*hidden, "dense_attention/out", "dense_attention/qkv")]
+    hidden += ["dense_attention/out", "dense_attention/qkv", "shared/w_gate", "shared/w_in", "shared/w_out"]
+    hidden = [f"dense/units/segment_0/{leaf}" for leaf in hidden]
+    assert "dense/units/segment_0/shared/w_mix" in named
     hidden = [*(f"bank/segment_0/{leaf}" for leaf in ("w_gate", "w_in", "w_out")), *hidden]
     assert sorted(name for name, (path, _) in named.items() if muon_dims(path)) == hidden
     decayed = {name for name, (path, leaf) in named.items() if decays(path, leaf)}
