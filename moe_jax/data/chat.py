@@ -10,6 +10,7 @@ template writes. jinja2 (extra [tokenizers]) is imported when a template is read
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -41,6 +42,7 @@ _FOLLOWS = {
 }
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # `<name>_token` is a name in templates
 _DATE = datetime.datetime(2024, 7, 26)  # "today" in templates: the tokens of a text depend on no clock
+_PROBE = "\u2603"  # an answer that stands nowhere else
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # no characters by Unicode's own word; around what `{% generation %}` encloses
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -73,8 +75,8 @@ class ChatTemplate:
 
     The template is chat_template.jinja, else `chat_template` of tokenizer_config.json. Answers are what its
     `{% generation %}` blocks enclose. Where it has none, an answer begins where the template would let the model begin,
-    and ends where the conversation up to it ends, or else with the first special token after it; white space behind the
-    token that ends a turn belongs to no answer.
+    and ends where the conversation up to it ends, or else with the first special token after it; white space behind
+    what ends a turn, a special token or not, belongs to no answer.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -85,13 +87,8 @@ class ChatTemplate:
                 "chat_template.jinja next to it in DataConfig.tokenizer"
             )
         self._tokenizer, folder = tokenizer, tokenizer.file.parent
-        settings = {**_read_json(folder, "special_tokens_map.json"), **_read_json(folder, "tokenizer_config.json")}
-        self._names = {
-            f"{name}_token": value["content"] if isinstance(value, dict) else value
-            for name in _SPECIAL
-            if (value := settings.get(f"{name}_token"))
-        }
-        file, found = check_inside(folder, "chat_template.jinja"), settings.get("chat_template")
+        self._names, found = special_names(folder), _read_json(folder, "tokenizer_config.json").get("chat_template")
+        file = check_inside(folder, "chat_template.jinja")
         try:
             if file.exists():
                 found = file.read_text(encoding="utf-8")
@@ -108,7 +105,10 @@ class ChatTemplate:
                 f"{folder}: no chat template can be read ({_line(error)}); put a chat_template.jinja there"
             ) from error
         self._has_blocks = {name: bool(_GENERATION.search(text)) for name, text in templates.items()}
-        written = json.dumps([templates, self._names], sort_keys=True)
+        mark = self._turn_end()
+        more = (mark,) if mark and not mark.endswith(tokenizer.special) else ()
+        self._ends = tokenizer.special + more
+        written = json.dumps([templates, self._names, *more], sort_keys=True)
         # identifies the mapping of conversations to marked ids, as a tokenizer's name does that of texts
         self.name = f"{tokenizer.name} chat {hashlib.blake2b(written.encode(), digest_size=16).hexdigest()}"
 
@@ -162,6 +162,13 @@ class ChatTemplate:
             raise UserError(f"{where}: the chat template writes nothing for the assistant to say; correct either")
         return chat
 
+    def _turn_end(self) -> str:
+        """Return what is written behind an answer, without white space; '' where blocks tell, or no answer is shown."""
+        chat, parts = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}], []
+        with contextlib.suppress(UserError):
+            parts = self.write(chat, None, "").split(_PROBE)
+        return parts[-1].strip() if len(parts) > 1 and not self._has_blocks["default"] else ""
+
     def _which(self, tools: list | None) -> str:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
@@ -169,12 +176,11 @@ class ChatTemplate:
         """Return where a message of the assistant begins and ends in the text of all messages."""
         before = self.write(messages[:number], tools, where, prompt=True)
         until = self.write(messages[: number + 1], tools, where)
-        special = self._tokenizer.special
         if text.startswith(before) and text.startswith(until) and len(until) >= len(before):
             trimmed = until[len(before) :].rstrip()
-            return len(before), len(before) + len(trimmed) if trimmed.endswith(special) else len(until)
+            return len(before), len(before) + len(trimmed) if trimmed.endswith(self._ends) else len(until)
         # some templates write an answer otherwise once others follow
-        ends = [at + len(mark) for mark in special if (at := text.find(mark, len(before))) >= 0]
+        ends = [at + len(mark) for mark in self._ends if (at := text.find(mark, len(before))) >= 0]
         if not text.startswith(before) or not ends:
             raise UserError(
                 f"{where}: the chat template writes message {number} otherwise when others follow, so where the answer "
@@ -202,11 +208,11 @@ class ChatTemplate:
         return self._tokenizer.encode_batch([text])[0].tolist()
 
     def end_ids(self) -> tuple[int, ...]:
-        """Return the id that ends a turn of the assistant: the first special one behind an answer, () without any."""
+        """Return the id that ends a turn of the assistant: the first special or only one behind an answer, or ()."""
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         text, ((start, _), *_) = self.read({"messages": chat}, "the end of a turn")
-        ids = self._tokenizer.encode_batch([text[text.find("b", start) + 1 :]])[0].tolist()
-        return tuple(i for i in ids if i in self._tokenizer.special_ids)[:1]
+        ids = self._tokenizer.encode_batch([text[text.find("b", start) + 1 :].strip()])[0].tolist()
+        return tuple(i for i in ids if i in self._tokenizer.special_ids or len(ids) == 1)[:1]
 
     def show(self, marked: np.ndarray) -> str:
         """Return marked ids as text for a terminal, with the answers' tokens in green."""
@@ -222,6 +228,25 @@ def conversations(sources: Iterable[Source], template: ChatTemplate) -> Iterator
     for source in sources:
         for where, record, share in source.records(("messages", "tools")):
             yield template.read(record, where), share, source
+
+
+def special_names(folder: Path) -> dict[str, str]:
+    """Return the special tokens by which a tokenizer's folder calls its ends and others: {'bos_token': '<s>', ...}."""
+    settings = {**_read_json(folder, "special_tokens_map.json"), **_read_json(folder, "tokenizer_config.json")}
+    given = {f"{name}_token": settings.get(f"{name}_token") for name in _SPECIAL}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
+    return {name: text for name, text in texts.items() if text and isinstance(text, str)}
+
+
+def special_ids(tokenizer: Tokenizer | None, below: int) -> dict[str, int | list[int] | None]:
+    """Return a tokenizer's bos_token_id, eos_token_id and pad_token_id, as in config.json; None of what it lacks."""
+    ends = [] if tokenizer is None else [end for end in tokenizer.end_ids if end < below]
+    found = {"bos_token": None, "eos_token": ends if len(ends) > 1 else next(iter(ends), None), "pad_token": None}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        ids = {text: i for text, i in zip(tokenizer.special, tokenizer.special_ids, strict=True) if i < below}
+        names = special_names(tokenizer.file.parent)
+        found |= {name: ids.get(names.get(name)) for name in ("bos_token", "pad_token")}
+    return {f"{name}_id": value for name, value in found.items()}
 
 
 def _read_json(folder: Path, name: str) -> dict:
