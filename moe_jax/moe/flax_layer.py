@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,11 @@ class MoELayer(nnx.Module):
         self.config, self.roles, self.activation = config, roles, activation
         scale = model_dim**-0.5
         self.w_gate = nnx.Param(scale * jax.random.normal(rngs.params(), (model_dim, config.num_experts), dtype))
-        leaves = build_router(config).leaves(model_dim)
+        router = build_router(config)
+        leaves = router.leaves(model_dim)
+        if router.state:
+            line = "MoEConfig.router %r: nothing moves %s between the steps of a MoELayer; take another router there"
+            logging.getLogger(__name__).warning(line, config.router, ", ".join(router.state))
         self.router_leaves = nnx.Dict({name: nnx.Param(jnp.zeros(shape, dtype)) for name, shape in leaves.items()})
         shared = config.shared_ffn_dim(hidden_dim)
         values = init_expert(rngs.params(), model_dim, shared, activation, dtype) if shared else {}
