@@ -2,7 +2,8 @@
 
 A family is a `model_type` of transformers. A key of config.json is one of four things: it *means* a field of our
 configs, it is read together with others, it is harmless, or it must have one of a few neutral values, at which it
-changes nothing; any other key is refused by its name. `tensor_places.py` says which tensor is which leaf.
+changes nothing; any other key is refused by its name, unless it is off. An absent key is what the family's class has
+for it (transformers 5.24). `tensor_places.py` says which tensor is which leaf.
 """
 
 from __future__ import annotations
@@ -29,47 +30,45 @@ MODEL_KEYS = {
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 REQUIRED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok",
-    "max_position_embeddings", "intermediate_size",
+    "max_position_embeddings", "intermediate_size", "rms_norm_eps", "rope_theta",
 )  # fmt: skip
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # all mean E; the first that is there counts
-# read together: rotary positions, dtype, which layers have experts
+# read together: dtype, which layers have experts or a window
 JOINT_KEYS = (
-    *EXPERT_KEYS, "num_experts_per_tok", "intermediate_size", "moe_intermediate_size", "router_aux_loss_coef",
-    "aux_loss_alpha", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "quantization_config",
+    *EXPERT_KEYS, "num_experts_per_tok", "intermediate_size", "moe_intermediate_size", "dtype", "torch_dtype",
+    "quantization_config", "sliding_window", "use_sliding_window", "max_window_layers",
 )  # fmt: skip
 # the largest that is read; whoever wrote config.json must not decide how long this program works on it
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", *EXPERT_KEYS, "num_experts_per_tok", "num_attention_heads"), 10_000),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"), 10**8),
-    **dict.fromkeys(("max_position_embeddings", "num_key_value_heads", *LATENT_KEYS), 10**8),
+    **dict.fromkeys(("max_position_embeddings", "num_key_value_heads", "sliding_window", *LATENT_KEYS), 10**8),
     "num_nextn_predict_layers": 10_000,
 }
 MOST_EXPERTS = 10**6  # of all layers
 HARMLESS = (
     "architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "initializer_range",
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "id2label", "label2id",
-    "return_dict", "output_attentions", "output_hidden_states", "problem_type", "use_return_dict", "seq_aux",
+    "return_dict", "output_attentions", "output_hidden_states", "problem_type", "use_return_dict",
     "ep_size", "experts_implementation", "attn_implementation", "_attn_implementation",
 )  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "attention_dropout": (0, None),
-    "hidden_dropout": (0, None),
-    "mlp_bias": (False, None),
     "clip_qkv": (None,),
-    "sliding_window": (None,),
-    "use_sliding_window": (False, None),
-    "router_jitter_noise": (0, None),
     "partial_rotary_factor": (1, None),
     "pretraining_tp": (1, None),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
     "is_decoder": (False, True),
-    "chunk_size_feed_forward": (0,),
     "moe_layer_freq": (1,),
-    "scoring_func": ("softmax",),
+    "scoring_func": ("softmax", None),
     "topk_method": ("greedy", None),
 }
+OFF = (None, False, 0, "", [], {})  # values at which a key that is in no table changes nothing
+# what absent keys mean, but for own_keys
+ABSENT: dict[str, Any] = {
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_parameters": {}, "rope_scaling": {}, "layer_types": [],
+    "tie_word_embeddings": False, "attention_bias": False, "router_aux_loss_coef": 0.0, "aux_loss_alpha": 0.0,
+    "seq_aux": False,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,12 +78,10 @@ class Family:
     model_type: str  # as config.json has it
     architecture: str  # the same
     experts_key: str  # the key of E that transformers reads
-    # further keys, read together with others, with the value that an absent one has
+    # what an absent key means, where that is the family's own; values in config.json are of the same kind, or null
     own_keys: dict[str, Any] = dataclasses.field(default_factory=dict)
     # fields of ModelConfig and MoEConfig that every checkpoint of the family has
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    epsilon: float = 1e-6  # where config.json says none
-    rotary_base: float = 10000.0  # likewise
     # whether blocks without experts may stand among the others; then moe_intermediate_size is F
     dense_blocks: bool = True
     latent: bool = False  # whether its attention is multi-head latent attention
@@ -99,36 +96,39 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     experts_key="num_local_experts",
+    own_keys={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "router_aux_loss_coef": 0.001},
     fixed={"renormalize": True, "attention_bias": False},
-    epsilon=1e-5,
-    rotary_base=1e6,
     dense_blocks=False,
     gate="block_sparse_moe.gate.weight",
     experts="block_sparse_moe.experts.{j}",
     matrices=("w1", "w3", "w2"),
-    neutral={"attention_bias": (False, None)},
+    neutral={"attention_bias": (False, None), "norm_topk_prob": (True, None)},
 )
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     experts_key="num_experts",
-    own_keys={"norm_topk_prob": False},
+    own_keys={"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
     fixed={"qk_norm": "width"},
-    epsilon=1e-5,
     dense_blocks=False,
 )
 QWEN3 = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     experts_key="num_experts",
-    own_keys={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    own_keys={
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_key_value_heads": 4,
+        "router_aux_loss_coef": 0.001, "use_sliding_window": False, "sliding_window": 4096,
+    },
     fixed={"qk_norm": "head"},
-)
+)  # fmt: skip
+# the balance loss of DeepSeek's own code, which adds it in each layer; transformers has none for these
+PER_LAYER = {"aux_loss_alpha": 0.0, "seq_aux": False}
 DEEPSEEK = Family(
     model_type="deepseek",
     architecture="DeepseekForCausalLM",
     experts_key="n_routed_experts",
-    own_keys={"norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0},
+    own_keys={"norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0, **PER_LAYER},
     shared="mlp.shared_experts",
 )
 DOTS1 = Family(
@@ -137,7 +137,8 @@ DOTS1 = Family(
     experts_key="n_routed_experts",
     own_keys={
         "norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
-        "routed_scaling_factor": 1.0,
+        "routed_scaling_factor": 1.0, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62,
+        "router_aux_loss_coef": 0.0,
     },
     fixed={"qk_norm": "head", "router": "sigmoid_bias"},
     shared="mlp.shared_experts",
@@ -150,7 +151,7 @@ DEEPSEEK_V2 = Family(
     experts_key="n_routed_experts",
     own_keys={
         "n_shared_experts": 2, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
-        "routed_scaling_factor": 1.0, **LATENT,
+        "routed_scaling_factor": 1.0, **PER_LAYER, **LATENT,
     },
     fixed={"renormalize": False},
     latent=True,
@@ -163,7 +164,7 @@ DEEPSEEK_V3 = Family(
     experts_key="n_routed_experts",
     own_keys={
         "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
-        "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, **LATENT,
+        "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, **PER_LAYER, **LATENT,
     },
     fixed={"router": "sigmoid_bias"},
     latent=True,
@@ -174,8 +175,12 @@ DEEPSEEK_V3 = Family(
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in (MIXTRAL, OLMOE, QWEN3, DEEPSEEK, DOTS1, DEEPSEEK_V2, DEEPSEEK_V3)}
 ALIASES = {"kimi_k2": "deepseek_v3"}  # model types with the keys and tensors of another
-# dense checkpoints, which can be upcycled, and the family of what they become
-DENSE = {"llama": MIXTRAL, "mistral": MIXTRAL, "qwen3": QWEN3}
+# dense checkpoints, which can be upcycled: the family of what they become, and what absent keys mean in their own
+DENSE: dict[str, tuple[Family, dict[str, Any]]] = {
+    "llama": (MIXTRAL, {"num_key_value_heads": None}),
+    "mistral": (MIXTRAL, {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen3": (QWEN3, {"num_key_value_heads": 32, "head_dim": 128}),
+}
 YARN_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 DTYPES = ("float32", "bfloat16", "float16")
 FIXED = {
@@ -189,28 +194,29 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     A UserError names a key that is missing, unknown, or has a value that this program cannot take.
     """
     name = keys.get("model_type")
-    if name not in FAMILIES and name not in ALIASES:
+    if name not in (*FAMILIES, *ALIASES):
         raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join((*FAMILIES, *ALIASES))}")
     family = FAMILIES[ALIASES.get(name, name)]
-    _check_keys(family, keys)
-    own = {key: default if keys.get(key) is None else keys[key] for key, default in family.own_keys.items()}
+    if family.latent and "q_lora_rank" not in keys:  # null means something
+        raise UserError("config.json has no 'q_lora_rank'; it is null where queries have no latent")
+    keys = _checked(family, {**ABSENT, **family.own_keys, **keys})
     dtype = next((keys[key] for key in ("dtype", "torch_dtype") if keys.get(key) is not None), "float32")
     if dtype not in DTYPES:
         raise UserError(f"config.json: dtype ({dtype!r}) must be one of {', '.join(DTYPES)}; convert its tensors first")
-    model = {**FIXED, "attention_bias": False, "tied_head": False, "norm_epsilon": family.epsilon}
+    model = {**FIXED, "attention_bias": False, "tied_head": False}
     model |= {field: keys[key] for key, field in MODEL_KEYS.items() if keys.get(key) is not None}
     if model.get("kv_heads") == model["heads"]:
         del model["kv_heads"]
     if family.latent:
         model |= _latent(keys)
     elif model.get("head_dim", 0) * model["heads"] == model["model_dim"]:
-        del model["head_dim"]
+        model.pop("head_dim", None)
     hidden = "moe_intermediate_size" if family.dense_blocks else "intermediate_size"
     model |= {"hidden_dim": _needed(keys, hidden), "dtype": dtype, **_rotary(family, keys)}
 
     # which blocks have experts
-    layers, step, first = model["layers"], own.get("decoder_sparse_step", 1), own.get("first_k_dense_replace", 0)
-    listed = own.get("mlp_only_layers", [])
+    layers, first = model["layers"], _given(keys, "first_k_dense_replace", 0)
+    step, listed = _given(keys, "decoder_sparse_step", 1), _given(keys, "mlp_only_layers", [])
     flags = [i >= first and i not in listed and step > 0 and (i + 1) % step == 0 for i in range(layers)]
     if not any(flags):
         raise UserError(f"config.json gives none of the {layers} layers experts: it is no mixture of experts")
@@ -232,14 +238,15 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     if layers * experts[0] > MOST_EXPERTS:
         raise UserError(f"config.json: {layers} layers of {experts[0]} experts are more than {MOST_EXPERTS} experts")
     moe = {"num_experts": experts[0], "top_k": keys["num_experts_per_tok"], "z_loss_weight": 0.0}
-    moe["renormalize"] = own.get("norm_topk_prob", True)
-    coefficient = keys.get("router_aux_loss_coef", keys.get("aux_loss_alpha")) or 0.0
-    # There the balance loss is pooled over layers and is K where loads are even; ours is summed over layers, 1 each.
-    moe["aux_loss_weight"] = coefficient * moe["top_k"] / sum(flags)
-    moe["shared_experts"] = own.get("n_shared_experts", 0)
-    if own.get("n_group", 1) > 1 and own.get("topk_method") != "greedy":
-        moe |= {"expert_groups": own["n_group"], "kept_groups": own["topk_group"]}
-    moe["routed_scale"] = own.get("routed_scaling_factor", 1.0)
+    moe["renormalize"] = bool(keys.get("norm_topk_prob"))
+    # DeepSeek adds each layer's balance loss, 1 where loads are even, as we do; transformers' is pooled over layers, K.
+    pooled = (keys["router_aux_loss_coef"] or 0.0) * moe["top_k"] / sum(flags)
+    moe["aux_loss_weight"] = keys["aux_loss_alpha"] or pooled
+    moe["balance_over"] = "sequence" if keys["seq_aux"] else "batch"
+    moe["shared_experts"] = _given(keys, "n_shared_experts", 0)
+    if _given(keys, "n_group", 1) > 1 and keys.get("topk_method") != "greedy":
+        moe |= {"expert_groups": keys["n_group"], "kept_groups": _given(keys, "topk_group", 1)}
+    moe["routed_scale"] = _given(keys, "routed_scaling_factor", 1.0)
     names = {field.name for field in dataclasses.fields(ModelConfig)}
     for field, value in family.fixed.items():
         (model if field in names else moe)[field] = value
@@ -249,43 +256,51 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
 def upcycled_keys(keys: dict[str, Any], experts: int, top_k: int) -> dict[str, Any]:
     """Return the config.json of the mixture of experts that a dense checkpoint becomes, or raise a UserError."""
     name = keys.get("model_type")
-    if name not in DENSE:
+    if name not in tuple(DENSE):
         raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(DENSE)} to be upcycled")
-    family, hidden = DENSE[name], _needed(keys, "intermediate_size")
-    given = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **keys}  # what a dense config.json means without these keys
-    made = {**given, "model_type": family.model_type, family.experts_key: experts, "num_experts_per_tok": top_k}
-    if family.dense_blocks:
-        made["moe_intermediate_size"] = hidden
-    return {**made, "norm_topk_prob": True} if "norm_topk_prob" in family.own_keys else made
+    (family, absent), hidden = DENSE[name], _needed(keys, "intermediate_size")
+    made = {**ABSENT, **absent, **keys, "model_type": family.model_type}
+    made |= {family.experts_key: experts, "num_experts_per_tok": top_k, "norm_topk_prob": True}
+    return {**made, "moe_intermediate_size": hidden} if family.dense_blocks else made
 
 
-def _check_keys(family: Family, keys: dict[str, Any]) -> None:
-    """Raise a UserError for keys that are missing, unknown, or not neutral."""
+def _checked(family: Family, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that a table has; a UserError for others, for what is missing, of another kind or not neutral."""
     for key in REQUIRED:
         _needed(keys, key)
     for key, most in SIZES.items():
         value = keys.get(key)
         if value is not None and not (type(value) is int and 0 <= value <= most):
             raise UserError(f"config.json: {key} ({value!r}) must be a whole number of at most {most}")
-    known = {*MODEL_KEYS, *JOINT_KEYS, *HARMLESS, *family.own_keys} - set(family.neutral)
-    neutral = {**NEUTRAL, **family.neutral}
-    kinds = set(keys.get("layer_types") or ())
-    # what says nothing where no layer has a window
-    no_window = ["max_window_layers"]
-    if kinds <= {"full_attention"}:
-        no_window.append("layer_types")
-    if kinds == {"full_attention"} or not keys.get("use_sliding_window", True):
-        no_window.append("sliding_window")
+    for key, default in {**ABSENT, **family.own_keys}.items():
+        if default is not None:
+            _check_kind(key, keys[key], type(default))
+    kinds, all_tokens = set(keys["layer_types"] or ()), keys["max_position_embeddings"]
+    size = _given(keys, "sliding_window", all_tokens) if keys.get("use_sliding_window", True) else all_tokens
+    first = _given(keys, "max_window_layers", 0) if "max_window_layers" in family.own_keys else 0
+    if kinds - {"full_attention"} or not kinds and size < all_tokens and first < keys["num_hidden_layers"]:
+        key = "layer_types" if kinds else "sliding_window"
+        raise UserError(f"config.json: {key} ({keys[key]!r}) gives layers a window, and moe_jax attends to all tokens")
+    known = {*MODEL_KEYS, *JOINT_KEYS, *HARMLESS, *ABSENT, *family.own_keys} - set(family.neutral)
+    neutral = {**NEUTRAL, "use_qk_norm": ("qk_norm" in family.fixed, None), **family.neutral}
     for key, value in keys.items():
-        if key in known or key in no_window:
+        allowed = neutral.get(key, OFF)
+        if key in known or value in allowed:
             continue
-        if key not in neutral:
-            raise UserError(f"config.json: {key} ({value!r}) is unknown to moe_jax for {family.model_type!r} models")
-        if value not in neutral[key]:
-            wanted = " or ".join(repr(one) for one in neutral[key])
-            raise UserError(
-                f"config.json: {key} ({value!r}) must be {wanted}; moe_jax has nothing else for {family.model_type!r}"
-            )
+        rule = f"must be {' or '.join(map(repr, allowed))}, all that is known" if key in neutral else "is unknown"
+        raise UserError(f"config.json: {key} ({value!r}) {rule} to moe_jax for {family.model_type!r} models")
+    return {key: value for key, value in keys.items() if key in known or key in neutral}
+
+
+def _check_kind(key: str, value: Any, kind: type) -> None:
+    if type(value) not in (kind, type(None), int if kind is float else kind):
+        raise UserError(f"config.json: {key} ({value!r}) must be a {kind.__name__}")
+    if kind is float and not abs(value or 0) < 1e300 or kind is list and not {int, str} >= set(map(type, value or ())):
+        raise UserError(f"config.json: {key} ({value!r}) must be finite, and lists hold numbers and names alone")
+
+
+def _given(keys: dict[str, Any], key: str, otherwise: Any) -> Any:
+    return otherwise if keys.get(key) is None else keys[key]
 
 
 def _needed(keys: dict[str, Any], key: str) -> Any:
@@ -296,8 +311,6 @@ def _needed(keys: dict[str, Any], key: str) -> Any:
 
 def _latent(keys: dict[str, Any]) -> dict[str, int | None]:
     """Return the fields of latent attention."""
-    if "q_lora_rank" not in keys:  # null means something
-        raise UserError("config.json has no 'q_lora_rank'; it is null where queries have no latent")
     found = {key: keys[key] if key == "q_lora_rank" else _needed(keys, key) for key in LATENT_KEYS}
     size = found.pop("qk_nope_head_dim") + found["qk_rope_head_dim"]
     heads = keys["num_attention_heads"]
@@ -342,13 +355,14 @@ def _rotary(family: Family, keys: dict[str, Any]) -> dict[str, Any]:
     kinds = ("default", "linear", "yarn") if family.latent else ("default", "linear")
     if kind not in kinds:
         raise UserError(f"config.json: {key}.rope_type ({kind!r}) must be one of {', '.join(kinds)}")
-    known = {"rope_type", "type", "rope_theta", "factor"} | (set(YARN_KEYS) if kind == "yarn" else set())
-    if given.get("partial_rotary_factor", 1) == 1:
-        known.add("partial_rotary_factor")
-    for name in sorted(set(given) - known):
-        raise UserError(f"config.json: {key}.{name} ({given[name]!r}) is unknown to moe_jax")
-    base = given.get("rope_theta", keys.get("rope_theta"))
-    found = {"rotary_base": float(family.rotary_base if base is None else base)}
+    known = {"rope_theta", "factor"} | (set() if kind == "linear" else set(YARN_KEYS))  # 'default' ignores all others
+    for name, value in sorted(given.items()):
+        if name in ("rope_type", "type") or value is None or (name, value) == ("partial_rotary_factor", 1):
+            continue
+        if name not in known:
+            raise UserError(f"config.json: {key}.{name} ({value!r}) is unknown to moe_jax")
+        _check_kind(f"{key}.{name}", value, float)
+    found = {"rotary_base": float(_given(given, "rope_theta", keys["rope_theta"]))}
     if kind == "default":
         return found
     if kind == "linear":
@@ -382,10 +396,12 @@ def write_config(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str
     elif model.rotary_factor != 1:
         rope |= {"rope_type": "linear", "factor": model.rotary_factor}
     keys |= {"rope_parameters": rope, "dtype": model.dtype}
-    coefficient = float(f"{moe.aux_loss_weight * sum(flags) / first.moe.top_k:.12g}")  # as it was before it was divided
-    alpha = family.model_type.startswith("deepseek")
-    keys["aux_loss_alpha" if alpha else "router_aux_loss_coef"] = coefficient
+    pooled = moe.aux_loss_weight * sum(flags) / first.moe.top_k
     meant = {
+        "router_aux_loss_coef": float(f"{pooled:.12g}"),  # as it was before it was divided
+        "aux_loss_alpha": moe.aux_loss_weight,
+        "seq_aux": moe.balance_over == "sequence",
+        "sliding_window": None,
         "norm_topk_prob": moe.renormalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, has_experts in enumerate(flags) if not has_experts],
@@ -402,10 +418,7 @@ def write_config(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str
         "v_head_dim": model.value_size,
         **{key: getattr(model, key) for key in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")},
     }
-    keys |= {key: meant[key] for key in family.own_keys}
-    if family.model_type == "dots1":
-        keys["sliding_window"] = None
-    return keys
+    return keys | {key: meant[key] for key in family.own_keys if key in meant}
 
 
 def flags_of(model: ModelConfig, moe: MoEConfig) -> list[bool]:

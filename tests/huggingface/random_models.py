@@ -19,13 +19,14 @@ import jax
 import numpy as np
 
 from moe_jax.inference.conversion import file_shapes
-from moe_jax.inference.families import read_config
+from moe_jax.inference.families import EXPERT_KEYS, LATENT_KEYS, REQUIRED, read_config
 from moe_jax.inference.tensor_places import tensor_places
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
 
 HERE = Path(__file__).parent
+CLASSES = HERE / "class_defaults.json"
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "num_experts_per_tok": 2, "rope_theta": 500.0,
@@ -90,6 +91,22 @@ def build(family, changes):
             normal = torch.randn(leaf.shape)
             leaf.copy_(0.2 * normal if leaf.ndim > 1 else 0.1 * normal if "bias" in name else 1 + 0.2 * normal)
     return model.eval()
+
+
+def class_defaults():
+    """Return {model type: {key: value}} of what absent keys of a config.json mean to transformers, without sizes."""
+    import transformers
+
+    sizes = (*REQUIRED, *EXPERT_KEYS, *LATENT_KEYS, "moe_intermediate_size", "rope_parameters")
+    every, found = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}, {}
+    for name in ("Mixtral", "Olmoe", "Qwen3Moe", "Dots1", "DeepseekV2", "DeepseekV3", "Llama", "Mistral", "Qwen3"):
+        kind = getattr(transformers, f"{name}Config")
+        fields = [field for field in dataclasses.fields(kind) if field.name not in every]
+        keys = {kind.attribute_map.get(field.name, field.name): field.default for field in fields}
+        keys = {key: value for key, value in keys.items() if key not in sizes}
+        epsilon, theta = kind().rms_norm_eps, kind().rope_parameters["rope_theta"]
+        found[kind.model_type] = keys | {"rms_norm_eps": epsilon, "rope_theta": theta}
+    return found
 
 
 def places_of(keys):
@@ -179,6 +196,8 @@ def compare_with(golden, run, folder, source):
 
 
 def main():
+    lines = [f"{json.dumps(name)}: {json.dumps(keys, sort_keys=True)}" for name, keys in class_defaults().items()]
+    CLASSES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     for name in sys.argv[1:] or GOLDEN:
         family, changes, dtype, shard = GOLDEN[name]
         folder = HERE / "golden" / name

@@ -80,6 +80,13 @@ def test_published_keys_are_read_and_written(name):
     count, *_ = parameter_counts(model, moe, model.vocab_size)
     assert count / 1e9 == pytest.approx(billions, rel=0.01)
     assert read_config(write_config(family, model, moe)) == (family, model, moe)
+    # DeepSeek adds the loss of each layer, over sequences by themselves, or over the batch
+    for alpha, apart in ((0.001, True), (0.001, False), (0.0, True)):
+        family, model, changed = read_config({**keys, "aux_loss_alpha": alpha, "seq_aux": apart})
+        assert (changed.aux_loss_weight, changed.balance_over) == (alpha, "sequence" if apart else "batch")
+        written = write_config(family, model, changed)
+        assert (written["aux_loss_alpha"], written["seq_aux"]) == (alpha, apart)
+        assert "router_aux_loss_coef" not in written
     # as transformers 5 writes the same, with sizes that follow from others
     rope = {"rope_theta": keys["rope_theta"], **(keys["rope_scaling"] or {"rope_type": "default"})}
     newer = {key: value for key, value in keys.items() if key not in ("rope_theta", "rope_scaling")}

@@ -5,10 +5,12 @@
 Random weights in float32; logits of every position within 1e-5, both ways. The suite itself holds golden files instead.
 """
 
+import json
+
 import jax
 import numpy as np
 import pytest
-from huggingface.random_models import YARN, build, save
+from huggingface.random_models import CLASSES, YARN, build, class_defaults, save
 from support.generation_cases import recorded_logits
 
 from moe_jax.inference import load
@@ -30,6 +32,11 @@ CASES = {
         **ONE, "n_routed_experts": 12, "rope_extra": {**YARN, "beta_fast": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
 }  # fmt: skip
+
+
+@pytest.mark.ecosystem
+def test_absent_keys_mean_what_the_file_of_the_suite_says():
+    assert class_defaults() == json.loads(CLASSES.read_text())
 
 
 @pytest.mark.ecosystem
