@@ -88,7 +88,9 @@ def command(argv: list[str]) -> int:
         if _EVAL_ONLY.value:
             evaluate_run(config, config_text, hosts, _WORKDIR.value)
             return 0
-        start = Start(init_from=_INIT_FROM.value, init_from_ema=_INIT_FROM_EMA.value, changed=changed)
+        start = Start(
+            init_from=_INIT_FROM.value, init_from_ema=_INIT_FROM_EMA.value, gin_files=_GIN_FILES.value, changed=changed
+        )
         finished = run(config, config_text, operative_text, hosts, workdir=_WORKDIR.value, start=start)
     return 0 if finished else _PREEMPT_EXIT_CODE.value
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +62,13 @@ class Start:
     Attributes:
       init_from: run folder whose parameters a new run starts from, or ''.
       init_from_ema: start from the moving average of that run's parameters instead.
+      gin_files: the files that the config was read from.
       changed: bindings that a started run goes on with another value of, as --override asks.
     """
 
     init_from: str = ""
     init_from_ema: bool = False
+    gin_files: Collection[str] = ()
     changed: Collection[str] = ()
 
 
@@ -96,8 +99,8 @@ def run(
                 if hosts.is_main and not has_report(folder):
                     report(folder)
                 return True
-            if latest is None and start.init_from:
-                check_converted(config, start.init_from, hosts)
+            if latest is None:
+                check_converted(config, start, hosts)
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
             base = settle_base(config, start.init_from, past, hosts)
             data = with_kept_file(config.data, folder.path)
@@ -209,24 +212,30 @@ def trained(session: Session) -> str:
     warmup = min(train.warmup_steps, train.steps - 1)  # as `training/optimizer.py` takes it
     cut = f" (not {train.warmup_steps}: train.steps is {train.steps})" if warmup < train.warmup_steps else ""
     bias = f"; biases of routers by {moe.bias_rate:g} a step" if moe.router == "sigmoid_bias" and moe.bias_rate else ""
-    what = "all parameters"
+    what, rises = "all parameters", f" from {train.learning_rate / warmup:g}" if warmup else ""
     if lora.rank:
         count = sum(leaf.size for leaf in jax.tree.leaves(session.model.trained(session.model.shapes())))
         what, bias = f"{count:,} parameters of adapters of rank {lora.rank} on {' and '.join(lora.targets)}", ""
     return (
         f"{what} by {train.optimizer}, learning rate {train.learning_rate:g} after {warmup} steps{cut} "
-        f"of warm-up from zero, then {how}{bias}"
+        f"of warm-up{rises}, then {how}{bias}"
     )
 
 
-def check_converted(config: RunConfig, init_from: str, hosts: Hosts):
-    """Raise a UserError where a converted model would be trained on Python's own sources, which nobody asked for.
+def check_converted(config: RunConfig, start: Start, hosts: Hosts):
+    """Raise a UserError where a converted model would train random weights, or on Python's own sources: nobody asked.
 
     Windows that are longer than what it was trained on are told in a line: rotary positions take any.
     """
-    with contextlib.closing(Checkpointer(RunFolder(init_from, create=False).checkpoints, keep=1)) as other:
-        step = other.latest()
-        converted = step is not None and other.read_host(step).get("parameters_only")
+    init_from, folders, converted = start.init_from, [Path(file).parent for file in start.gin_files], False
+    for folder in [RunFolder(init_from, create=False).path] if init_from else folders:
+        with contextlib.closing(Checkpointer(folder / "checkpoints", keep=1)) as other:
+            converted = other.steps() == [0] and other.read_host(0).get("parameters_only")
+        if converted and not init_from:
+            raise UserError(
+                f"{folder}/config.gin is of a converted model, and without --init_from={folder} random weights would "
+                f"learn at a rate of {config.train.learning_rate:g}; give that, or copy the file and set rate and text"
+            )
     if converted and not config.data.path:
         raise UserError(
             f"--init_from={init_from} is a converted model, and DataConfig.path ('') would train it on the sources of "
@@ -243,7 +252,8 @@ def check_converted(config: RunConfig, init_from: str, hosts: Hosts):
 
 def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str) -> None:
     """Print the held-out loss of the last checkpoint of a run folder, also of parameters alone; errors as of `run`."""
-    config = dataclasses.replace(config, distillation=DistillationConfig())  # needs no teacher
+    moe = dataclasses.replace(config.moe, balance_over="batch")  # any mesh forms that, and nobody reads it
+    config = dataclasses.replace(config, distillation=DistillationConfig(), moe=moe)  # needs no teacher
     with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints):
         _, latest, past = newest_state(checkpoints, None, folder, config_text, evaluates=True)
         find_tokenizer(config.data, folder.path, past.get("tokenizer"))  # for its error
