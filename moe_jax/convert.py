@@ -25,6 +25,7 @@ _TO_HF = flags.DEFINE_string("to_hf", "", "Folder to be made from the last check
 _TO_PEFT = flags.DEFINE_string("to_peft", "", "Folder to be made for peft from the adapters of --workdir.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder, made with --from_hf and read with the others.")
 _DTYPE = flags.DEFINE_string("dtype", "", "With --to_hf: float32, bfloat16 or float16; '' takes ModelConfig.dtype.")
+_ALLOW_NONFINITE = flags.DEFINE_bool("allow_nonfinite", False, "Convert tensors that hold NaN or infinity too.")
 _UPCYCLE = flags.DEFINE_integer("upcycle", 0, "With --from_hf of a dense checkpoint: experts that each FFN becomes.")
 _UPCYCLE_TOP_K = flags.DEFINE_integer("upcycle_top_k", 2, "Experts of a token then.")
 _UPCYCLE_NOISE = flags.DEFINE_float("upcycle_noise", 0.0, "Noise on each copy, over the spread of its matrix.")
@@ -54,7 +55,8 @@ def command(argv: list[str]) -> None:
     if target:
         if _UPCYCLE.value:
             raise UserError(f"--upcycle={_UPCYCLE.value} needs --from_hf, a dense checkpoint")
-        family = export_folder(_WORKDIR.value, target, _DTYPE.value, adapter=bool(_TO_PEFT.value))
+        adapter, nonfinite = bool(_TO_PEFT.value), _ALLOW_NONFINITE.value
+        family = export_folder(_WORKDIR.value, target, _DTYPE.value, adapter=adapter, allow_nonfinite=nonfinite)
         print(f"{target}: {family.architecture}")
         return
     if _DTYPE.value:
@@ -64,7 +66,7 @@ def command(argv: list[str]) -> None:
         upcycling = Upcycling(
             experts=_UPCYCLE.value, top_k=_UPCYCLE_TOP_K.value, noise=_UPCYCLE_NOISE.value, seed=_UPCYCLE_SEED.value
         )
-    run = import_folder(_FROM_HF.value, _WORKDIR.value, upcycling)
+    run = import_folder(_FROM_HF.value, _WORKDIR.value, upcycling, _ALLOW_NONFINITE.value)
     count, *_ = parameter_counts(run.model, run.moe, run.model.vocab_size)
     print(f"{_WORKDIR.value}: {count:,} parameters, step 0")
     print(

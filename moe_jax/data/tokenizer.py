@@ -31,11 +31,15 @@ def check_inside(folder: str | os.PathLike[str], name: str) -> Path:
         of the Hugging Face hub's cache are followed: from snapshots/REVISION to its own blobs.
     """
     path, root = Path(folder) / name, Path(folder).resolve()
-    real = path.resolve()
+    try:
+        real = path.resolve()
+        usable = real.is_file() or not real.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # NUL, a name that is too long, links in a circle
+        raise UserError(f"{folder}: {name!r} is no name of a file ({error}); copy the folder again") from error
     blobs = [(root.parents[1] / "blobs").resolve()] if root.parent.name == "snapshots" else []
     if not any(real.is_relative_to(home) for home in (root, *blobs)):
         raise UserError(f"{path} leads out of its folder, to {real}, which is not read; copy the file itself there")
-    if real.exists() and not real.is_file():
+    if not usable:
         raise UserError(f"{path} is no regular file; copy the folder again")
     return path
 

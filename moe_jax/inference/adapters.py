@@ -10,11 +10,8 @@ two as blocks, which is exactly the same sum.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -110,10 +107,3 @@ class Adapters:
 def _named(module: str, a: np.ndarray, b: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     for letter, array in (("A", a), ("B", b)):
         yield f"{PREFIX}{module}.lora_{letter}.weight", np.ascontiguousarray(array)
-
-
-def write_adapter(folder: Path, adapters: Adapters, places: list[TensorPlace], save) -> None:
-    """Write peft's two files into a folder; save: (arrays, path) of safetensors."""
-    save(dict(adapters.peft_tensors(places)), os.fspath(folder / "adapter_model.safetensors"))
-    text = json.dumps(adapters.peft_config(places), indent=2, sort_keys=True) + "\n"
-    (folder / "adapter_config.json").write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ import numpy as np
 
 from moe_jax.config.run_config import RunConfig, config_differences, config_text
 from moe_jax.config.train_config import TrainConfig
+from moe_jax.data.chat import special_ids
 from moe_jax.data.corpus import DataConfig
-from moe_jax.data.tokenizer import FILE, carry_files, check_inside, find_tokenizer
+from moe_jax.data.tokenizer import END_FILES, FILE, carry_files, check_inside, find_tokenizer
 from moe_jax.errors import UserError
-from moe_jax.inference.adapters import Adapters, write_adapter
+from moe_jax.inference.adapters import Adapters
 from moe_jax.inference.families import (
     DTYPES,
     HARMLESS,
@@ -47,8 +48,8 @@ from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, run
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import check_base
 
-# tensors that say nothing: tables that are computed, and a head that is the token table
-NOT_NEEDED = (".rotary_emb.inv_freq",)
+NOT_NEEDED = (".rotary_emb.inv_freq",)  # tables that are computed
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2**27
 # of a model that is trained on; from scratch it is some hundred times as large, and would undo what the model knows
@@ -60,12 +61,14 @@ _LOG = logging.getLogger(__name__)
 
 
 def import_folder(
-    source: str | os.PathLike[str], workdir: str | os.PathLike[str], upcycling: Upcycling | None = None
-) -> RunConfig:
+    source: str | os.PathLike[str], workdir: str | os.PathLike[str], upcycling: Upcycling | None = None,
+    allow_nonfinite: bool = False,
+) -> RunConfig:  # fmt: skip
     """Write the run folder `workdir` from a checkpoint of transformers; return its config.
 
     Args:
       upcycling: of a dense checkpoint, how it becomes a mixture of experts.
+      allow_nonfinite: take tensors that hold NaN or infinity too.
 
     Raises:
       UserError: another architecture, keys or tensors that are missing, unknown or of a wrong shape, damaged files, a
@@ -77,12 +80,17 @@ def import_folder(
         keys = upcycled_keys(keys, upcycling.experts, upcycling.top_k)
     family, model, moe = read_config(keys)
     tensors = TensorFolder(source, quantized_blocks(keys))
+    if model.tied_head and {TABLE, HEAD} <= tensors.names:
+        alike = tensors.shape(TABLE) == tensors.shape(HEAD)
+        if not alike or not np.array_equal(tensors.read(TABLE), tensors.read(HEAD)):
+            _LOG.warning("%s: tie_word_embeddings is true, but %s is another table; the model is untied", source, HEAD)
+            model = dataclasses.replace(model, tied_head=False)
     places = tensor_places(family, model, moe)
     sources = {place.name: _source(tensors, place, upcycling) for place in places}
     left = tensors.names - {source[0] for source in sources.values() if source is not None}
     left -= tensors.scales
     if model.tied_head:
-        left.discard("lm_head.weight")
+        left.discard(HEAD)
     ahead = {name for name in left if name.startswith(skipped_layers(keys))}
     if ahead:
         _LOG.warning(
@@ -94,7 +102,7 @@ def import_folder(
     by_leaf: dict[str, dict[str, TensorPlace]] = {}
     for place in places:
         by_leaf.setdefault(place.leaf, {})[str(place.index)] = place
-    leaves, param_dtype = {}, np.dtype(model.param_dtype)
+    leaves, param_dtype, odd = {}, np.dtype(model.param_dtype), []
     for name, shape in file_shapes(model, moe).items():
         own = by_leaf.pop(name)
 
@@ -106,7 +114,7 @@ def import_folder(
             else:
                 tensor = tensors.read(*found)
                 tensor = upcycling.expert(place.name, tensor) if upcycling and place.fused else tensor
-            return np.ascontiguousarray(place.to_part(tensor), dtype=param_dtype)
+            return _noted(place.name, place.to_part(tensor), param_dtype, odd)
 
         assert sum(math.prod(place.part) for place in own.values()) == math.prod(shape), name
         leaves[name] = LeafParts(shape, param_dtype, [place.index for place in own.values()], read)
@@ -118,7 +126,7 @@ def import_folder(
     run = RunConfig(train=TrainConfig(learning_rate=LEARNING_RATE), model=model, moe=moe, data=data)
     # what differs from the defaults is marked as set in config.gin
     text = config_text(run, bound={binding for binding, *_ in config_differences("", config_text(run))})
-    with new_folder(workdir) as folder:
+    with new_folder(workdir, () if allow_nonfinite else odd) as folder:
         (folder / "checkpoints").mkdir()
         host = {"config": text, "parameters_only": True}
         write_params(folder / "checkpoints", leaves, host)
@@ -163,7 +171,7 @@ class Upcycling:
 
 def export_folder(
     workdir: str | os.PathLike[str], target: str | os.PathLike[str], dtype: str = "", shard_bytes: int = SHARD_BYTES,
-    adapter: bool = False,
+    adapter: bool = False, allow_nonfinite: bool = False,
 ) -> Family:  # fmt: skip
     """Write the folder `target` for transformers from the last checkpoint of a run; return what kind it is.
 
@@ -171,6 +179,7 @@ def export_folder(
       dtype: of the tensors, 'float32', 'bfloat16' or 'float16'; '' takes ModelConfig.dtype.
       shard_bytes: of one file, at most, but for a tensor that is larger by itself.
       adapter: write the adapters of a run alone, as peft reads them, instead of a model that they are merged into.
+      allow_nonfinite: write tensors that hold NaN or infinity too.
 
     Raises:
       UserError: a run without a checkpoint, a model that no known architecture computes, or as `import_folder`.
@@ -188,39 +197,62 @@ def export_folder(
     family = find_export_family(model, run.moe)
     places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
     source, at, merged = folder.checkpoints, step, lambda place, tensor: tensor
+    odd: list[str] = []
+    refused = () if allow_nonfinite else odd
     if run.lora.rank:
         adapters, base = Adapters(run, vocabulary, checkpoints, step), checkpoints.read_host(step)["base"]
         if adapter:
-            with new_folder(target) as out:
-                write_adapter(out, adapters, places, library().numpy.save_file)
+            with new_folder(target, refused) as out:
+                named = adapters.peft_tensors(places)
+                arrays = {name: _noted(name, array, array.dtype, odd) for name, array in named}
+                library().numpy.save_file(arrays, str(out / "adapter_model.safetensors"))
+                write_json(out / "adapter_config.json", adapters.peft_config(places))
             return family
         check_base(base)
         source, at, merged = RunFolder(base["folder"], create=False).checkpoints, base["step"], adapters.merged
     elif adapter:
         raise UserError(f"{workdir} holds a whole model and no adapters; write that with --to_hf")
     parts = read_parts(source, at, [(place.leaf, place.index) for place in places])
-    with new_folder(target) as out:
+    with new_folder(target, refused) as out:
         dtypes = [np.dtype("float32" if place.float32 else model.dtype) for place in places]
-        every = zip(places, parts, dtypes, strict=True)
-        named = ((place.name, merged(place, place.to_tensor(part)).astype(of_file)) for place, part, of_file in every)
+        named = (
+            (place.name, _noted(place.name, merged(place, place.to_tensor(part)), of_file, odd))
+            for place, part, of_file in zip(places, parts, dtypes, strict=True)
+        )
         write_tensors(out, named, shard_bytes)
         # files to be carried: the run's own, or those of the tokenizer that it was trained with
         own = (folder.path / FILE).exists() or run.data.tokenizer == "byte"
         source = folder.path if own else Path(run.data.tokenizer).expanduser().parent
         carry_files(source, out, add_special_tokens=run.data.add_special_tokens)
-        has_keys = check_inside(source, "config.json").exists()
-        keys = read_json(source / "config.json") if has_keys else {}
-        keys = {key: value for key, value in keys.items() if key in HARMLESS}
-        keys |= write_config(family, model, run.moe)
-        (out / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        generation, config = END_FILES
+        carried, ids = read_json(out / config) if (out / config).exists() else {}, special_ids(tokenizer, vocabulary)
+        keys = ids | {key: value for key, value in carried.items() if key in HARMLESS}
+        if not (out / generation).exists():
+            write_json(out / generation, {key: keys[key] for key in ids})
+        write_json(out / config, keys | write_config(family, model, run.moe))
     return family
 
 
+def _noted(name: str, tensor: np.ndarray, dtype: np.dtype, odd: list[str]) -> np.ndarray:
+    """Return a tensor in a dtype; `odd` gets its name where it has NaN or infinity then."""
+    with np.errstate(over="ignore"):
+        tensor = tensor.astype(dtype, order="C", copy=False)
+    if not np.isfinite(tensor).all():
+        odd.append(name)
+    return tensor
+
+
+def write_json(path: Path, keys: dict[str, Any]) -> None:
+    """Write a JSON object, its keys sorted."""
+    path.write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 @contextlib.contextmanager
-def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def new_folder(path: str | os.PathLike[str], odd: Collection[str] = ()) -> Iterator[Path]:
     """Yield a folder to fill, `path`.partial; it is renamed to `path` at the end, and removed after an error.
 
-    A UserError if `path` is there already and not empty, or cannot be written.
+    A UserError if `path` is there already and not empty, or cannot be written; and at the end, when no thread writes
+    any more, where `odd` names tensors that hold NaN or infinity.
     """
     target = Path(path).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -231,6 +263,8 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         partial.mkdir(parents=True)
         try:
             yield partial
+            for name in odd:
+                raise UserError(f"{name} holds NaN or infinity; take other files or --dtype, or set --allow_nonfinite")
             if target.exists():
                 target.rmdir()
             partial.rename(target)
@@ -300,7 +334,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give a folder with a checkpoint of transformers") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path} ({error}); copy the folder again") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, not a JSON object; copy the folder again")
@@ -419,4 +453,4 @@ def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_b
         path.rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / INDEX, index)

@@ -14,16 +14,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from huggingface.random_models import compare_with, places_of
+from huggingface.random_models import CLASSES, SIZES, compare_with, places_of
 from support.commands import run_command_here
 
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import config_text
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.cache import build_cache
+from moe_jax.data.chat import special_ids
+from moe_jax.data.tokenizer import END_FILES, ByteTokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.conversion import TensorFolder, Upcycling, export_folder, import_folder, write_tensors
-from moe_jax.inference.families import read_config
+from moe_jax.inference.families import ABSENT, FAMILIES, NEUTRAL, OFF, read_config, upcycled_keys, write_config
 from moe_jax.inference.tensor_places import tensor_places
 from moe_jax.models.counts import parameter_counts
 from moe_jax.training.hosts import Hosts
@@ -76,6 +78,59 @@ def test_an_export_has_the_same_bits(name, tmp_path):
     assert (first.model, first.moe) == (second.model, second.moe)
     assert parse_run_config([str(tmp_path / "run" / "config.gin")])[0] == first
     assert parameter_counts(first.model, first.moe, 40)[0] == sum(before.read(t).size for t in before.names)
+
+
+@pytest.mark.parametrize("name", ["mixtral_one_key_head_sharded", "olmoe", "deepseek_v2_lite"])
+def test_an_export_names_the_ids_of_its_tokenizer(name, tmp_path):
+    """Of a run that no config.json was carried to: transformers would take its class's ids for what is absent."""
+    tokenizers = pytest.importorskip("tokenizers")
+    run, special = tmp_path / "run", ["<s>", "</s>", "<pad>"]
+    import_folder(FOLDER / name, run)
+    for file in END_FILES:
+        (run / file).unlink(missing_ok=True)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(special, 3)}, "<s>"))
+    made.add_special_tokens(special)
+    made.save(str(run / "tokenizer.json"))
+    config = run / "config.gin"
+    config.write_text(config.read_text().replace("tokenizer = 'byte'", f"tokenizer = '{run / 'tokenizer.json'}'"))
+    for settings, bos, pad in (({}, None, None), ({"bos_token": "<s>", "pad_token": {"content": "<pad>"}}, 3, 5)):
+        (run / "tokenizer_config.json").write_text(json.dumps(settings))
+        export_folder(run, tmp_path / f"back{bos}")
+        generation, config = (json.loads((tmp_path / f"back{bos}" / file).read_text()) for file in END_FILES)
+        assert generation == {"bos_token_id": bos, "eos_token_id": 4, "pad_token_id": pad}
+        assert generation.items() <= config.items()
+    assert [special_ids(ByteTokenizer(), below)["eos_token_id"] for below in (384, 40)] == [256, None]
+
+
+def test_a_head_that_is_no_token_table_is_kept(tmp_path, caplog):
+    """Where config.json ties the two; transformers unties them as well. An equal one says nothing."""
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    for times in (1, 2):
+        shutil.copytree(FOLDER / "qwen3_moe_tied", tmp_path / f"source{times}")
+        rewrite(tmp_path / f"source{times}", lambda t, times=times: t.update({head: times * t[table]}))
+        run = import_folder(tmp_path / f"source{times}", tmp_path / f"run{times}")
+        assert run.model.tied_head == (times == 1) == (not caplog.messages)
+    assert "tie_word_embeddings is true, but lm_head.weight is another table; the model is untied" in caplog.text
+    export_folder(tmp_path / "run2", tmp_path / "back")
+    found = TensorFolder(tmp_path / "back")
+    np.testing.assert_array_equal(found.read(head), 2 * found.read(table))
+
+
+def test_numbers_that_are_not_finite_are_converted_if_asked_for(tmp_path):
+    source, run = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(FOLDER / "olmoe", source)
+    rewrite(source, lambda t: t[Q].put(5, np.nan))
+    run_command_here("convert", f"--from_hf={source}", f"--workdir={run}", "--allow_nonfinite")
+    to = f"--to_hf={tmp_path / 'back'}", f"--workdir={run}"
+    with pytest.raises(UserError, match=f"{Q} holds NaN or infinity; take other files or --dtype, or set --allow_non"):
+        run_command_here("convert", *to)
+    run_command_here("convert", *to, "--allow_nonfinite")
+    assert np.isnan(TensorFolder(tmp_path / "back").read(Q)).sum() == 1
+    rewrite(source, lambda t: (t[Q].put(5, 0), t[GATE].put(0, 1e5)))  # more than float16 holds
+    import_folder(source, tmp_path / "large")
+    with pytest.raises(UserError, match=f"{GATE} holds NaN or infinity"):
+        export_folder(tmp_path / "large", tmp_path / "half", dtype="float16")
+    assert not (tmp_path / "half").exists()
 
 
 def test_files_that_hold_all_experts_in_one_tensor(tmp_path):
@@ -201,6 +256,12 @@ WRONG = {
     "a pipe to copy": (lambda f: put_a_pipe(f, "chat_template.jinja"), "chat_template.jinja is no regular file"),
     "many layers": (lambda f: change_config(f, num_hidden_layers=10**9), "num_hidden_layers .1000000000. must be a"),
     "many experts": (lambda f: change_config(f, num_hidden_layers=10**4, num_experts=10**4), "more than 1000000 exp"),
+    "a window": (lambda f: change_config(f, layer_types=["sliding_attention"] * 2), "layer_types .* gives layers a"),
+    "a nested list": (lambda f: change_config(f, layer_types=[[1]]), "layer_types .*1.* lists hold numbers and"),
+    "a name in the map": (lambda f: name_a_shard(f, "a\0b"), "'a.x00b' is no name of a file .*null byte"),
+    "a long name": (lambda f: name_a_shard(f, "a" * 300), "is no name of a file .*File name too long"),
+    "many digits": (lambda f: (f / "config.json").write_text(f'{{"a": {"1" * 5000}}}'), "cannot read .*config.json"),
+    "NaN": (lambda f: rewrite(f, lambda t: t[Q].put(5, np.nan)), f"{Q} holds NaN or infinity; take other"),
     "layers in words": (lambda f: change_config(f, num_hidden_layers="2"), "num_hidden_layers .'2'. must be a whole"),
     "only torch": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
 }
@@ -264,6 +325,59 @@ def test_older_keys_mean_the_same():
     assert read_config(new)[1].rotary_factor == 4.0
 
 
+def outcome(keys):
+    """Return what a config.json is read as, or the line that it is refused with."""
+    try:
+        dense = keys["model_type"] in ("llama", "mistral", "qwen3")
+        return read_config(upcycled_keys(keys, 4, 2) if dense else keys)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+
+
+CONFIGS = {path.name: json.loads((path / "config.json").read_text()) for path in FOLDER.iterdir()}
+DENSE = {**SIZES, "intermediate_size": 8, "sliding_window": None}
+DENSE.pop("num_experts_per_tok")
+CONFIGS |= {name: {**DENSE, "model_type": name} for name in ("llama", "mistral", "qwen3")}
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_absent_keys_mean_what_they_mean_to_transformers(name):
+    """Also those that an export leaves out. DeepSeek-V3's 128 heads of keys mean as many as there are of queries."""
+    keys = {**CONFIGS[name], "max_position_embeddings": 8192, "rope_theta": 500.0, "rope_parameters": {}}
+    defaults = json.loads(CLASSES.read_text()).get(keys["model_type"], {})  # DeepSeek-MoE has no class
+    for key, value in defaults.items():
+        absent = {other: given for other, given in keys.items() if other != key}
+        if (name, key) != ("deepseek_v3", "num_key_value_heads"):
+            assert outcome(absent) == outcome({**absent, key: value}), key
+    read = outcome(keys)
+    assert keys["model_type"] not in FAMILIES or outcome({**defaults, **write_config(*read)}) == read
+
+
+NOTHING = {
+    "qkv_bias": False, "shared_expert_intermediate_size": 0, "router_aux_loss_coef": None, "rope_scaling": None,
+    "tokenizer_class": None, "twist": [], "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_keys_that_change_nothing_are_read_and_others_are_one_line(name):
+    """Those of Qwen3-Coder-30B; then every key, with values of every kind, is read or refused by name."""
+    keys = {**CONFIGS[name], "router_aux_loss_coef": 0.0, "rope_theta": 1e4}
+    normed = name in ("olmoe", "qwen3_moe_tied", "dots1", "qwen3")
+    assert outcome({**keys, **NOTHING, "use_qk_norm": normed}) == outcome(keys) and not isinstance(outcome(keys), str)
+    if normed:
+        assert "use_qk_norm (False) must be True or None" in outcome({**keys, "use_qk_norm": False})
+    window = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "layer_types": []}
+    assert outcome({**keys, **window}).startswith("config.json: sliding_window (32) gives layers a window")
+    every = {key for config in CONFIGS.values() for key in config} | NEUTRAL.keys() | ABSENT.keys() | NOTHING.keys()
+    every |= {key for family in FAMILIES.values() for key in (*family.own_keys, *family.neutral)}
+    values = (*OFF, "x", [[1]], [1, "a"], {"a": 1}, {"type": "yarn", "factor": "x"}, -1, 3, np.nan, 10**400, True)
+    for key in sorted(every):
+        for value in values:
+            outcome({**keys, key: value})
+
+
 KEYS = {
     "model_type": "olmoe", "vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8,
     "num_experts_per_tok": 2, "max_position_embeddings": 64, "intermediate_size": 1024, "num_experts": 32,
@@ -301,6 +415,7 @@ BINDINGS = (
     "train.learning_rate = 0.001", "MeshConfig.expert = 4", "MeshConfig.data = 2",
 )  # fmt: skip
 DOCUMENTS = 40
+SPLIT = ("MeshConfig.model = 2", "MoEConfig.schedule = 's1'", "train.batch_size = 4")  # half a sequence a device
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +424,7 @@ def made(tmp_path_factory):
     pytest.importorskip("tokenizers")
     source, made = tmp_path_factory.mktemp("source") / "olmoe", tmp_path_factory.mktemp("made") / "run"
     shutil.copytree(FOLDER / "olmoe", source)  # 40 ids, of which 2 ends a text
+    change_config(source, seq_aux=True)
     words = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(40)}, "unk_token": "w0"}
     parts = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
     (source / "tokenizer.json").write_text(json.dumps(parts))
@@ -339,6 +455,7 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     for name in ("tokenizer.json", "config.json"):
         assert (tmp_path / "run" / name).read_bytes() == (made / name).read_bytes()
     assert f"text    {config.data.path}: " in said and "train   all parameters by adamw, learning rate 0.001 a" in said
+    assert "after 1 steps of warm-up from 0.001, then" in said
     plain = parse_run_config([str(made / "config.gin")])[0].train
     assert plain == TrainConfig(learning_rate=1e-5)
     assert build_learning_rate(plain)(0) == pytest.approx(1e-5 / plain.warmup_steps)
@@ -350,7 +467,7 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     assert before.names == after.names
     moved = [np.max(np.abs(before.read(t) - after.read(t).astype(np.float32))) for t in before.names]
     assert 1e-4 < max(moved) < 0.1
-    plain = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where])[0]
+    plain = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where, *SPLIT])[0]
     evaluate_run(plain, config_text(plain), Hosts(), str(made))
     assert "step 0: held-out loss" in capsys.readouterr().out
 
@@ -361,10 +478,14 @@ def test_what_cannot_be_gone_on_from_is_one_line(made, where, tmp_path):
     mine, fresh, given = str(made), str(tmp_path / "run"), {"init_from": str(made)}
     other = "holds a run with another config: ModelConfig.norm_epsilon was 1e-05 and is 0.1 now"
     files = sorted(path.name for path in made.iterdir())
+    bindings = [f"--gin_bindings={binding}" for binding in (*BINDINGS, *where)]
+    with pytest.raises(UserError, match=f"{made}/config.gin is of a converted model, and without --init_from={made} r"):
+        run_command_here("train", f"--gin_file={made}/config.gin", f"--workdir={fresh}", *bindings)
     for workdir, start, changes, words in (
         (mine, {}, (), f"{made} {alone}{made} and another --workdir"),
         (fresh, given, ("ModelConfig.hidden_dim = 12",), "is not of this model: "),
         (fresh, given, ("DataConfig.path = ''",), "the sources of Python's library; name your text, such as --gin_bi"),
+        (fresh, given, SPLIT, "balance_over ('sequence') needs whole sequences on a device, and it gates 4 tokens of"),
         (mine, given, (), alone),
         (fresh, {**given, "init_from_ema": True}, (), "holds no moving average of its parameters"),
         (None, {}, ("ModelConfig.norm_epsilon = 0.1",), other),
