@@ -5,9 +5,11 @@ The command takes this process' place, so signals, exit codes and `--help` are i
 
 import ast
 import os
+import signal
 import sys
 from pathlib import Path
 
+from moe_jax import __version__
 from moe_jax.errors import UserError
 
 COMMANDS = ("train", "supervise", "generate", "convert", "inspect", "replay", "calibrate", "tune", "reproduce", "watch")
@@ -23,8 +25,11 @@ def main() -> None:
     """Start the command that the first argument names; list all without one."""
     match sys.argv[1:]:
         case [] | ["-h" | "--help" | "help"]:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads this, such as `head`, may leave
             print("usage: moe-jax COMMAND [flags]; moe-jax COMMAND --help lists its flags\n")
             print("\n".join(f"  {name:10} {about(name)}" for name in COMMANDS))
+        case ["--version"]:
+            print(f"moe_jax {__version__}")
         case [command, *rest] if command in COMMANDS:
             os.execv(sys.executable, [sys.executable, "-m", f"moe_jax.{command}", *rest])
         case [command, *_]:

@@ -20,6 +20,7 @@ from absl import flags, logging
 
 from moe_jax.config.command_line import define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
+from moe_jax.observe.run_folder import write_atomically
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder whose newest checkpoint generates.")
 _STEP = flags.DEFINE_integer("step", None, "Another checkpoint of it, by its step.")
@@ -64,7 +65,7 @@ def command(argv: list[str]) -> int:
     if file:
         try:
             prompts = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(
                 f"--prompt_ids={file} cannot be read ({error}); give a JSON file such as [[5, 17], [8]]"
             ) from error
@@ -161,12 +162,7 @@ def answer(generator, prompts, sampling, is_main: bool):
             print(f"prompt {index} ends at the model's length, {generator.longest} tokens", file=sys.stderr)
     if _OUT.value:
         record = {name: getattr(found, name) for name in ("prompt_ids", "token_ids", "text", "stopped")}
-        try:
-            pathlib.Path(_OUT.value).write_text(json.dumps(record) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"--out={_OUT.value} cannot be written ({error.strerror}); name a file in a folder that exists"
-            ) from error
+        write_atomically(_OUT.value, json.dumps(record))
     return found
 
 

@@ -151,7 +151,7 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
     from moe_jax.analysis.compile_ahead import without_places
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.timeline import play
-    from moe_jax.observe.run_folder import environment_record
+    from moe_jax.observe.run_folder import disk_errors_named, environment_record
 
     module = parse_module(text, buckets)
     timeline = play(module, prices)
@@ -174,13 +174,11 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
             facts["overflow"]["complete_compile_seconds"] = complete.compile_seconds
     report = program_report.build_report(timeline, prices, **facts)
     out = Path(_OUT.value)
-    try:
+    with disk_errors_named(out):
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (out / "schedule.hlo.gz").write_bytes(gzip.compress(without_places(text).encode(), mtime=0))
         program_report.write_chrome_trace(timeline, out / "trace.json")
-    except OSError as error:
-        raise UserError(f"--out ({_OUT.value!r}) cannot be written: {error}") from error
     if not _PROFILE.value:  # else it is printed with what was measured
         print(program_report.report_text(report), end="")
     try:

@@ -27,7 +27,12 @@ from moe_jax import plugins
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 
-plugins.choose(plugins.named_in(sys.argv))  # before planners, whose knobs are flags here, are imported
+try:
+    plugins.choose(plugins.named_in(sys.argv))  # before planners, whose knobs are flags here, are imported
+    import moe_jax.planning  # noqa: F401 and with it the plugins
+except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 from moe_jax.analysis import replay_inputs as inputs  # noqa: E402
 from moe_jax.analysis import replay_report as report  # noqa: E402

@@ -19,6 +19,7 @@ from absl import flags
 
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
+from moe_jax.observe.run_folder import disk_errors_named
 from moe_jax.papers import PAPERS, tables_of
 from moe_jax.papers.table import Inputs, MissingResults, Table, counted, text_of
 
@@ -95,11 +96,8 @@ def track(items: Iterable, label: str) -> Iterable:
 def command(argv: list[str]) -> None:
     """Carry out the command line."""
     parse_flags(argv, "moe_jax.reproduce", "paper")
-    try:
+    with disk_errors_named(FLAGS.out or "--out"):
         reproduce()
-    except OSError as error:
-        named = error.filename or FLAGS.out
-        raise UserError(f"cannot read or write {named} ({error.strerror or error}); give another --out") from error
 
 
 if __name__ == "__main__":

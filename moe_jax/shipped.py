@@ -14,3 +14,9 @@ ROOT = IN_WHEEL if IN_WHEEL.is_dir() else _PACKAGE.parent
 def shipped(path: str) -> Path:
     """Return where a path of a checkout lies."""
     return ROOT / path
+
+
+def here_or_shipped(path: str | Path) -> Path:
+    """Return a user's path, or the same one among the shipped files where only that is there."""
+    given, copy = Path(path).expanduser(), shipped(str(path))
+    return copy if copy.exists() and not given.exists() else given

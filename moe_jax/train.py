@@ -37,7 +37,7 @@ _STALL_AFTER_SECONDS = flags.DEFINE_float(
     1800.0,
     "With several processes: end the job with exit code 4 after so many seconds without a step; 0 = never.",
 )
-_PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 0, "Exit code after SIGTERM or SIGINT and saving.")
+_PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 0, "Exit code after SIGTERM, SIGINT, SIGHUP and saving.")
 
 
 def command(argv: list[str]) -> int:

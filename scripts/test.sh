@@ -2,7 +2,7 @@
 # Run the tests; arguments go to pytest.
 #
 #   bash scripts/test.sh                       all tests but the slow ones and those for the GPU compiler
-#   bash scripts/test.sh tests/moe -k gate     some of them
+#   bash scripts/test.sh tests/routers -k topk some of them
 #   bash scripts/test.sh -m slow               the slow ones
 #   bash scripts/test.sh --ecosystem           those with torch, transformers and others, in .venv-ecosystem
 #   bash scripts/test.sh --gpu-compile         those that compile for GPUs without having one, in .venv-cuda (4.8 GB)

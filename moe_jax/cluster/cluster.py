@@ -20,7 +20,7 @@ from moe_jax.cluster.fits import Fit
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import device_named, read_device, target_names
 from moe_jax.errors import UserError
-from moe_jax.shipped import shipped
+from moe_jax.shipped import here_or_shipped, shipped
 
 FOLDER = shipped("configs/cluster")
 _LOG = logging.getLogger("moe_jax")
@@ -284,8 +284,7 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
     """
     if str(path) in target_names():
         return cluster_of_kind(str(path))
-    path = pathlib.Path(path)
-    path = path if path.exists() or not shipped(str(path)).exists() else shipped(str(path))
+    path = here_or_shipped(path)
     if not path.is_file():
         raise UserError(
             f"cluster file {str(path)!r} does not exist; give a configs/cluster/NAME.gin, calibrate's file, or one of "
@@ -295,7 +294,7 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
     if path.suffix == ".json":
         try:
             fields = json.loads(text)["cluster"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path.name} is not a calibration file (JSON with an object 'cluster'): {error}"
             ) from error

@@ -46,7 +46,7 @@ def read_constants(path: str) -> Constants:
     """
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--constants ({path!r}) cannot be read as JSON: {error}") from error
     if isinstance(record, dict) and "constants" in record:
         record = record["constants"]

@@ -115,7 +115,7 @@ def parse_flags(argv: list[str], command: str, flag: str | None) -> list[str]:
         about = (sys.modules["__main__"].__doc__ or f"python -m {command}").strip()
         full = any(word in HELP_FULL for word in words)  # the flags of imported modules too, such as those of logging
         listed = flags.FLAGS.get_help() if full else flags.FLAGS.main_module_help()
-        print(f"{about}\n\nFlags:\n{listed.rstrip()}")
+        print(f"{about}\n\nFlags:\n{listed.rstrip()}", flush=True)
         sys.exit(0)
     try:
         rest = flags.FLAGS(argv)
@@ -123,5 +123,8 @@ def parse_flags(argv: list[str], command: str, flag: str | None) -> list[str]:
         raise UserError(f"{str(error).splitlines()[0]}; python -m {command} --help lists all flags") from None
     if len(rest) > 1 and flag is not None:
         raise UserError(f"{rest[1]!r} is no flag; did you mean --{flag}={rest[1]}?")
+    for name in ("workdir", "out", "to_hf"):
+        if name in flags.FLAGS and "://" in (value := flags.FLAGS[name].value or ""):
+            raise UserError(f"--{name}={value} is a URL; give a path of this machine, where a bucket can be mounted")
     plugins.choose(flags.FLAGS["plugin"].value)
     return rest[1:]

@@ -237,8 +237,9 @@ def fitted(target: str, annotation, value, place: str):
     if fits:
         return result
     kinds = {bool: "a truth value", str: "text", float: "a number", tuple: "a tuple", dict: "a dict"}
-    kind = f", {kinds[type(value)]}" if type(value) in kinds else ""
-    raise UserError(f"{target} ({value!r}{kind}) must be {_in_words(annotation)} ({place})")
+    beyond = "beyond 64 bits" if type(value) is int and abs(value) >= 2**63 else ""
+    kind = kinds.get(type(value), beyond)
+    raise UserError(f"{target} ({value!r}{kind and f', {kind}'}) must be {_in_words(annotation)} ({place})")
 
 
 def _fit(annotation, value) -> tuple[bool, object]:
@@ -255,7 +256,7 @@ def _fit(annotation, value) -> tuple[bool, object]:
         return len(arguments) == len(value) and all(fits for fits, _ in found), tuple(entry for _, entry in found)
     if annotation is float and type(value) in (int, float):
         return abs(value) < 1e308, float(value) if abs(value) < 1e308 else None
-    return type(value) is annotation, value
+    return type(value) is annotation and (annotation is not int or abs(value) < 2**63), value
 
 
 def _in_words(annotation) -> str:

@@ -72,6 +72,12 @@ class RunConfig:
 
     def __post_init__(self):
         self.planner.check_knobs()
+        experts = self.moe.num_experts
+        if (total := sum(run["layers"] * run.get("num_experts", experts) for run in self.model.runs)) > 2**24:
+            raise UserError(
+                f"ModelConfig.layers ({self.model.layers}) with MoEConfig.num_experts ({experts}), or as its segments "
+                f"say, make {total} experts, which must be at most {2**24}; lower one of the two"
+            )
         if self.lora.rank and self.train.ema_decay:
             raise UserError(
                 f"train.ema_decay ({self.train.ema_decay}) keeps an average of a whole model, and LoraConfig.rank "

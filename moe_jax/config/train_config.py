@@ -160,6 +160,8 @@ class TrainConfig:
                 f"train.batch_size ({self.batch_size}) must be divisible by train.grad_accum_steps "
                 f"({self.grad_accum_steps}); set train.batch_size to a multiple of {self.grad_accum_steps}"
             )
+        if abs(self.seed) >= 2**32:
+            raise UserError(f"train.seed ({self.seed}) must be below {2**32} in size: 32 bits of it make the values")
         check_zero_stages(self.zero_stage, self.expert_zero_stage)
         if self.learning_rate <= 0:
             raise UserError(f"train.learning_rate ({self.learning_rate}) must be positive")

@@ -8,6 +8,7 @@ stay small however long a run is. `moe_jax.watch` shows them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import os
 import threading
@@ -101,9 +102,7 @@ class FollowedFile:
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the new records, at most `BATCH` at a time; a line without its end is left for the next call."""
-        if not self.path.exists():
-            return
-        with reading(self.path), open(self.path, "rb") as file:
+        with contextlib.suppress(FileNotFoundError), reading(self.path), open(self.path, "rb") as file:
             while True:
                 file.seek(self.at)
                 lines = [line for line in itertools.islice(file, BATCH) if line.endswith(b"\n")]
@@ -112,7 +111,7 @@ class FollowedFile:
                 records = []
                 for line in lines:
                     record = parse_line(line)
-                    if record is not None and self.last_step < record["step"] < 2**53:
+                    if record is not None and self.last_step < record["step"]:
                         records.append(record)
                         self.last_step = record["step"]
                 self.at, self.last_line = self.at + sum(map(len, lines)), lines[-1]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.observe.run_folder import RunFolder, disk_errors_named
+from moe_jax.observe.run_folder import OpenFolder, RunFolder, disk_errors_named
 
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0  # without a beat, after which a job counts as dead; network file systems show changes late
@@ -113,7 +113,7 @@ class Lease:
         with disk_errors_named(self._folder), self._lock:
             if self.epoch and (later := self._lost_to()):
                 raise UserError(self._taken(later))
-            self._folder.mkdir(exist_ok=True)  # who had it may have removed it
+            self._folder.mkdir(parents=True, exist_ok=True)  # who had it may have removed it
             try:
                 open(self._path(before + 1), "x").close()
             except FileExistsError:
@@ -122,11 +122,26 @@ class Lease:
             self._write()
             if later := self._lost_to():  # this process was slow, and others have come and gone
                 raise UserError(self._taken(later))
+            self._opened, self._run.retake = OpenFolder(self._run.path), self.retake
             for path in self._folder.glob("*.json"):
                 if path.stem.isdecimal() and int(path.stem) < self.epoch:
                     path.unlink(missing_ok=True)
         if not self._beat.is_alive():
             self._beat.start()
+
+    def retake(self) -> bool:
+        """Make the run folder again and take it where it, or its lease, was deleted; say whether that was so.
+
+        UserError: it lives on under another name, or another job is there now.
+        """
+        with disk_errors_named(self._run.path):
+            if (is_there := self._opened.is_there()) and self._path(self.epoch).exists():
+                return False
+            with contextlib.suppress(OSError):  # of a deleted folder over a network; one here is empty
+                if os.listdir(self._opened.descriptor) and not is_there:
+                    raise UserError(f"run folder {self._run.path} was renamed under a job; name its new place")
+        self.take(0)
+        return True
 
     def __exit__(self, *_error) -> None:
         self._ended.set()

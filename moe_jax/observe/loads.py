@@ -27,6 +27,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.observe.run_folder import TEMPORARY_SUFFIX, RunFolder, atomic_file, disk_errors_named
+from moe_jax.shipped import here_or_shipped
 
 SCALARS = {
     "model_dim": "M",
@@ -118,7 +119,8 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
         `iterations` samples are numbered from 0; `sources` and the keys of `LoadsOrigin` are read where they are;
         other keys are ignored.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+    path = here_or_shipped(path)
+    if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UserError(f"{path} is no file; a trace is an npz file with `loads` and `iterations`")
     try:
         # Opened here, since np.load leaves a damaged file open.
@@ -413,5 +415,7 @@ class LoadsRecorder:
 
     def _write_part(self, loads: np.ndarray, iterations: np.ndarray, origins: Sequence[LoadsOrigin | None]) -> None:
         """Write one part under the name of its first step, so that parts sort by time."""
+        with disk_errors_named(self._folder.loads_parts):
+            self._folder.loads_parts.mkdir(exist_ok=True)  # somebody may have deleted it
         with atomic_file(self._folder.loads_parts / f"part_{iterations[0]:010d}.npz") as file:
             np.savez(file, loads=loads, iterations=iterations, **_origin_arrays(origins))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.observe.run_folder import EVALUATIONS, METRICS, RunFolder, disk_errors_named
+from moe_jax.observe.run_folder import EVALUATIONS, METRICS, RunFolder, disk_errors_named, readable
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 MOST_RECORDS = 10_000  # that a report reads
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Append records to a jsonl file of a run folder, each flushed as it is written."""
+    """Append records to a jsonl file of a run folder, opened for each: one that was deleted begins anew."""
 
     def __init__(
         self, folder: str | os.PathLike[str], *, resume_step: int | None = None, file_name: str = METRICS
@@ -47,16 +47,13 @@ class MetricsWriter:
             kept_bytes, self.last_step = _end_of(self.path, resume_step)
         if resume_step and file_name == METRICS and (self.last_step or 0) < resume_step:
             _log.warning(
-                "%s ends at step %s but the run resumes after step %d: the steps between have no metrics",
-                self.path.name,
-                self.last_step,
-                resume_step,
+                f"{self.path.name} ends at step {self.last_step} but the run resumes after step {resume_step}: the "
+                "steps between have no metrics"
             )
         with disk_errors_named(self.path):
-            if self.path.exists() and self.path.stat().st_size != kept_bytes:
+            if readable(self.path).exists() and self.path.stat().st_size != kept_bytes:
                 os.truncate(self.path, kept_bytes)
-            # Unbuffered: a failed write must not be tried again when the file is closed.
-            self._file = open(self.path, "ab", buffering=0)
+            open(self.path, "ab").close()  # says now whether it can be written
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Append one line and hand it to the operating system before returning.
@@ -70,13 +67,11 @@ class MetricsWriter:
             raise ValueError(f"step ({step}) must be later than the last one in {self.path.name} ({self.last_step})")
         fields = {"step": step} | {name: _plain(value, name) for name, value in record.items() if name != "step"}
         data = (json.dumps(fields, allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8")
-        with disk_errors_named(self.path):
+        # Unbuffered: a failed write must not be tried again when the file is closed.
+        with disk_errors_named(self.path), open(self.path, "ab", buffering=0) as file:
             while data:
-                data = data[self._file.write(data) :]
+                data = data[file.write(data) :]
         self.last_step = step
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def read_metrics(
@@ -102,7 +97,7 @@ def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
     """
     rows = []
     for record in records:
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             if record.get(name) is not None:
                 rows.append((record["step"], np.asarray(record[name], np.float64)))
     if not rows:
@@ -117,9 +112,10 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line with its newline, None where it is none."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and 0 <= step < 2**53 else None
 
 
 def _end_of(path: Path, step: int) -> tuple[int, int | None]:
@@ -163,6 +159,7 @@ def _records(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
 def reading(path: Path) -> Iterator[None]:
     """Turn an `OSError` raised while `path` is read into one line; a file that is not there stays that error."""
     try:
+        readable(path)
         yield
     except FileNotFoundError:
         raise
@@ -192,13 +189,13 @@ def _plain(value: Any, name: str) -> Any:
     raise TypeError(f"metric {name!r} has type {type(value).__name__}; give numbers, text, or lists and dicts of them")
 
 
-def _with_floats(value: Any) -> Any:
+def _with_floats(value: Any, depth: int = 9) -> Any:
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
-    if isinstance(value, list):
-        return [_with_floats(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _with_floats(item) for key, item in value.items()}
+    if isinstance(value, list) and depth:  # what nests deeper is of no run
+        return [_with_floats(item, depth - 1) for item in value]
+    if isinstance(value, dict) and depth:
+        return {key: _with_floats(item, depth - 1) for key, item in value.items()}
     return value
 
 

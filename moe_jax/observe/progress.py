@@ -164,6 +164,6 @@ def with_prefix(value: float) -> str:
     # 999.5 of a unit reads as 1000, so the next prefix begins there
     prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
     factor, prefix = next((pair for pair in prefixes if abs(value) >= 0.9995 * pair[0]), (1, ""))
-    value = value / factor
+    value = min(value, 10**300) / factor  # whole numbers have any size
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f}{prefix}"

@@ -18,7 +18,7 @@ import os
 import platform
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -31,11 +31,10 @@ TEMPORARY_SUFFIX = ".tmp"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint", "numpy")
-MISPLACED = "a file stands where a folder is needed, or the reverse: move it away or choose another --workdir"
 REMEDIES = {
     "free space on its disk, then give the same command again": (errno.ENOSPC, errno.EDQUOT),
-    "choose a --workdir that you may write to": (errno.EACCES, errno.EPERM, errno.EROFS),
-    MISPLACED: (errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+    "choose a folder that you may write to": (errno.EACCES, errno.EPERM, errno.EROFS),
+    "a file stands where a folder is needed, or the reverse: move it away": (errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
 }
 
 
@@ -46,7 +45,7 @@ def disk_errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         remedies = [remedy for remedy, numbers in REMEDIES.items() if error.errno in numbers]
-        remedy = remedies[0] if remedies else "check its disk or choose another --workdir"
+        remedy = remedies[0] if remedies else "check its disk or choose another folder"
         raise UserError(f"cannot write {os.fspath(path)} ({error.strerror or error}); {remedy}") from error
 
 
@@ -80,6 +79,22 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> Path:
     return Path(path)
 
 
+class OpenFolder:
+    """The folder at a path now, told from another one that takes its place."""
+
+    def __init__(self, path: Path):
+        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)  # while open, its number goes to no other
+
+    def __del__(self):
+        os.close(self.descriptor)
+
+    def is_there(self) -> bool:
+        """Say whether the path still leads to it."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        return False
+
+
 class RunFolder:
     """Paths of one run: config, metrics, loads and so on. Usable wherever a path is (`os.fspath`)."""
 
@@ -97,13 +112,12 @@ class RunFolder:
         self.plots, self.profile = self.path / "plots", self.path / "profile"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
         self.lease, self.history = self.path / "lease", self.path / "run.json"
+        self.retake: Callable[[], bool] = lambda: False  # a lease sets `Lease.retake`
         self._made = [folder for folder in (self.path, *self.path.parents) if create and not folder.exists()]
         if create:
             with disk_errors_named(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-            probe = write_atomically(self.path / ".writable", "moe_jax\n")
-            with disk_errors_named(probe):
-                probe.unlink(missing_ok=True)
+                write_atomically(self.path / ".writable", "moe_jax\n").unlink(missing_ok=True)
         elif not self.path.is_dir():
             raise UserError(f"run folder {self.path} does not exist; give the --workdir of a run")
 
@@ -121,30 +135,28 @@ class RunFolder:
         text = read_text(self.environment)
         try:
             environment = {} if text is None else json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{self.environment} is not JSON ({error}); remove it") from error
         if not isinstance(environment, dict):
             raise UserError(f"{self.environment} holds a {type(environment).__name__}, not a JSON object; remove it")
         return environment
 
-    def held_config(self, other_than: str) -> str | None:
-        """Return the config text this folder holds when it differs from `other_than`, else None.
-
-        None also when the folder holds no config yet. White space at the ends of lines and text is no difference.
-        """
-        held = read_text(self.config)
-        lines, others = ([line.rstrip() for line in (text or "").strip().splitlines()] for text in (held, other_than))
-        return None if held is None or lines == others else held
-
 
 def read_text(path: Path) -> str | None:
     """Return the UTF-8 text of `path`, None where it does not exist; a UserError when it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return readable(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path} ({error}); remove it or give another --workdir") from error
+
+
+def readable(path: Path) -> Path:
+    """Return `path`; an OSError where it is a pipe or a device, for which a reader may wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EIO, "it is a pipe or a device, not a file")
+    return path
 
 
 def environment_record(

@@ -25,7 +25,7 @@ import scipy.optimize
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace, read_loads
 from moe_jax.observe.run_folder import RunFolder
-from moe_jax.shipped import shipped
+from moe_jax.shipped import here_or_shipped, shipped
 
 OF_64 = "top_2_of_64"
 SHIPPED = ("top_1", "top_2", OF_64)
@@ -119,7 +119,7 @@ def find_loads(name: str, seed: int = 0) -> LoadsTrace:
         total = shares.sum(axis=-1, keepdims=True)
         per_source = CHOICES * total / total.mean(axis=2, keepdims=True)
         return LoadsTrace(round_shares(shares, per_source[..., 0].astype(np.int64)), EVERY * np.arange(SAMPLES))
-    path = TRACES / f"{name}.npz" if name in SHIPPED else pathlib.Path(name).expanduser()
+    path = TRACES / f"{name}.npz" if name in SHIPPED else here_or_shipped(name)
     if not path.exists():
         raise UserError(f"--trace {name!r} is no file and no run folder; give one, or one of {', '.join(NAMES)}")
     if (path / "0").is_dir():

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moe_jax.errors import UserError
-from moe_jax.observe.run_folder import write_atomically
+from moe_jax.observe.run_folder import read_text, write_atomically
 from moe_jax.recovery.job_secret import seal, unseal
 from moe_jax.recovery.rendezvous import HELLO_SECONDS, MAX_HELLO_BYTES, machine_id, note_stranger
 
@@ -62,8 +62,8 @@ Kept = Sequence[int] | None  # [step, layout] of a copy that stays, as its heade
 
 def read_history(path: Path) -> dict:
     """Return {'id': of the run, 'starts': [[epoch, step, base], ...]} (see `note_start`); a new one where none is."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        held = json.loads(path.read_text(encoding="utf-8"))
+    with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        held = json.loads(read_text(path) or "")
         starts = [[int(epoch), int(step), int(base)] for epoch, step, base in held["starts"]]
         if re.fullmatch("[0-9a-f]{16}", held["id"]):
             return {"id": held["id"], "starts": starts}

@@ -53,7 +53,7 @@ from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig, bindings_as_begun
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
-from moe_jax.observe.run_folder import RunFolder, disk_errors_named
+from moe_jax.observe.run_folder import OpenFolder, RunFolder, disk_errors_named, readable
 from moe_jax.training.bank_order import Homes, copied, home_of, in_host_memory, read_leaves
 
 FORMAT, UNCHECKED_FORMAT = "moe_jax checkpoint 2", "moe_jax checkpoint 1"  # the older one has no CRC, and is still read
@@ -92,12 +92,10 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int):
-        if keep < 1:
-            raise UserError(f"train.keep_checkpoints ({keep}) must be at least 1")
         self.folder = Path(folder).absolute()
         self._keep = keep
         absl_logging.get_absl_logger().addFilter(_is_heard)
-        self._pending: int | None = None  # step of a save that may still be writing
+        self._pending: tuple[int, OpenFolder] | None = None  # step of a save that may still be writing, and where
 
     # Reading.
 
@@ -175,18 +173,18 @@ class Checkpointer:
     def read_host(self, step: int) -> dict:
         """Return the host data of a checkpoint; reads one JSON file, and needs no device."""
         with self._reading_errors_named(step):
-            custom = json.loads((self._path(step) / "_METADATA").read_text())["custom_metadata"]
+            custom = json.loads(readable(self._path(step) / "_METADATA").read_text())["custom_metadata"]
             found = custom["format"]
             if found != UNCHECKED_FORMAT and custom.pop("crc32") != _crc(custom):
                 raise ValueError("the CRC of its host data differs")
             if custom["step"] != step:
                 raise ValueError(f"it is of step {custom['step']}: it was renamed")
-        if found not in (FORMAT, UNCHECKED_FORMAT):
-            raise UserError(
-                f"{self._path(step)} has format {found!r}, but this program reads {FORMAT!r}; read it with the version "
-                "that wrote it"
-            )
-        return custom["host"]
+            if found not in (FORMAT, UNCHECKED_FORMAT):
+                raise UserError(
+                    f"{self._path(step)} has format {found!r}, but this program reads {FORMAT!r}; read it with the "
+                    "version that wrote it"
+                )
+            return dict(custom["host"])
 
     def restore(self, step: int, abstract_state, home: Homes) -> tuple[Any, dict]:
         """Return (state, host data) of a finished checkpoint; without 'ema' where it or `abstract_state` has none.
@@ -268,13 +266,14 @@ class Checkpointer:
         self._sweep_unfinished()
         with self._writing_errors_named(step):
             self.folder.mkdir(parents=True, exist_ok=True)
+            opened = OpenFolder(self.folder)
         self.check_room(step, state)
         host = json.loads(json.dumps(host))  # what it is now, whatever the caller does with it while files are written
         arrays = copied(state, home, lambda _, leaf: in_host_memory(leaf))
         for name, array in arrays.items():
             if (own := home_of(name, home)) is not None:
                 _EXPERTS[id(array)] = own.shape[1]
-        self._pending = step
+        self._pending = step, opened
         args = ocp.args.PyTreeSave(arrays, custom_metadata=_host_record(step, host))
         with self._writing_errors_named(step):
             self._writer.save(self._path(step), args=args)  # it takes the parts of all arrays before it returns
@@ -287,23 +286,32 @@ class Checkpointer:
             if (free := shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free) < needed:
                 raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
 
-    def wait(self) -> None:
-        """Wait until the last save has finished, then delete what `keep` does not cover.
+    def wait(self) -> bool:
+        """Wait until the last save has finished, delete what `keep` does not cover; return False if its folder is gone.
 
         Raises:
           UserError: it cannot be written to the disk; the checkpoints before it are as they were.
           HostLostError: another process did not write its part in time.
         """
         if self._pending is None:
-            return
-        step, self._pending = self._pending, None
-        with self._writing_errors_named(step):
-            self._writer.wait_until_finished()
+            return True
+        (step, opened), self._pending = self._pending, None
+        try:
+            with self._writing_errors_named(step):
+                self._writer.wait_until_finished()
+        except Exception:
+            if opened.is_there() or jax.process_count() > 1:
+                raise
         if jax.process_index() == 0:
+            if not opened.is_there():
+                _log.warning("%s was deleted or renamed, and the save of step %d with it", self.folder, step)
+                shutil.rmtree(self._path(step), ignore_errors=True)  # the writer may have made a part of it again
+                return False
             with self._writing_errors_named(step):
                 _sync(self._path(step))
             for old in self.steps()[: -self._keep]:
                 shutil.rmtree(self._rename(old, ".deleted"), ignore_errors=True)
+        return True
 
     def close(self) -> None:
         """Wait until the last save has finished, and end the threads."""
@@ -398,7 +406,7 @@ class Checkpointer:
             yield
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if step not in self.steps():
                 raise UserError(
                     f"{self.folder} has no finished checkpoint of step {step}, only {self.steps()}"

@@ -500,22 +500,14 @@ def _set_abort_handler(handler) -> None:
     libc.signal(int(signal.SIGABRT), handler)
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 # The agreement on the last step costs no extra communication. Every step takes this process' flag and returns the
 # maximum over all processes among its metrics; the host reads a step's metrics a fixed number of steps later (`lag`).
-# All processes read the same flags before the same steps, so they stop at the same one:
-#
-#     stop = StopSignal(processes=hosts.process_count)
-#     for step in range(first, last):
-#         if step - stop.lag >= first:
-#             stop.observe(int(metrics[step - stop.lag]["stop"]), step - stop.lag)
-#         if stop.should_stop(step):
-#             break                                     # save; `step` is the first step that was not made
-#         state, metrics[step] = train_step(state, batch, int(stop.requested))
+# All processes read the same flags before the same steps, so they stop at the same one (`Loop.train`).
 class StopSignal:
-    """Handle SIGTERM and SIGINT from creation, in the main thread, to the end of its `with` block.
+    """Handle SIGTERM, SIGINT and SIGHUP (not under nohup) from creation, in the main thread, to the end of `with`.
 
     Args:
       processes: of the job. With one, `should_stop` follows the own flag and `observe` is idle.
@@ -539,7 +531,8 @@ class StopSignal:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         # a function in place of the default action, which ends the process
-        self._previous = {number: signal.signal(number, lambda _number, _frame: None) for number in _SIGNALS}
+        listened = _SIGNALS[: 2 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 3]
+        self._previous = {number: signal.signal(number, lambda _number, _frame: None) for number in listened}
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="moe_jax stop signal", daemon=True).start()
 
@@ -576,7 +569,8 @@ class StopSignal:
         is_first = True
         while data := os.read(self._read_end, 1):
             if data[0] in _SIGNALS:
-                if not is_first:
+                if not is_first and data[0] != signal.SIGHUP:  # a closed terminal and its shell send one each
+                    os.write(2, b"\nmoe_jax: told to end once more, and ends without saving\n")
                     os._exit(128 + data[0])
                 is_first, self.requested = False, True
         os.close(self._read_end)

@@ -28,7 +28,7 @@ from moe_jax.observe.dashboards import Dashboards
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, sample_every
 from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.progress import Progress, with_prefix
-from moe_jax.observe.run_folder import EVALUATIONS, RunFolder
+from moe_jax.observe.run_folder import EVALUATIONS, RunFolder, atomic_file
 from moe_jax.recovery.standby import report_step
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
@@ -98,6 +98,8 @@ class Loop:
             self.loads = LoadsRecorder(folder, every, resume_step=resumed, origin=origin)
             self.pictured: int | None = None  # the last step whose loads the dashboards show as a picture
             self.dashboards = Dashboards(folder, resume_step=resumed, config=host["config"])
+            small = [p for p in folder.path.iterdir() if p.suffix in (".gin", ".json", ".jinja") and p.is_file()]
+            self.small = {path: path.read_bytes() for path in small}
             if (older := self.loads.describe_older()) is not None:
                 print(older, flush=True)
 
@@ -108,8 +110,7 @@ class Loop:
                 return self.train(stop)
             except NoCompleteProgramError:
                 self.read_metrics(stop)
-                self.save()
-                self.checkpoints.wait()
+                self.finish_save()
                 raise
             finally:
                 if self.is_main:
@@ -117,8 +118,7 @@ class Loop:
                         self.loads.merge()
                     except UserError as error:
                         print(f"loads.npz is not written: {error}", flush=True)
-                    for writer in (self.metrics, self.evaluations, self.dashboards):
-                        writer.close()
+                    self.dashboards.close()
                 if self.engine is not None:
                     self.engine.close()
 
@@ -131,6 +131,8 @@ class Loop:
             self.evaluate()
         elif self.copies is not None:  # what a lost host has taken has two holders again, before anything is compiled
             self.copy()
+        else:
+            self.what_to_save()  # for its error, where what was read is not finite
         self.hosts.rest()  # compiling may take long
         self.compile_seconds = stepper.compile()
         self.compiled_peak = compiled_peak(stepper.executable)
@@ -178,7 +180,7 @@ class Loop:
         self.save()
         if not stopped:
             self.evaluate()
-        self.checkpoints.wait()
+        self.finish_save()
         self.hosts.rest()  # the others may have to wait for process 0's pictures
         return not stopped
 
@@ -251,6 +253,7 @@ class Loop:
             record.update(self.engine.record(step - 1, metrics["loads"]))
         if not self.is_main:
             return
+        self.keep_folder()
         self.metrics.write(step, record)
         self.dashboards.write(step, record)
         if self.loads.due(step):
@@ -276,6 +279,7 @@ class Loop:
     def save(self):
         """Save the state, unless this very step is saved already; a NonFiniteError where it is not finite."""
         step = self.stepper.step
+        self.keep_folder()
         if self.checkpoint == step:
             return
         self.checkpoints.save(step, *self.what_to_save())
@@ -286,6 +290,22 @@ class Loop:
             if line := slow_processes(*zip(*map(json.loads, told), strict=True)):
                 self.note(line)
         self.hosts.touch(step)
+
+    def finish_save(self):
+        """Save the state and wait for it, once more if somebody has deleted or renamed the checkpoints meanwhile."""
+        self.save()
+        if "False" in self.hosts.gather_text("last checkpoint", str(self.checkpoints.wait())):
+            self.checkpoint = None
+            self.save()
+            self.checkpoints.wait()
+
+    def keep_folder(self):
+        """Make the run folder again where somebody has deleted it, with the files that are written once; process 0."""
+        if self.is_main and self.folder.retake():
+            for path, content in self.small.items():
+                with atomic_file(path) as file:
+                    file.write(content)
+            self.note(f"{self.folder.path} was deleted; it is made again, without what earlier steps wrote")
 
     def copy(self):
         """Start to copy the state to RAM; a NonFiniteError where it is not finite."""
@@ -300,9 +320,11 @@ class Loop:
         finite = np.all([np.asarray(shard.data)[0] for shard in held], axis=0)
         if not finite.all():  # a process that raises ends the others' save too
             broken = list(flatten(self.stepper.state))[int(np.argmin(finite))]
+            hint = f"{last_finite(self.checkpoint)}. Lower train.learning_rate, or raise train.warmup_steps"
+            if self.checkpoint == step:  # from which it was read
+                hint = "move the checkpoint of this step away, and the one before it is taken"
             raise NonFiniteError(
-                f"step {step}: {broken!r} is the first leaf of the state that is not finite, so it is not saved; "
-                f"{last_finite(self.checkpoint)}. Lower train.learning_rate, or raise train.warmup_steps"
+                f"step {step}: {broken!r} is the first leaf of the state that is not finite, so it is not saved; {hint}"
             )
         host = {name: value for name, value in self.host.items() if value}
         host["data"] = self.stepper.session.feed.stream.position(step)
@@ -335,6 +357,7 @@ class Loop:
         if step == 0:
             record["unigram_entropy"] = unigram_entropy(session.feed.held_out_counts)
         if self.is_main:
+            self.keep_folder()
             if self.evaluations.last_step is None or self.evaluations.last_step < step:
                 self.evaluations.write(step, record)
                 self.dashboards.write(step, record)
@@ -460,11 +483,9 @@ def check_finite(
 
 def last_finite(checkpoint: int | None) -> str:
     """Return in words where a run that ends now can go on; only finite states are saved."""
-    return (
-        "there is no checkpoint yet"
-        if checkpoint is None
-        else f"the checkpoint of step {checkpoint} is the last finite one"
-    )
+    if checkpoint is None:
+        return "there is no checkpoint yet"
+    return f"the checkpoint of step {checkpoint} is the last finite one"
 
 
 def step_record(metrics: dict, loads: dict, homes: dict) -> dict:

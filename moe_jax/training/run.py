@@ -30,6 +30,7 @@ from moe_jax.observe.run_folder import (
     atomic_file,
     disk_errors_named,
     environment_record,
+    read_text,
     write_atomically,
 )
 from moe_jax.recovery.copies import note_start, read_history
@@ -105,13 +106,13 @@ def run(
             base = settle_base(config, start.init_from, past, hosts)
             data = with_kept_file(config.data, folder.path)
             session, compared = start_session(dataclasses.replace(settled, data=data), hosts)
-            say(hosts, banner(session, folder, latest))
             checkpoints.check_room(config.train.steps, session.saved(session.abstract_state()))
             engine = build_engine(session)
             if copies is not None:
                 copies.prepare(session.saved(session.abstract_state()), session.home)
             # the stepper alone holds the state: a step donates it
             state = starting_state(session, source, latest, hosts, start, engine, base)
+        say(hosts, banner(session, folder, latest))
         if latest is not None:
             checkpoints.set_aside(latest)
         saved = latest
@@ -324,7 +325,7 @@ def newest_state(
     if (on_disk := checkpoints.latest(below, above=latest)) is not None or source is None or latest is None:
         source, latest = checkpoints, on_disk
     past = {} if latest is None else source.read_host(latest)
-    held = past["config"] if past else folder.held_config(config_text)
+    held = past["config"] if past else read_text(folder.config)
     # Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
     if past.get("parameters_only"):
         if not evaluates:

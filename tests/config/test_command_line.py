@@ -1,5 +1,6 @@
 """--help of every command, and mistakes in flags."""
 
+import signal
 import subprocess
 import sys
 
@@ -35,6 +36,21 @@ def test_an_unknown_flag_names_the_way_to_the_list():
     assert line.endswith("python -m moe_jax.replay --help lists all flags")
     stray = run("moe_jax.replay", "trace.npz")
     assert stray.returncode == 2 and "trace.npz" in stray.stderr and len(stray.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [("train", "--workdir=s3://bucket/run"), ("replay", "--trace=x", "--out=gs://b/r")])
+def test_a_folder_that_is_a_url_is_refused_and_not_made(words, tmp_path):
+    done = subprocess.run([sys.executable, "-m", f"moe_jax.{words[0]}", *words[1:]], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {words[-1]} is a URL; give a path".encode())
+    assert done.stderr.count(b"\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("module", ["moe_jax", "moe_jax.train"])
+def test_a_reader_that_leaves_before_help_comes_is_no_traceback(module):
+    command = [sys.executable, "-m", module, "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        writer.stdout.close()
+        assert (writer.wait(timeout=60) in (-signal.SIGPIPE, 141), writer.stderr.read()) == (True, b"")
 
 
 def test_a_reader_that_leaves_is_no_traceback():

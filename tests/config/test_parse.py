@@ -92,6 +92,10 @@ def test_parse_finds_files_by_search_path_and_next_to_the_package(tmp_path, monk
         ("train.steps = %STEPS", ["the macro %STEPS, which is not defined", "a line: STEPS = ..."]),
         ("A = %B\nB = %A\ntrain.steps = %A", ["%A -> %B -> %A"]),
         ("train.steps = '40'", ["train.steps ('40', text) must be a whole number (--gin_bindings)"]),
+        ("train.seed = 1180591620717411303424", ["(1180591620717411303424, beyond 64 bits) must be a whole number"]),
+        ("train.seed = 4294967296", ["train.seed (4294967296) must be below 4294967296"]),  # whose key is that of 0
+        ("ModelConfig.layers = 1000000000", ["num_experts (8)", "make 8000000000 experts", "at most 16777216"]),
+        ("ModelConfig.layers = 2\nModelConfig.segments = ('layers=2 num_experts=9999999',)", ["make 19999998 experts"]),
         ("train.learning_rate = 1e999", ["must be a finite number"]),
         ("train.profile_steps = (1, 2, 3)", ["must be a tuple of 2 entries, each a whole number or None"]),
         ("ModelConfig.experts_per_layer = (2, '4')", ["must be a tuple, each a whole number"]),

@@ -131,6 +131,9 @@ def test_a_planner_of_a_plugin_is_replayed(started, tmp_path):
 def test_what_is_wrong_with_a_plugin_is_one_line(started, words, bindings, files, said):
     done = started("--dry_run", *words, bindings=bindings, **files)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    if words and not bindings and "routers" not in files:  # whose flags are knobs, so that it looks for plugins sooner
+        replayed = started(*words, module="moe_jax.replay", **files)
+        assert (replayed.returncode, replayed.stderr) == (2, done.stderr)
 
 
 def test_an_error_is_blamed_on_the_plugin_that_raises_it(tmp_path, monkeypatch):

@@ -271,19 +271,22 @@ def test_stop_signal_stops_at_the_step_that_all_processes_know():
             stop.observe(1, 3)
 
 
-def test_stop_signal_of_one_process_follows_its_own_flag():
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_stop_signal_of_one_process_follows_its_own_flag(number):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(number)
     with StopSignal() as stop:
         assert (stop.requested, stop.should_stop(0)) == (False, False)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         deadline = time.monotonic() + 5
         while not stop.requested and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (stop.requested, stop.should_stop(1)) == (True, True)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(number)) == before
 
 
-def test_stop_signal_ends_at_once_on_a_second_signal_though_the_main_thread_is_busy_in_c():
+@pytest.mark.parametrize("nohup", [[], ["nohup"]])
+def test_stop_signal_ends_at_once_on_a_second_signal_though_the_main_thread_is_busy_in_c(nohup):
+    """Not on a SIGHUP: a closed terminal and its shell send one each, and under nohup it stays ignored."""
     program = """
 import ctypes
 from moe_jax.training.hosts import StopSignal
@@ -294,10 +297,13 @@ libc.pthread_mutex_lock(mutex)
 print("up", flush=True)
 libc.pthread_mutex_lock(mutex)  # for ever, like a collective whose other end is gone: no signal interrupts it
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    with subprocess.Popen([*nohup, sys.executable, "-c", program], **pipes) as process:
         assert process.stdout.readline() == b"up\n"
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        assert process.poll() is None
+        for number in (signal.SIGHUP, signal.SIGHUP, *([signal.SIGTERM] if nohup else [])):
+            process.send_signal(number)
+            time.sleep(0.3)
+            assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 128 + signal.SIGTERM
+        assert process.stderr.read().endswith(b"\nmoe_jax: told to end once more, and ends without saving\n")

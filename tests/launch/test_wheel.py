@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import moe_jax
 from moe_jax.__main__ import COMMANDS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -54,10 +55,15 @@ def test_commands_by_name(installed):
     unknown = in_wheel(installed, "-m", "moe_jax", "trian")
     assert unknown.returncode == 2 and unknown.stderr.startswith("error: 'trian' is no command; there are train,")
     assert unknown.stderr.count("\n") == 1
+    version = in_wheel(installed, "-m", "moe_jax", "--version")
+    assert (version.returncode, version.stdout) == (0, f"moe_jax {moe_jax.__version__}\n")
     dry = in_wheel(
         installed, "-m", "moe_jax", "train", "--dry_run", "--gin_file=configs/run/demo.gin", "--host_devices=8"
     )
     assert dry.returncode == 0 and "parameters" in dry.stdout, dry.stderr
+    shipped = ("--trace=configs/trace/top_2.npz", "--cluster=configs/cluster/hpwnv.gin", "--nodes=8", "--every=10")
+    replayed = in_wheel(installed, "-m", "moe_jax", "replay", *shipped, "--planners=none")
+    assert replayed.returncode == 0 and "\nnone " in replayed.stdout, replayed.stderr
 
 
 RUN = ("train", "--gin_file=configs/run/demo.gin", "--host_devices=8", "--gin_bindings=train.steps = 20")

@@ -1,21 +1,20 @@
 import json
 import logging
 import math
-from contextlib import closing
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe.metrics_file import MetricsWriter, read_metrics, summarize_run
+from moe_jax.observe.metrics_file import MetricsWriter, column, read_metrics, summarize_run
 from moe_jax.observe.run_folder import EVALUATIONS
 
 
 def write_steps(folder, steps, **options):
-    with closing(MetricsWriter(folder, **options)) as writer:
-        for step in steps:
-            writer.write(step, {"loss": step / 2})
+    writer = MetricsWriter(folder, **options)
+    for step in steps:
+        writer.write(step, {"loss": step / 2})
 
 
 def steps_in(folder):
@@ -31,8 +30,7 @@ def test_write_gives_strict_json_for_numpy_and_non_finite_values(tmp_path):
         "layers": np.array([1.0, np.nan, np.inf, -np.inf]),
         "nested": {"a": (1, math.nan)},
     }
-    with closing(MetricsWriter(tmp_path)) as writer:
-        writer.write(np.int64(1), record)
+    MetricsWriter(tmp_path).write(np.int64(1), record)
     written = {"step": 1, "loss": 0.5, "tokens": 7, "flag": True, "half": 1.5}
     written |= {"layers": [1.0, "nan", "inf", "-inf"], "nested": {"a": [1, "nan"]}}
     assert (tmp_path / "metrics.jsonl").read_text() == json.dumps(written) + "\n"  # no NaN or Infinity of Python's own
@@ -48,10 +46,10 @@ def test_resume_cuts_later_steps_so_that_each_stands_once(tmp_path):
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert read_metrics(tmp_path, file_name=EVALUATIONS) == [{"step": 0, "loss": 0.0}]
     write_steps(tmp_path, [1], resume_step=None)  # a new run
-    with closing(MetricsWriter(tmp_path, resume_step=1)) as writer:
-        for error, step, metrics in ((ValueError, 1, {}), (TypeError, 2, {"model": {"layer": object()}})):
-            with pytest.raises(error):
-                writer.write(step, metrics)
+    writer = MetricsWriter(tmp_path, resume_step=1)
+    for error, step, metrics in ((ValueError, 1, {}), (TypeError, 2, {"model": {"layer": object()}})):
+        with pytest.raises(error):
+            writer.write(step, metrics)
     assert steps_in(tmp_path) == [1]
 
 
@@ -69,7 +67,7 @@ def test_resume_drops_a_half_written_last_line(tmp_path, half):
 def test_damage_before_the_last_line_is_named_and_a_gap_is_logged(tmp_path, caplog):
     write_steps(tmp_path, [1, 2])
     with caplog.at_level(logging.WARNING):
-        MetricsWriter(tmp_path, resume_step=9).close()
+        MetricsWriter(tmp_path, resume_step=9)
     assert "ends at step 2 but the run resumes after step 9" in caplog.text
 
 
@@ -77,18 +75,21 @@ def test_damaged_lines_are_left_out_and_told(tmp_path, caplog):
     write_steps(tmp_path, range(1, 6))
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([b"{}\n", lines[0], lines[1][:7], *lines[2:4], b"\x00\xff\n", lines[4]]))
-    assert steps_in(tmp_path) == [1, 4, 5]
-    assert "metrics.jsonl: 3 lines are damaged and left out, the first is line 1" in caplog.text
+    many = b"9" * 400
+    hostile = [b'{"step": 4, "loss": %s, "a": %s}\n' % (many, b"[" * 900 + b"]" * 900), b'{"step": %s}\n' % many]
+    hostile.append(b'{"step": 4, "loss": %s}\n' % (b"[" * 10**5 + b"]" * 10**5))
+    path.write_bytes(b"".join([b"{}\n", lines[0], lines[1][:7], lines[2], *hostile, b"\x00\xff\n", lines[4]]))
+    assert steps_in(tmp_path) == [1, 4, 5] and column(read_metrics(tmp_path), "loss")[0].tolist() == [1, 5]
+    assert "metrics.jsonl: 5 lines are damaged and left out, the first is line 1" in caplog.text
     write_steps(tmp_path, [5, 6], resume_step=4)
     assert steps_in(tmp_path) == [1, 4, 5, 6]
 
 
 def test_of_a_long_file_few_records_are_read_and_nothing_that_is_counted_is_lost(tmp_path):
-    with closing(MetricsWriter(tmp_path)) as writer:
-        for step in range(1, 3002):
-            compiled = {"compile_seconds": 2.0} if step in (1, 1500) else {}
-            writer.write(step, {"loss": 1.0 / step, "overflow_steps": int(step % 7 == 0), **compiled})
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 3002):
+        compiled = {"compile_seconds": 2.0} if step in (1, 1500) else {}
+        writer.write(step, {"loss": 1.0 / step, "overflow_steps": int(step % 7 == 0), **compiled})
     every, few = read_metrics(tmp_path), read_metrics(tmp_path, most=100)
     assert 90 < len(few) < 120 and few[0]["step"] == 1 and few[-1]["step"] == 3001
     assert [sum(record["overflow_steps"] for record in records) for records in (every, few)] == [428, 428]
@@ -98,12 +99,13 @@ def test_of_a_long_file_few_records_are_read_and_nothing_that_is_counted_is_lost
 
 
 def test_write_on_a_full_disk_is_a_user_error_and_resumes(tmp_path):
-    with closing(MetricsWriter(tmp_path)) as writer:
-        writer.write(1, {"loss": 1.0})
-        writer._file.close()
-        writer._file = open("/dev/full", "wb", buffering=0)
-        with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl \(No space left on device\); free space"):
-            writer.write(2, {"loss": 1.0})
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"loss": 1.0})
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "first")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl \(No space left on device\); free space"):
+        writer.write(2, {"loss": 1.0})
+    (tmp_path / "first").replace(tmp_path / "metrics.jsonl")
     write_steps(tmp_path, [2], resume_step=1)
     assert steps_in(tmp_path) == [1, 2]
 
@@ -121,7 +123,7 @@ def test_summarize_run_by_hand(finished_run, tmp_path):
     summary = summarize_run(tmp_path / "none")  # guesses nothing
     assert summary["steps"] is None and summary["loss_last"] is None and summary["below_unigram_entropy"] is None
     assert summary["compilations"] == 0 and summary["overflow_steps"] is None
-    with closing(MetricsWriter(tmp_path)) as writer:  # one step, which compiles, is used
-        writer.write(1, {"tokens_per_second": 5.0, "compile_seconds": 2.0, "loss": math.nan})
+    # one step, which compiles, is used
+    MetricsWriter(tmp_path).write(1, {"tokens_per_second": 5.0, "compile_seconds": 2.0, "loss": math.nan})
     summary = summarize_run(tmp_path)
     assert summary["tokens_per_second"] == 5.0 and summary["loss_last"] is None

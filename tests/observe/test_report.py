@@ -68,7 +68,7 @@ def test_report_of_a_run_without_a_step_says_so(tmp_path):
     run.config.write_text("train.steps = 30")
     data = embedded(write_report(run).read_text())
     assert "no steps" in data["about"]["lead"] and not data["lines"]
-    for damaged, message in (("[1]", "holds a list"), ("{", "is not JSON")):
+    for damaged, message in (("[1]", "holds a list"), ("{", "is not JSON"), ("[" * 10**5, "is not JSON")):
         run.environment.write_text(damaged)
         with pytest.raises(UserError, match=message):
             write_report(run)
@@ -112,7 +112,7 @@ def test_drawing_does_not_import_pyplot(tmp_path):
     code = (
         "import sys, moe_jax.observe.report as o, moe_jax.observe.metrics_file as m;"
         "assert 'jax' not in sys.modules and 'matplotlib' not in sys.modules;"
-        "w = m.MetricsWriter(sys.argv[1]); w.write(1, {'loss': 1.0, 'device_load_max_over_mean': [1.0]}); w.close();"
+        "w = m.MetricsWriter(sys.argv[1]); w.write(1, {'loss': 1.0, 'device_load_max_over_mean': [1.0]});"
         "assert len(o.draw_all(sys.argv[1])) == 2; assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -5,11 +5,13 @@ import os
 import platform
 import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from moe_jax.errors import UserError
+from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.run_folder import (
     RunFolder,
     atomic_file,
@@ -18,6 +20,7 @@ from moe_jax.observe.run_folder import (
     git_state,
     write_atomically,
 )
+from moe_jax.recovery.copies import read_history
 
 DEVICES = [{"platform": "cpu", "kind": "cpu", "id": index} for index in range(8)]
 
@@ -43,14 +46,6 @@ def test_run_folders_that_cannot_be_opened(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_held_config_returns_only_another_text(tmp_path):
-    run = RunFolder(tmp_path)
-    assert run.held_config("train.steps = 1") is None
-    write_atomically(run.config, "train.steps = 1")
-    assert run.held_config("train.steps = 1  \n\n") is None
-    assert run.held_config("train.steps = 2") == "train.steps = 1\n"
-
-
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     write_atomically(path, "old")
@@ -66,6 +61,28 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left on device"):
         write_atomically(path, "new")
     assert path.read_text() == "né\n" and [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "run.json"])
+def test_a_pipe_in_place_of_a_file_is_waited_for_by_nobody(tmp_path, name):
+    """And a run.json that nests deep, or has numbers of any size, is that of no run."""
+    os.mkfifo(tmp_path / name)
+    run, pipe = RunFolder(tmp_path), os.open(tmp_path / name, os.O_RDWR)
+    late = threading.Timer(5, os.close, (pipe,))  # who waits does so until then
+    late.start()
+    if name == "run.json":
+        assert read_history(run.history)["starts"] == []
+        run.history.unlink()
+        for text in ("[" * 10**5, '{"id": "0123456789abcdef", "starts": [[1e999, 1, 1]]}'):
+            run.history.write_text(text)
+            assert read_history(run.history)["starts"] == []
+    else:
+        read = run.read_environment if name == "environment.json" else lambda: MetricsWriter(run)
+        with pytest.raises(UserError, match=rf"cannot (read|write) .*{name} \(.*it is a pipe or a device"):
+            read()
+    assert not late.finished.is_set()
+    late.cancel()
+    os.close(pipe)
 
 
 def test_disk_errors_named_says_file_cause_and_remedy():

@@ -42,8 +42,7 @@ def test_a_run_is_followed_while_it_is_written(tmp_path):
     with open(run.metrics, "a") as file:
         file.write('ss": 3.0}\nno record\n{"step": 4, "loss": 2.0}\n')
     assert followed.refresh(data["version"])["lines"]["loss"]["mean"] == [4.0, 3.0, 2.0]
-    with closing(MetricsWriter(run, resume_step=3)) as writer:  # cut, and longer again than it was
-        writer.write(4, {"loss": 1.0, "note": "x" * 99})
+    MetricsWriter(run, resume_step=3).write(4, {"loss": 1.0, "note": "x" * 99})  # cut, and longer again than it was
     assert followed.refresh()["lines"]["loss"]["mean"] == [4.0, 3.0, 1.0]
     run.metrics.unlink()
     assert "loss" not in followed.refresh()["lines"]
@@ -52,10 +51,10 @@ def test_a_run_is_followed_while_it_is_written(tmp_path):
 def test_long_runs_keep_their_extremes_and_their_means(tmp_path):
     steps, random = 5 * MOST_POINTS + 7, np.random.default_rng(0)
     loss, loads = random.normal(size=steps), random.random((steps, 3))
-    with closing(MetricsWriter(tmp_path)) as writer:
-        for at in range(steps):
-            record = {"loss": loss[at], "device_load_max_over_mean": loads[at], "plan_id": at, "replicas": 0}
-            writer.write(at + 1, record)
+    writer = MetricsWriter(tmp_path)
+    for at in range(steps):
+        record = {"loss": loss[at], "device_load_max_over_mean": loads[at], "plan_id": at, "replicas": 0}
+        writer.write(at + 1, record)
     data = FollowedRun(tmp_path).refresh()
     line, places = data["lines"]["loss"], np.arange(1, steps + 1) // 8
     assert line["width"] == 8 and line["last"] == steps and line["steps"] == (np.unique(places) * 8).tolist()

@@ -191,7 +191,7 @@ def test_levels_of_prices_change_what_a_paper_does_not_report():
         "one sample": (["--paper=pro_prophet", "--table=figure_12", "--trace=one.npz", "--out=x"], "two samples"),
         "other sizes": (["--paper=pro_prophet", "--table=figure_12", "--trace=odd.npz", "--out=x"], "do not fit"),
         "cut off": (["--paper=pro_prophet", "--table=figure_12", "--trace=cut.npz", "--out=x"], "cut.npz"),
-        "no folder": (["--paper=pro_prophet", "--table=figure_12", "--out=odd.npz/x"], "odd.npz/x .* another --out"),
+        "no folder": (["--paper=pro_prophet", "--table=figure_12", "--out=odd.npz/x"], "odd.npz/x .*: move it away"),
     }.values(),
 )
 def test_bad_input_is_one_line(arguments, message, tmp_path, monkeypatch):

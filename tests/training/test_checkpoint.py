@@ -1,5 +1,6 @@
 """A checkpoint gives back every bit, on any mesh; is whole or absent; and says in one line why it will not do."""
 
+import contextlib
 import json
 import os
 import re
@@ -112,8 +113,6 @@ def test_save_keeps_the_newest(here, tmp_path):
     assert checkpointer.steps() == [6, 9]
     assert [checkpointer.read_host(step)["step"] for step in (6, 9)] == [6, 9]
     checkpointer.close()
-    with pytest.raises(UserError, match=r"train.keep_checkpoints \(0\) must be at least 1"):
-        Checkpointer(tmp_path, keep=0)
 
 
 def test_unfinished_checkpoints_do_not_count_and_go_with_the_next_save(here, tmp_path):
@@ -128,6 +127,20 @@ def test_unfinished_checkpoints_do_not_count_and_go_with_the_next_save(here, tmp
         writer.save(9, small_state(here), {}, {})
     writer.close()
     assert sorted(os.listdir(tmp_path)) == ["00000009", "notes"]
+
+
+@pytest.mark.parametrize("event", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("other"))])
+def test_a_save_that_goes_with_its_folder_is_told_and_the_next_one_is_whole(here, tmp_path, event):
+    folder, state = tmp_path / "checkpoints", small_state(here, rows=100_000)
+    checkpointer = Checkpointer(folder, keep=2)
+    for step in (1, 2):
+        checkpointer.save(step, state, {}, {})
+        while folder.exists() and step == 1:  # in the middle of writing
+            with contextlib.suppress(OSError):
+                event(folder)
+        assert checkpointer.wait() == (step == 2)
+    checkpointer.close()
+    assert checkpointer.steps() == [2] and (checkpointer.read_arrays(2)["w"] == 1).all()
 
 
 # A disk that will not.

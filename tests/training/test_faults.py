@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint._src.serialization import tensorstore_utils
-from support.tiny_run import assert_same_run, command, finish, finish_pair, run_here, start, start_pair
+from support.tiny_run import arrays_of, assert_same_run, command, finish, finish_pair, run_here, start, start_pair
 
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.language_model import flatten
@@ -25,6 +25,7 @@ from moe_jax.observe.lease import Lease
 from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.observe.run_folder import RunFolder
+from moe_jax.training import loop
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.stepper import Stepper
 
@@ -67,6 +68,8 @@ DAMAGES = {
     "manifest_cut": lambda folder: cut(folder / "manifest.ocdbt"),
     "manifest_gone": lambda folder: (folder / "manifest.ocdbt").unlink(),
     "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+    "metadata_nested": lambda folder: (folder / "_METADATA").write_text('{"custom_metadata": ' + "[" * 10**5),
+    "metadata_a_pipe": lambda folder: ((folder / "_METADATA").unlink(), os.mkfifo(folder / "_METADATA")),
     "renamed": lambda folder: (shutil.rmtree(folder), shutil.copytree(folder.parent / "00000001", folder)),
 }
 
@@ -240,6 +243,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(whole, capsys):
     assert run_here(whole, work, *SAVING)
     out = capsys.readouterr().out
     assert "resuming at step 2" in out and out.count("is damaged") == 2, out
+    assert ", step 2 of 6, " in out and out.count("; compiling the step") == 1  # and nothing says that it goes on at 5
     assert_same_run(whole / "whole", work, 6)
     damaged = {f"{step:08d}.damaged" for step in (3, 4, 5, 13, 99999999)}
     assert damaged <= set(os.listdir(checkpoints))
@@ -282,6 +286,51 @@ def test_a_state_that_is_not_finite_pushes_out_no_finite_one(whole, monkeypatch)
     checkpoints = Checkpointer(whole / "poisoned" / "checkpoints", keep=1)
     assert checkpoints.steps() == [2]
     assert all(np.isfinite(leaf).all() for leaf in checkpoints.read_arrays(2).values())
+    with monkeypatch.context() as blind:
+        blind.setattr(loop, "build_local_finite", lambda *_: lambda leaves: jnp.ones((1, len(leaves)), bool))
+        assert run_here(whole, whole / "poisoned", *changes, "train.steps = 3")
+    with pytest.raises(NonFiniteError, match="step 3: 'opt_state/.* move the checkpoint of this step away"):
+        run_here(whole, whole / "poisoned", *changes)
+
+
+def remove(folder):
+    """As `rm -rf` does, again where a writer has put something in meanwhile."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_run_whose_folder_goes_writes_all_again(whole, tmp_path, monkeypatch):
+    """No save is under way then: orbax awaits the first of several leaves that fail, and others end in warnings."""
+    work, dispatch, evaluate, save = tmp_path / "work", Stepper.dispatch, loop.Loop.evaluate, Checkpointer.save
+    events = {
+        1: lambda: remove(work / "checkpoints"),
+        3: lambda: [remove(work / name) for name in ("lease", "checkpoints", "loads")],  # half of `rm -rf`
+        4: lambda: remove(work),
+        6: lambda: remove(work),  # after the last save
+    }
+
+    def dispatched(self, *arguments):
+        dispatch(self, *arguments)
+        if self.step < 6 and self.step in events:
+            events.pop(self.step)()
+
+    def evaluated(self):
+        evaluate(self)
+        if self.stepper.step in events:
+            events.pop(self.stepper.step)()
+
+    def saved(self, *arguments):
+        save(self, *arguments)
+        self._writer.wait_until_finished()
+
+    monkeypatch.setattr(Checkpointer, "save", saved)
+    monkeypatch.setattr(Stepper, "dispatch", dispatched)
+    monkeypatch.setattr(loop.Loop, "evaluate", evaluated)
+    assert run_here(whole, work, *SAVING) and not events
+    want, found = arrays_of(whole / "whole", 6), arrays_of(work, 6)
+    assert want.keys() == found.keys() and all(np.array_equal(want[name], found[name]) for name in want)
+    assert (work / "config.gin").read_bytes() == (whole / "whole" / "config.gin").read_bytes()
+    assert [path.name for path in (work / "lease").iterdir()] == ["00000001.json"]
 
 
 def test_damaged_diagnostics_are_set_aside_and_end_no_run(whole, capsys, caplog):
@@ -327,6 +376,23 @@ def test_a_folder_is_held_by_one_job_and_given_back(quick, tmp_path):
             Lease(folder, pytest.fail).__enter__()
         assert first.epoch == 1 and not lost
     assert seconds_to_take(folder, 2) < lease.STALE_SECONDS
+
+
+def test_a_folder_is_taken_again_unless_it_is_renamed_or_of_another_job(tmp_path):
+    folder, other = RunFolder(tmp_path / "run"), json.dumps({"host": "far", "process": 5, "beats": 0})
+    with Lease(folder, pytest.fail):
+        assert not folder.retake()
+        shutil.rmtree(folder.path)
+        assert folder.retake() and not folder.retake() and list(folder.lease.iterdir())
+        folder.path.rename(tmp_path / "moved")
+        with pytest.raises(UserError, match="was renamed under a job; name its new place"):
+            folder.retake()
+        shutil.rmtree(tmp_path / "moved")
+        folder.lease.mkdir(parents=True)
+        (folder.lease / "00000001.json").write_text(other)
+        with pytest.raises(UserError, match=r"held by another job \(process 5 on far, epoch 1\)"):
+            folder.retake()
+    assert (folder.lease / "00000001.json").read_text() == other
 
 
 def test_a_dead_job_of_this_host_is_replaced_at_once(tmp_path):
