@@ -5,6 +5,7 @@
 #   bash scripts/test.sh tests/routers -k topk some of them
 #   bash scripts/test.sh -m slow               the slow ones
 #   bash scripts/test.sh --ecosystem           those with torch, transformers and others, in .venv-ecosystem
+#   bash scripts/test.sh --slurm               those on a real Slurm, which it installs (root; Debian or Ubuntu)
 #   bash scripts/test.sh --gpu-compile         those that compile for GPUs without having one, in .venv-cuda (4.8 GB)
 #   bash scripts/test.sh --gpu-compile --jax=0.11.2    the same with another jax, in .venv-cuda-0.11.2
 #
@@ -18,12 +19,13 @@ cd "$(dirname "$0")/.."
 recorded=0.10.2 # the jax whose wheels most recorded results were compiled with
 venv=${MOE_JAX_VENV:-.venv}
 jax=${MOE_JAX_JAX:-}
-gpu_compile=no ecosystem=no
+gpu_compile=no ecosystem=no slurm=no
 arguments=()
 for argument in "$@"; do
   case $argument in
     --gpu-compile) gpu_compile=yes ;;
     --ecosystem) ecosystem=yes ;;
+    --slurm) slurm=yes ;;
     --jax=*) jax=${argument#--jax=} ;;
     *) arguments+=("$argument") ;;
   esac
@@ -68,6 +70,9 @@ if [ "$ecosystem" = yes ]; then
   exec "$venv/bin/python" -m pytest -n 2 -m ecosystem ${arguments[@]+"${arguments[@]}"}
 fi
 make_environment "$venv" ""
+if [ "$slurm" = yes ]; then
+  exec "$venv/bin/python" -m pytest -m slurm tests/slurm ${arguments[@]+"${arguments[@]}"}
+fi
 # Two at a time: most of a test is compiling, on one core. Each begins at its end of the list, which keeps modules
 # together, and takes over from the other what that has left. A later -n wins (-n 0 for a debugger).
 exec "$venv/bin/python" -m pytest -n 2 --dist=worksteal ${arguments[@]+"${arguments[@]}"}
