@@ -5,14 +5,14 @@ The command takes this process' place, so signals, exit codes and `--help` are i
 
 import ast
 import os
-import signal
 import sys
 from pathlib import Path
 
 from moe_jax import __version__
+from moe_jax.config.command_line import run_command
 from moe_jax.errors import UserError
 
-COMMANDS = ("train", "supervise", "generate", "convert", "inspect", "replay", "calibrate", "tune", "reproduce", "watch")
+COMMANDS = ("train", "generate", "convert", "inspect", "replay", "calibrate", "tune", "reproduce", "watch")
 
 
 def about(command: str) -> str:
@@ -21,11 +21,10 @@ def about(command: str) -> str:
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
-def main() -> None:
+def start(argv: list[str]) -> None:
     """Start the command that the first argument names; list all without one."""
-    match sys.argv[1:]:
+    match argv[1:]:
         case [] | ["-h" | "--help" | "help"]:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads this, such as `head`, may leave
             print("usage: moe-jax COMMAND [flags]; moe-jax COMMAND --help lists its flags\n")
             print("\n".join(f"  {name:10} {about(name)}" for name in COMMANDS))
         case ["--version"]:
@@ -33,9 +32,12 @@ def main() -> None:
         case [command, *rest] if command in COMMANDS:
             os.execv(sys.executable, [sys.executable, "-m", f"moe_jax.{command}", *rest])
         case [command, *_]:
-            error = UserError(f"{command!r} is no command; there are {', '.join(COMMANDS)}")
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            raise UserError(f"{command!r} is no command; there are {', '.join(COMMANDS)}")
+
+
+def main() -> None:
+    """Do it with the arguments of this process."""
+    run_command(start)
 
 
 if __name__ == "__main__":

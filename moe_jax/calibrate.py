@@ -46,11 +46,11 @@ def command(argv: list[str]) -> None:
 
     from moe_jax.analysis.calibrate import CalibrationOptions, calibrate, write_points
     from moe_jax.cluster import write_cluster
-    from moe_jax.training.hosts import HostsConfig, start_hosts
+    from moe_jax.jobs.start import start_hosts
 
     names = ("largest", "points", "rounds", "devices_per_node", "compute", "layers")
     options = CalibrationOptions(**{name: flags.FLAGS[name].value for name in names})
-    with start_hosts(HostsConfig(**{flag.name: flag.value for flag in _PLACE})) as hosts:
+    with start_hosts(**{flag.name: flag.value for flag in _PLACE}) as hosts:
         say = (lambda line: print(line, flush=True)) if hosts.is_main else (lambda line: None)
         cluster, points = calibrate(jax.devices(), options, hosts, mesh, say)
         if hosts.is_main:

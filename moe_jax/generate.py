@@ -56,8 +56,8 @@ def command(argv: list[str]) -> int:
     if out and not pathlib.Path(out).absolute().parent.is_dir():
         raise UserError(f"--out={out} cannot be written: its folder does not exist; name a file in one that does")
     from moe_jax.inference import Sampling
+    from moe_jax.jobs.start import start_hosts
     from moe_jax.parallel.mesh import set_up_devices
-    from moe_jax.training.hosts import HostsConfig, start_hosts
 
     sampling = Sampling(
         temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, seed=_SEED.value
@@ -75,7 +75,7 @@ def command(argv: list[str]) -> int:
                 f"--prompt_ids={file} must be a JSON list of lists of whole numbers, such as [[5, 17], [8]]"
             )
     set_up_devices(_HOST_DEVICES.value)
-    with start_hosts(HostsConfig(**{flag.name: flag.value for flag in _PLACE})) as hosts:
+    with start_hosts(**{flag.name: flag.value for flag in _PLACE}) as hosts:
         generate(prompts, sampling, hosts)
     return 0
 
@@ -86,13 +86,14 @@ def generate(prompts, sampling, hosts) -> None:
 
     from moe_jax.data.chat import ChatTemplate
     from moe_jax.inference import load
+    from moe_jax.parallel.nodes import node_size
     from moe_jax.training.checkpoint import run_config
 
     config, bindings = run_config(_WORKDIR.value, _GIN_BINDINGS.value), list(_GIN_BINDINGS.value)
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     if not config.mesh.devices_per_node:
-        bindings.append(f"MeshConfig.devices_per_node = {hosts.node_size(jax.devices())}")
+        bindings.append(f"MeshConfig.devices_per_node = {node_size(jax.devices(), hosts.machines)}")
     generator = load(
         _WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=bindings, quantize=_QUANTIZE.value,
         decode=_DECODE.value,

@@ -1,7 +1,7 @@
 """`python -m moe_jax.train`: flags -> gin -> one run.
 
-Exit codes: 0 finished (or stopped by a signal, see --preempt_exit_code), 2 a user's mistake, 3 a loss that is not
-finite, 4 a process of the job that was lost or stuck.
+Exit codes: 0 finished, 2 a user's mistake, 3 a loss that is not finite, 4 a process of the job that was lost or stuck,
+75 stopped by a signal after saving (--preempt_exit_code).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from absl import flags, logging
 
 from moe_jax.config.command_line import define_config_flags, define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
-from moe_jax.recovery.standby import await_place, is_supervised
 
 _GIN_FILES, _GIN_BINDINGS, _GIN_PATHS, _HOST_DEVICES = define_config_flags()
 _OVERRIDE = flags.DEFINE_multi_string(
@@ -37,15 +36,11 @@ _STALL_AFTER_SECONDS = flags.DEFINE_float(
     1800.0,
     "With several processes: end the job with exit code 4 after so many seconds without a step; 0 = never.",
 )
-_PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 0, "Exit code after SIGTERM, SIGINT, SIGHUP and saving.")
+_PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 75, "Exit code after a signal to stop, and saving.")
 
 
 def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code 0 or --preempt_exit_code; errors are raised."""
-    if is_supervised():
-        import moe_jax.training.run  # noqa: F401 takes long, and comes before the place in the job is known
-
-        argv = [*argv, *await_place()]
     parse_flags(argv, "moe_jax.train", "gin_file")
     logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
     from moe_jax.config.gin_files import parse_run_config
@@ -73,9 +68,9 @@ def command(argv: list[str]) -> int:
         raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")
     import jax
 
+    from moe_jax.jobs.start import start_hosts
     from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.training.compiling import set_up_compilation_cache
-    from moe_jax.training.hosts import HostsConfig, start_hosts
     from moe_jax.training.run import Start, evaluate_run, run
 
     set_up_devices(_HOST_DEVICES.value)
@@ -83,7 +78,7 @@ def command(argv: list[str]) -> int:
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     place = {flag.name: flag.value for flag in _PLACE}
-    with start_hosts(HostsConfig(**place, stall_after_seconds=_STALL_AFTER_SECONDS.value)) as hosts:
+    with start_hosts(**place, stall_after_seconds=_STALL_AFTER_SECONDS.value) as hosts:
         set_up_compilation_cache(_COMPILATION_CACHE.value)
         if _EVAL_ONLY.value:
             evaluate_run(config, config_text, hosts, _WORKDIR.value)

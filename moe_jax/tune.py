@@ -45,12 +45,12 @@ def command(argv: list[str]) -> int:
     import jax
 
     from moe_jax.analysis import tuning
+    from moe_jax.jobs.start import find_place
     from moe_jax.observe.run_folder import write_atomically
     from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.training.compiling import set_up_compilation_cache
-    from moe_jax.training.hosts import HostsConfig, resolve_hosts
 
-    if resolve_hosts(HostsConfig())[0].num_processes != 1:
+    if find_place((None, None, None))[0][1] != 1:
         raise UserError("moe_jax.tune runs in one process, and the environment names several; start it on one host")
     set_up_devices(_HOST_DEVICES.value)
     jax.config.update("jax_enable_x64", config.model.dtype == "float64")

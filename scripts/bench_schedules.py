@@ -84,14 +84,14 @@ def read_rows(path: pathlib.Path) -> dict[LayerCase, dict[str, list[float]]]:
 def measure(path: pathlib.Path) -> None:
     """Measure what the CSV file lacks, until the time is up."""
     from moe_jax.analysis.timed import build_layer, interleaved_seconds
+    from moe_jax.jobs.start import start_hosts
     from moe_jax.parallel.mesh import set_up_devices
-    from moe_jax.training.hosts import HostsConfig, start_hosts
 
     began = time.monotonic()
     set_up_devices(_HOST_DEVICES.value)
     import jax
 
-    with start_hosts(HostsConfig(**{flag.name: flag.value for flag in _JOB})) as hosts:
+    with start_hosts(**{flag.name: flag.value for flag in _JOB}) as hosts:
         path.parent.mkdir(parents=True, exist_ok=True)
         todo = [layer for layer in sweep(_PLACE.value) if layer not in read_rows(path)]
         for index, layer in enumerate(todo):

@@ -26,8 +26,8 @@ if [ ! -e "$tokenizer" ]; then
 fi
 "$venv/bin/python" -m moe_jax.train --gin_file=configs/run/demo.gin --workdir=runs/demo --host_devices=8 \
   --gin_bindings="DataConfig.tokenizer = '$tokenizer'" --gin_bindings="train.optimizer = 'muon'" \
-  --gin_bindings="ModelConfig.positions = 'rotary'" --gin_bindings='train.steps = 200' \
-  --preempt_exit_code=75 "$@" # one that is told to end saves, and nothing follows
+  --gin_bindings="ModelConfig.positions = 'rotary'" --gin_bindings='train.steps = 200' "$@"
+# one that is told to end has saved, with exit code 75, and nothing follows
 if [ -d "$workdir/checkpoints" ]; then
   echo "the model goes on from 'def __init__(self' and 'import os':"
   "$venv/bin/python" -m moe_jax.generate --workdir="$workdir" --host_devices=8 --max_new_tokens=80 \

@@ -23,7 +23,8 @@ BELOW = {
     "papers": ("analysis",),
     "analysis": ("training",),
     "inference": ("training",),
-    "training": ("config", "observe", "recovery"),
+    "training": ("jobs",),
+    "jobs": ("config", "observe"),
     "config": ("models", "data"),
     "models": ("moe",),
     "moe": ("moe.schedules",),
@@ -37,7 +38,6 @@ BELOW = {
     "cluster": (),
     "data": (),
     "observe": (),
-    "recovery": ("observe",),
     "foundation": (),
 }
 MOE_PARTS = ("routing", "permute")  # what the layer and the routers are built from
@@ -181,7 +181,7 @@ def test_host_packages_never_import_jax(package):
             assert not ARRAY_LIBRARIES & {name.split(".")[0] for name in names}, module
 
 
-@pytest.mark.parametrize("package", ["data", "observe", "recovery"])
+@pytest.mark.parametrize("package", ["data", "observe"])
 def test_packages_that_import_without_jax(package):
     for module, names in imports(everywhere=False).items():
         if package_of(module) == package:
@@ -190,7 +190,7 @@ def test_packages_that_import_without_jax(package):
 
 def test_host_packages_import_with_jax_blocked():
     """Whatever the files say: with jax out of reach every module of the host packages still imports."""
-    light = (*HOST_PACKAGES, "data", "observe", "recovery")
+    light = (*HOST_PACKAGES, "data", "observe")
     modules = [module for module in imports(everywhere=False) if package_of(module) in light]
     modules.remove("moe_jax.data.train_tokenizer")  # a command, whose flags another run of it would define again
     code = f"""
@@ -214,6 +214,16 @@ def test_gin_stays_in_one_file():
     assert [module for module, names in imports(everywhere=True).items() if {"gin", "gin.config"} & names] == [
         "moe_jax.config.gin_files"
     ]
+
+
+def test_what_concerns_several_processes_stays_in_one_package():
+    alone = {"socket", "selectors", "ctypes", "signal"}
+    for module, names in imports(everywhere=True).items():
+        if package_of(module) != "jobs" and module not in ("moe_jax.watch", "moe_jax.tune"):
+            assert not alone & {name.split(".")[0] for name in names}, module
+    variables = re.compile(r"SLURM_|OMPI_|JAX_(COORDINATOR|NUM_PROCESSES|PROCESS_ID|LOCAL_DEVICE_IDS)|JOB_COMPLETION")
+    read = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if variables.search(path.read_text())}
+    assert read == {"jobs"}
 
 
 def test_names_say_what_a_module_is_for():

@@ -27,8 +27,9 @@ from moe_jax.analysis.timed import (
 from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_layers
 from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.parallel.mesh import MeshConfig
-from moe_jax.training.hosts import Hosts
+from moe_jax.parallel.nodes import node_size
 
 LEAST_LAYERS = 4
 LEAST_SECONDS = 0.02
@@ -79,7 +80,7 @@ def calibrate(
       mesh: the only mesh that the file must serve; None serves all whose N_MP and N_ESP are 1, 2 or 4.
       say: called with one line of text per fit.
     """
-    per_node = options.devices_per_node or hosts.node_size(devices)
+    per_node = options.devices_per_node or node_size(devices, hosts.machines)
     if len(devices) % per_node:
         raise UserError(f"--devices_per_node ({per_node}) must divide the {len(devices)} devices; set it to a divisor")
     if mesh is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-import jax
 import jax.numpy as jnp
 
 from moe_jax.analysis.memory import Needs, count_bytes, lay_out, verdict
@@ -23,21 +22,15 @@ from moe_jax.models import LanguageModel
 from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import flops_per_token, half_work, parameter_counts
-from moe_jax.models.language_model import flatten
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles
-from moe_jax.recovery.copies import RAM_DISK
-from moe_jax.training.bank_order import described_for_file, shapes_in_file
-from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.overlap import compare_halves, why_not_halves
-from moe_jax.training.ram_state import bytes_of_hosts, layout
 from moe_jax.training.replanner import Replanner
-from moe_jax.training.segments import build_model, segment_runs
-from moe_jax.training.step import abstract_state, build_state_shardings
+from moe_jax.training.segments import segment_runs
 from moe_jax.training.teacher import teacher_checkpoint
 
 OPTIMIZER_STATES = {
@@ -91,7 +84,6 @@ def dry_run(
         "Parameters": _parameter_lines(run, plan.vocab_size),
         "Teacher": _teacher_lines(run, teacher) if teacher else [],
         "Bytes on each device": _byte_lines(run, needs),
-        "Copies in RAM": _copy_lines(run, roles, plan.vocab_size),
         "FLOPs": _flop_lines(run, roles, plan.vocab_size, teacher),
     }
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines) + "\n"
@@ -295,26 +287,6 @@ def _byte_lines(run: RunConfig, needs: Needs) -> list[str]:
             binary = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
             lines.append(f"{name:22}{size:>20,}  {binary}  ({note})")
     return lines
-
-
-def _copy_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
-    """Say how much of its RAM the fullest host needs; nothing of a run without copies."""
-    train, model, nodes = run.train, build_model(run, roles, vocab_size), roles.config.devices_per_node
-    if not train.copy_every:
-        return []
-    with jax.enable_x64(run.model.dtype == "float64"):
-        optimizer = build_optimizer(train)
-        state = abstract_state(model, optimizer, build_state_shardings(model, optimizer, train.ema_decay > 0))
-        leaves = described_for_file(flatten(state), model.even_homes)
-    host_ids = [f"{device // nodes}" for device in range(roles.num_devices)]
-    shapes = shapes_in_file(leaves, model.even_homes)
-    kept = layout(leaves, shapes, lambda device: (device, host_ids[device]), len(host_ids))
-    needed = max(bytes_of_hosts(kept, host_ids).values())
-    whose = "its part of the state and a partner's" if len(set(host_ids)) > 1 else "the state, and all is lost with it"
-    return [
-        f"every {train.copy_every} steps; each host keeps, two generations, {whose}",
-        f"{needed:,} bytes of each host's RAM ({needed / 2**30:.2f} GiB): at most half of it and of {RAM_DISK}",
-    ]
 
 
 def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int, teacher: LanguageModel | None) -> list[str]:

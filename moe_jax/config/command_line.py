@@ -57,6 +57,18 @@ def exit_code_of(error: BaseException | None) -> int:
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
+def report(error: BaseException) -> int:
+    """Print why a command ends, in one line where its user can mend that; return its exit code."""
+    code, line = exit_code_of(error), str(error)
+    if code == 1 and (blamed := plugins.blame(error)) is not None:
+        code, line = EXIT_CODES[UserError], blamed
+    if code == 1:
+        traceback.print_exception(error)
+    else:
+        print(f"error: {line}", file=sys.stderr)
+    return code
+
+
 def run_command(command: Callable[[list[str]], int | None]) -> None:
     """Run a command with the arguments of the process and exit, by its code, or by that of an error in EXIT_CODES.
 
@@ -70,14 +82,8 @@ def run_command(command: Callable[[list[str]], int | None]) -> None:
     except BrokenPipeError:  # who read stdout, such as `head`, has left; nothing more can be written there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(BROKEN_PIPE)
-    except (UserError, NonFiniteError, HostLostError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(exit_code_of(error))
     except Exception as error:
-        if (line := plugins.blame(error)) is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(exit_code_of(UserError()))
+        sys.exit(report(error))
     finally:
         if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
             # A compilation cannot be stopped, and takes minutes. As a daemon thread it would abort the process instead,

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, RunConfig, config_text
+from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, REMOVED, RunConfig, config_text
 from moe_jax.errors import UserError
 from moe_jax.shipped import ROOT, shipped
 
@@ -193,6 +193,11 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                     near = [f"{'train' if found == 'TrainConfig' else found}.{field}" for found in near]
                     hint = _did_you_mean(near, "known names", CONFIG_CLASSES)
                     raise UserError(f"unknown name {name!r} in {target} ({place}); {hint}")
+                if target in REMOVED:
+                    default, instead = REMOVED[target]
+                    if repr(statement.value) == default:
+                        continue
+                    raise UserError(f"{target} ({place}) is no binding any more; {instead}")
                 if field and field not in _types(name):
                     near = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _types(other)]
                     near = near or [f"{name}.{found}" for found in _near(field, _types(name))]

@@ -53,6 +53,8 @@ OVERRIDABLE = (
 )  # fmt: skip
 # What runs that were begun before a field was there did, where that is not its default.
 BEFORE = {"DataConfig.add_special_tokens": "False"}
+# Bindings that are gone: (the default that they had, what serves instead). Files that runs wrote down have them all.
+REMOVED = {"train.copy_every": ("0", "set train.checkpoint_every lower: checkpoints are written beside the steps")}
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
 
@@ -141,6 +143,7 @@ def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str
       UserError: a line that is not `Name.field = value`.
     """
     old, new, defaults = _values(old_text), _values(new_text), _values(config_text(RunConfig()))
+    old = {binding: value for binding, value in old.items() if value != REMOVED.get(binding, (ABSENT,))[0]}
     differences = []
     older = defaults | {binding: value for binding, value in BEFORE.items() if old and binding in new}
     for binding in sorted(old.keys() | new.keys()):

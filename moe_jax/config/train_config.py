@@ -93,8 +93,6 @@ class TrainConfig:
       expert_zero_stage: ZeRO stage of the experts over MeshConfig.data: 2 scatters each layer's gradient, 3 gathers its
         parameters too. Under the `dp` schedule 0 to 3; under others 0 and 1 follow zero_stage.
       checkpoint_every: steps between checkpoints; 0 saves at the end only.
-      copy_every: steps between copies of the state in the memory of its host and of another (`training/ram_state.py`),
-        from which a run that was killed goes on before it looks at checkpoints; 0 keeps none.
       keep_checkpoints: checkpoints kept; the last finished one is never deleted.
       evaluate_every: steps between evaluations on held-out text; 0 evaluates before and after only.
       evaluate_windows: held-out windows of an evaluation at most; 0 takes all.
@@ -134,7 +132,6 @@ class TrainConfig:
     zero_stage: int = 1
     expert_zero_stage: int = 1
     checkpoint_every: int = 100
-    copy_every: int = 0
     keep_checkpoints: int = 3
     evaluate_every: int = 0
     evaluate_windows: int = 256
@@ -148,7 +145,7 @@ class TrainConfig:
     def __post_init__(self):
         least = {
             1: "steps batch_size grad_accum_steps keep_checkpoints loads_every log_every min_dim_size_to_factor",
-            0: "warmup_steps decay_steps max_skipped_steps checkpoint_every copy_every evaluate_every evaluate_windows",
+            0: "warmup_steps decay_steps max_skipped_steps checkpoint_every evaluate_every evaluate_windows",
         }
         for bound, names in least.items():
             for name in names.split():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -19,7 +18,6 @@ from moe_jax.errors import UserError
 _LOG = logging.getLogger(__name__)
 _said: set[Path] = set()  # cache folders that were logged as not to be written
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def cache_root() -> Path | None:
@@ -70,31 +68,6 @@ def user_cache_folder(name: str) -> Path:
     raise UserError(
         f"no folder for {name!r}: {str(temporary)!r} cannot be made ({why}); set XDG_CACHE_HOME to a folder of yours"
     )
-
-
-def user_key() -> bytes:
-    """Return 32 bytes that no other user can read, made at the first call and then the same at every start.
-
-    Raises:
-      UserError: other users may read the file, or it cannot be written.
-    """
-    path, temporary = user_cache_folder("keys") / "key", ""
-    if (held := read_cached(path)) is None:
-        try:
-            descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-            with open(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(32))
-            with contextlib.suppress(FileExistsError):  # another process was first: its key counts
-                os.link(temporary, path)
-        except OSError as error:
-            raise UserError(f"{str(path)!r} cannot be written ({error.strerror or error})") from error
-        finally:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
-        held = read_cached(path)
-    if held is None or len(held) != 32 or path.lstat().st_mode & _OPEN_TO_OTHERS:
-        raise UserError(f"{str(path)!r} is no key of this user alone; delete it, and it is made again")
-    return held
 
 
 def check_own_folder(folder: str | os.PathLike[str]) -> None:

@@ -5,8 +5,8 @@ operative_config.gin  what the program used        evaluations.jsonl  one JSON o
 environment.json      versions, devices, mesh      loads/ loads.npz   parts while training, merged at the end
 checkpoints/          orbax                        plots/ report.html pictures, and all of it on one page
 tensorboard/          events                       profile/           traces of train.profile_steps
-lease/                the job that writes here     (observe/lease.py)
-run.json              the run's id and starts, and whether texts get special tokens (recovery/copies.py)
+lock.json             the job that writes here     (jobs/lock.py)
+run.json              what the run was begun with that runs before were not (config/run_config.py)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import platform
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -94,6 +95,12 @@ class OpenFolder:
             return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
         return False
 
+    def check_deleted(self) -> None:
+        """Raise a UserError where it is not at its path, but lives on under another name."""
+        with contextlib.suppress(OSError):  # of a deleted folder over a network; one here is empty
+            if not self.is_there() and os.listdir(self.descriptor):
+                raise UserError(f"folder {self.path} was renamed under a job; name its new place")
+
 
 class RunFolder:
     """Paths of one run: config, metrics, loads and so on. Usable wherever a path is (`os.fspath`)."""
@@ -111,8 +118,8 @@ class RunFolder:
         self.loads_parts, self.loads = self.path / "loads", self.path / "loads.npz"
         self.plots, self.profile = self.path / "plots", self.path / "profile"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
-        self.lease, self.history = self.path / "lease", self.path / "run.json"
-        self.retake: Callable[[], bool] = lambda: False  # a lease sets `Lease.retake`
+        self.lock, self.begun = self.path / "lock.json", self.path / "run.json"
+        self.retake: Callable[[], bool] = lambda: False  # a lock sets `FolderLock.retake`
         self._made = [folder for folder in (self.path, *self.path.parents) if create and not folder.exists()]
         if create:
             with disk_errors_named(self.path):
@@ -126,6 +133,11 @@ class RunFolder:
         with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
+
+    def seen(self) -> tuple[int, str]:
+        """Return what is equal on two hosts that see the same folder: its number on its disk, and who holds it."""
+        held = re.search(r'"id": "(\w+)"', read_text(self.lock) or "")
+        return self.path.stat().st_ino, held[1] if held else ""
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)

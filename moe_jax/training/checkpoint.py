@@ -111,19 +111,18 @@ class Checkpointer:
                 "answers, then give the same command again"
             ) from error
 
-    def latest(self, below: int | None = None, above: int | None = None) -> int | None:
+    def latest(self, below: int | None = None) -> int | None:
         """Return the step of the newest finished checkpoint, None without any; process 0 decides for all.
 
         One whose folder is not what was written is named and passed over; arrays are checked when they are read.
 
         Args:
           below: only steps before this one count.
-          above: only steps after this one, which the caller has from elsewhere.
 
         Raises:
-          UserError: there are checkpoints, none of them will do, and `above` is None.
+          UserError: there are checkpoints, and none of them will do.
         """
-        newest = self._newest(below, above) if jax.process_index() == 0 else None
+        newest = self._newest(below) if jax.process_index() == 0 else None
         if jax.process_count() > 1:
             name, processes = f"moe_jax latest {self.folder}", set(range(jax.process_count()))
             with _lost_processes_named("agree on a checkpoint"):
@@ -132,18 +131,18 @@ class Checkpointer:
             newest = None if newest < 0 else newest
         return newest
 
-    def _newest(self, below: int | None = None, above: int | None = None) -> int | None:
+    def _newest(self, below: int | None = None) -> int | None:
         """Return what `latest` does, as this process sees the folder."""
         steps = self.steps()
         for step in reversed(steps):
-            if below is not None and step >= below or above is not None and step <= above:
+            if below is not None and step >= below:
                 continue
             try:
                 self.read_host(step)
                 return step
             except DamagedCheckpointError as error:
                 _log.warning("%s; the one before it is taken", error.args[0])
-        if steps and above is None:
+        if steps:
             raise UserError(
                 f"no checkpoint of {self.folder} is whole, of {len(steps)}; put one back from a copy, or move the "
                 "folder away to train from the start"
@@ -231,10 +230,6 @@ class Checkpointer:
                     part = leaf[first : min(first + rows, shape[0])].read().result()
                 hashed.update(np.ascontiguousarray(part).view(np.uint8).data)
         return hashed.hexdigest()
-
-    def origin(self) -> str:
-        """Return in words where a state that was restored came from."""
-        return "disk"
 
     def has_ema(self, step: int) -> bool:
         """Say whether a checkpoint holds a moving average of the parameters."""

@@ -1,4 +1,4 @@
-"""How programs are compiled: options, the compilation cache, one compilation for all processes, a guided scheduler.
+"""How programs are compiled: options, the compilation cache, the same program on all processes, a guided scheduler.
 
 Inputs: lowered programs and the devices they run on. Outputs: executables, the same on every process of a job.
 """
@@ -6,39 +6,29 @@ Inputs: lowered programs and the devices they run on. Outputs: executables, the 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
-import hmac
 import json
 import logging
 import os
+import re
 import tempfile
 import threading
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from jax._src import compilation_cache, distributed  # neither cache nor coordination service has a public name
-from jax._src.compilation_cache_interface import CacheInterface
-from jax.experimental import serialize_executable
 
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target, device_named, read_device, target_names
 from moe_jax.cluster.timeline import scheduler_profile, unguided_share
-from moe_jax.data.user_cache import check_own_folder, read_cached, user_cache_folder, user_key, write_cached
+from moe_jax.data.user_cache import check_own_folder, read_cached, user_cache_folder, write_cached
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.recovery.job_secret import seal, unseal
-from moe_jax.recovery.rendezvous import VERSIONS
+from moe_jax.jobs.start import ALONE
 
 _LOG = logging.getLogger(__name__)
 
-# With several processes: one that compiles alone must not wait for the others' timings of kernels
-# (`compile_for_all`). The model's programs have it whatever XLA_FLAGS says; `training/hosts.py` sets it there for all
-# others.
-ALONE = {"xla_gpu_shard_autotuning": "False"}
 # Kernels that give the same bits every time, or an error where there is none.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": "True"}
 # Experts that are split over `data` travel between nodes while rows travel inside them: by default one collective is in
@@ -76,11 +66,9 @@ def scheduler_memory(device, held: int) -> dict[str, str]:
 
 
 # jax's persistent cache is on by default on GPUs, in the user's own folder: jax runs what its files hold, so no other
-# user may write to it, and each file is signed. XLA's cache of kernel timings comes with it, so the same programs start
-# again with the same kernels. On CPUs it is off: a program that was compiled for another CPU's instructions may fail
-# when it is loaded. In a job of several processes process 0 alone writes and all read; where the others find nothing (a
-# file system that not all share, or a user's key of their own), the model's programs still come from process 0 by
-# `compile_for_all`.
+# user may write to it. XLA's cache of kernel timings comes with it, so the same programs start again with the same
+# kernels. On CPUs it is off: a program that was compiled for another CPU's instructions may fail when it is loaded.
+# Of several processes process 0 alone writes and all read.
 def set_up_compilation_cache(folder: str | None, platform: str | None = None) -> str | None:
     """Switch jax's persistent compilation cache on or off, before anything is compiled; return its folder, or None.
 
@@ -124,209 +112,103 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
         folder = folder or str(user_cache_folder("compilation"))
         if os.path.isdir(folder):
             check_own_folder(folder)
-        key = user_key()
     except UserError as reason:
         _LOG.warning("compiled programs are not kept: %s", reason)
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
-    compilation_cache.get_file_cache = lambda path: (SignedCache(_file_cache(path)[0], key), path)
     return folder
 
 
-_file_cache = compilation_cache.get_file_cache
-
-
-class SignedCache(CacheInterface):
-    """A cache of jax whose entries only this user can have written: each begins with a proof of the user's key.
-
-    Where several users share a folder, each has entries of their own.
-    """
-
-    def __init__(self, files: CacheInterface, key: bytes):
-        self._files, self._key, self._path = files, key, files._path
-
-    def get(self, key: str) -> bytes | None:
-        """Return what `put` was given; None where there is nothing, or something by somebody else."""
-        name = self._name(key)
-        held = self._files.get(name)
-        if held is None or hmac.compare_digest(held[:32], self._proof(name, held[32:])):
-            return None if held is None else held[32:]
-        _LOG.warning("%s in %s is not by this user, and is not loaded; delete it", name, self._path)
-        return None
-
-    def put(self, key: str, value: bytes) -> None:
-        """Keep a program."""
-        name = self._name(key)
-        self._files.put(name, self._proof(name, value) + value)
-
-    def _name(self, key: str) -> str:
-        return f"{key}-{self._proof('name', b'')[:4].hex()}"
-
-    def _proof(self, name: str, value: bytes) -> bytes:
-        return hmac.digest(self._key, name.encode() + b"\0" + value, "sha256")
-
-
-WAIT_SECONDS = 3600  # for process 0's compilation; the watchdog ends a job that lost process 0
-_CHUNK_BYTES = 2 << 20  # below the 4 MiB at which gRPC by default refuses a message
-_PART_MILLISECONDS = 60_000  # every part is written before the head is
-_turns: collections.Counter = collections.Counter()  # how often a process has asked for a program
-_handed_out: list[str] = []  # keys of what process 0 handed out and has not deleted yet
+WAIT_SECONDS = 3600  # for process 0's compilation; the watch ends a job that lost process 0
+_MOST_BYTES = 3 << 20  # of a profile; gRPC refuses a message above 4 MiB
+_turns: collections.Counter = collections.Counter()  # how often this process has asked for a program
 _lock = threading.Lock()
-_program_key: bytes | None = None
 
 
-def trust_programs(key: bytes) -> None:
-    """Set the key by which the processes of this start of the job know each other's programs."""
-    global _program_key
-    _program_key = key
-
-
-# On GPUs the compiler times candidate kernels and keeps the fastest. By default it shares that work among the processes
-# of a job (`xla_gpu_shard_autotuning`), each of which then waits for the others: a program that one process compiles
-# alone, or finds in a cache while another does not, would wait for ever. With sharing off each process times for
-# itself, noise decides between equals, and two processes may get two programs: other fusions, so another order of
-# collectives in the schedule, and NCCL waits for ever. So process 0 alone compiles and hands out the result through the
-# coordination service. Where an executable cannot be handed out, its profile is, and each process compiles for itself.
-# A program that is compiled again (for a plan that is used again) is handed out again: the earlier executable may
-# differ from the one that process 0 runs now.
+# On GPUs the compiler times candidate kernels and keeps the fastest, each process for itself (`jobs/hosts.py`: ALONE).
+# Noise decides between equals, and two processes may get two programs: other fusions, so another order of collectives
+# in the schedule, and NCCL would wait for ever. So all compare what they have compiled before they run it.
 def compile_for_all(
-    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, devices: Sequence, buckets: tuple = ()
+    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, buckets: tuple = ()
 ) -> jax.stages.Compiled:
-    """Return the executable of `compile_guided`, in a job of several processes the one that process 0 compiled.
+    """Return the executable of `compile_guided`; of several processes all have the same, by process 0's profile.
 
     Args:
       lowered: equal on all processes.
-      options: none on devices that need no common compilation: then each process compiles for itself.
-      devices: of the program's mesh, in order.
 
     Raises:
-      UserError, RuntimeError: process 0 could not compile it; on all processes, with its reason.
-      HostLostError: process 0 sent nothing for an hour, or what lies there is not by process 0.
+      UserError, RuntimeError: it cannot be compiled, here or on process 0.
+      HostLostError: this process has compiled another program than process 0, or process 0 none in an hour.
     """
-    client = distributed.global_state.client
-    if not options or client is None or jax.process_count() == 1:
+    client, index = distributed.global_state.client, jax.process_index()
+    if client is None or jax.process_count() == 1:
         return compile_guided(lowered, options, target, buckets)[0]
-    index, digest = jax.process_index(), hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
     with _lock:
-        turn = _turns[index, digest]
-        _turns[index, digest] += 1
-    if _program_key is None:
-        raise RuntimeError("processes share programs only where start_hosts has joined them")
-    key = f"moe_jax/program/{digest}/{turn}"
-    if index == 0:
-        return _compile_and_hand_out(client, key, lowered, options, target, buckets)
-    head, blobs = _take(client, key)
-    client.key_value_set_bytes(f"{key}/read/{index}", b"1", allow_overwrite=True)
-    if head["kind"] == "error":
-        raise (UserError if blobs else RuntimeError)(f"process 0 could not compile this program: {head['line']}")
-    if head["kind"] == "executable":
-        try:
-            inputs, backend = jax.tree.structure(lowered.args_info), devices[0].client
-            return serialize_executable.deserialize_and_load(
-                zlib.decompress(blobs[1]), inputs, lowered.out_tree, execution_devices=list(devices), backend=backend
+        key = f"moe_jax/program/{digest}/{_turns[digest]}"
+        _turns[digest] += 1
+    told = {"profile": "", "program": "", "error": ""}
+    if index:
+        told = _read(client, key)
+        if told["error"]:
+            raise RuntimeError(f"process 0 could not compile this program: {told['error']}")
+        guided = bool(told["profile"])
+        compiled = compile_with_profile(lowered, options, told["profile"]) if guided else lowered.compile(options)
+        if program_digest(compiled) != told["program"]:
+            raise HostLostError(
+                f"process {index} has compiled another program than process 0, so the two cannot run together; all "
+                "hosts of a job should have equal devices, drivers and jax"
             )
-        except Exception as error:
-            _LOG.warning(
-                "process 0's compiled program cannot be loaded here (%s: %s), so this process compiles for itself; all "
-                "hosts of a job should have equal devices, drivers and jax",
-                type(error).__name__,
-                error,
-            )
-    profile = zlib.decompress(blobs[0]).decode()
-    return compile_with_profile(lowered, options, profile) if profile else lowered.compile(options)
-
-
-# A program runs as code, and loading it unpickles it. Whoever reaches the store could put one there, so nothing of it
-# is decompressed or loaded before its head has proved the job's secret, for this start, program and turn, and every
-# byte has proved to be what the head says.
-def _take(client, key: str) -> tuple[dict, list[bytes]]:
-    """Return what process 0 has handed out: its head and its parts.
-
-    Raises:
-      HostLostError: as of `compile_for_all`.
-    """
+        return compiled
     try:
-        text = client.blocking_key_value_get_bytes(f"{key}/head", max(1, int(1000 * WAIT_SECONDS)))
+        compiled, told["profile"] = compile_guided(lowered, options, target, buckets)
+        told["program"] = program_digest(compiled)
+        return compiled
+    except Exception as error:
+        told["error"] = (str(error).splitlines() or [type(error).__name__])[0]
+        raise
+    finally:
+        client.key_value_set(key, json.dumps(told))
+
+
+def program_digest(compiled: jax.stages.Compiled) -> str:
+    """Return a hash of an optimised program, without the names of source files, which may lie elsewhere."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(client, key: str) -> dict[str, str]:
+    """Return what process 0 says of a program; a HostLostError where it does not, or where it is no such thing."""
+    try:
+        if len(text := client.blocking_key_value_get(key, 1000 * WAIT_SECONDS)) <= _MOST_BYTES:
+            told = json.loads(text)
+            return {name: str(told[name]) for name in ("profile", "program", "error")}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
     except Exception as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
-        raise HostLostError(
-            f"process 0 did not hand out its compiled program within {WAIT_SECONDS:g} s; see its log"
-        ) from error
-    message = None
-    with contextlib.suppress(ValueError, RecursionError):
-        message = json.loads(text)
-    head, blobs = unseal(_program_key, key, message) if isinstance(message, dict) else None, []
-    if head is not None and head["versions"] == VERSIONS:
-        for name, (size, _) in enumerate(head["parts"]):
-            parts = [f"{key}/{name}/{part}" for part in range(-(-size // _CHUNK_BYTES))]
-            blobs.append(b"".join(client.blocking_key_value_get_bytes(part, _PART_MILLISECONDS) for part in parts))
-        if [[len(blob), hashlib.sha256(blob).hexdigest()] for blob in blobs] == head["parts"]:
-            return head, blobs
-    raise HostLostError(
-        "what lies in jax's key-value store as process 0's program is not by process 0 of this job, so it was not "
-        "loaded: somebody else can write there"
-    )
+        raise HostLostError(f"process 0 did not compile its program within {WAIT_SECONDS} s; see its log") from error
+    raise HostLostError("what jax's key-value store holds as process 0's program is none; somebody else writes there")
 
 
-def _compile_and_hand_out(
-    client, key: str, lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, buckets: tuple
-) -> jax.stages.Compiled:
-    """Compile on process 0, and write the result, or the reason why there is none, to the coordination service."""
-    kind, blobs, line, executable, failure = "executable", [], "", None, None
-    with _lock:  # programs are tens of MB each, and process 0 keeps what was handed out in its memory
-        for held in list(_handed_out):
-            if len(client.key_value_dir_get_bytes(f"{held}/read/")) == jax.process_count() - 1:
-                client.key_value_delete(f"{held}/")
-                _handed_out.remove(held)
-        _handed_out.append(key)
-    try:
-        executable, profile = compile_guided(lowered, options, target, buckets)
-        blobs = [zlib.compress(profile.encode())]
-    except Exception as error:
-        kind, failure, line = "error", error, (str(error).splitlines() or [type(error).__name__])[0]
-        blobs = [b"user"] if isinstance(error, UserError) else []
-    if executable is not None:
-        try:
-            blobs.append(zlib.compress(serialize_executable.serialize(executable)[0], 1))
-        except Exception as error:
-            kind = "profile"
-            _LOG.warning(
-                "the compiled program cannot be handed to the other processes (%s: %s); each compiles it for itself",
-                type(error).__name__,
-                error,
-            )
-    for name, blob in enumerate(blobs):
-        for part, at in enumerate(range(0, len(blob), _CHUNK_BYTES)):
-            client.key_value_set_bytes(f"{key}/{name}/{part}", blob[at : at + _CHUNK_BYTES], allow_overwrite=True)
-    sizes = [(len(blob), hashlib.sha256(blob).hexdigest()) for blob in blobs]
-    content = {"kind": kind, "parts": sizes, "line": line, "versions": VERSIONS}
-    head = json.dumps(seal(_program_key, "program", key, content)).encode()
-    client.key_value_set_bytes(f"{key}/head", head, allow_overwrite=True)  # last: now it is complete
-    if failure is not None:
-        raise failure
-    return executable
-
-
-def shared_function(function, options: dict[str, str], devices: Sequence):
-    """Return a jitted function as one that process 0 compiles for all processes at its first call.
+def compared_function(function, options: dict[str, str]):
+    """Return a jitted function as one that all processes compare, as `compile_for_all`, at its first call.
 
     Args:
-      function: what jax.jit returned; all calls have the same shapes and shardings.
-      options: for the compiler; none on devices that need no common compilation: then it stays as it is.
-      devices: of its mesh, in order.
+      function: what jax.jit returned; all calls have the same shapes and shardings; options: for the compiler.
     """
     executable = None
 
     def call(*arguments):
         nonlocal executable
         if executable is None:
-            executable = compile_for_all(function.lower(*arguments), options, None, devices)
+            executable = compile_for_all(function.lower(*arguments), options, None)
         return executable(*arguments)
 
-    return call if options else function
+    return call if jax.process_count() > 1 else function
 
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"

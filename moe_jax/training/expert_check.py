@@ -33,11 +33,11 @@ import numpy as np
 
 from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
 from moe_jax.errors import UserError
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.kernels.grouped import FLOAT8, GroupedWeights
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.training.compiling import compiler_options
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import Session
 
 _LOG = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ import os
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.models import LanguageModel
 from moe_jax.models.lora import base_of, joined
 from moe_jax.observe.run_folder import RunFolder
 from moe_jax.training.bank_order import Homes
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import Hosts
 
 _HASHING_SECONDS = 1800.0  # that the others wait while process 0 reads a model: about a GB a second
 

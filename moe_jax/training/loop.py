@@ -8,9 +8,7 @@ first reads the metrics of all steps in flight.
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -22,6 +20,8 @@ import numpy as np
 
 from moe_jax.data.stream import prefetch, unigram_entropy
 from moe_jax.errors import NonFiniteError, UserError
+from moe_jax.jobs.hosts import Hosts
+from moe_jax.jobs.stop import StopSignal
 from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.language_model import flatten
 from moe_jax.observe.dashboards import Dashboards
@@ -29,11 +29,8 @@ from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_ov
 from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.progress import Progress, with_prefix
 from moe_jax.observe.run_folder import EVALUATIONS, RunFolder, atomic_file
-from moe_jax.recovery.standby import report_step
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.program import Programs, Session
-from moe_jax.training.ram_state import RamCopies
 from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import NoCompleteProgramError, Stepper
 
@@ -46,18 +43,17 @@ class Loop:
 
     def __init__(
         self, stepper: Stepper, host: dict, latest: int | None, folder: RunFolder, checkpoints: Checkpointer,
-        copies: RamCopies | None, hosts: Hosts,
+        hosts: Hosts,
     ):  # fmt: skip
         """Open the files that grow while training.
 
         Args:
           host: JSON data for all checkpoints: 'config', its text; 'skipped_steps' and 'overflowed_updates' so far, as
             read from metrics; and 'teacher', its identity, kept after it has left too; None without one.
-          latest: step of the last finished checkpoint, None before the first; the stepper may be further, by a copy.
-          copies: of the state in RAM, None without any.
+          latest: step of the last finished checkpoint, None before the first.
         """
         self.stepper, self.host, self.checkpoint, self.folder = stepper, host, latest, folder
-        self.checkpoints, self.copies, self.hosts = checkpoints, copies, hosts
+        self.checkpoints, self.hosts = checkpoints, hosts
         self.engine, session = stepper.engine, stepper.session
         self.names = list(flatten(session.model.trained(stepper.state["params"])))
         self.local_finite = build_local_finite(stepper.state, session.roles.mesh)
@@ -129,11 +125,9 @@ class Loop:
         self.hosts.touch(stepper.step)
         if stepper.step == 0:
             self.evaluate()
-        elif self.copies is not None:  # what a lost host has taken has two holders again, before anything is compiled
-            self.copy()
         else:
             self.what_to_save()  # for its error, where what was read is not finite
-        self.hosts.rest()  # compiling may take long
+        self.hosts.touch(None)  # compiling may take long
         self.compile_seconds = stepper.compile()
         self.compiled_peak = compiled_peak(stepper.executable)
         if stepper.programs.common is not None and self.compiled_peak is not None:
@@ -158,7 +152,7 @@ class Loop:
                     break
                 if stepper.teacher_leaves():  # the next step is another program, which is compiled now
                     self.read_metrics(stop)
-                    self.hosts.rest()
+                    self.hosts.touch(None)
                     self.compile_seconds = stepper.leave_teacher()
                     self.note(f"the teacher has left; {self.compile_seconds:.1f} s to compile")
                     self.clock = time.monotonic()
@@ -168,8 +162,7 @@ class Loop:
                 stepper.dispatch(feed.to_devices(batch), int(stop.requested))
                 if stepper.executable is not running and self.compiled_peak is not None:
                     self.compiled_peak = max(self.compiled_peak, compiled_peak(stepper.executable) or 0)
-                turns = (train.copy_every, self.copy), (train.checkpoint_every, self.save)
-                for every, do in (*turns, (train.evaluate_every, self.evaluate)):
+                for every, do in (train.checkpoint_every, self.save), (train.evaluate_every, self.evaluate):
                     if every and stepper.step % every == 0 and stepper.step < train.steps:
                         self.read_metrics(stop)
                         do()
@@ -181,12 +174,12 @@ class Loop:
         if not stopped:
             self.evaluate()
         self.finish_save()
-        self.hosts.rest()  # the others may have to wait for process 0's pictures
+        self.hosts.touch(None)  # the others may have to wait for process 0's pictures
         return not stopped
 
     def before_wait(self):
         """Say that the first overflow has come before the program for it is compiled."""
-        self.hosts.rest()
+        self.hosts.touch(None)
         self.note("a bucket overflowed, and the complete program is still compiling")
 
     def note(self, text: str):
@@ -204,7 +197,6 @@ class Loop:
             stop.observe(int(metrics["stop"]), step)
             self.hosts.touch(step)
             self.take_in(step + 1, metrics)
-            report_step(step + 1)
 
     def judge_complete(self, complete: concurrent.futures.Future):
         """Say so if a step that overflows could not run the complete program, which is done compiling."""
@@ -285,16 +277,15 @@ class Loop:
         self.checkpoints.save(step, *self.what_to_save())
         self.checkpoint = step
         if self.hosts.process_count > 1:
-            told = json.dumps([probe_seconds(), socket.gethostname()])
-            told = self.hosts.gather_text(f"speed at step {step}", told)
-            if line := slow_processes(*zip(*map(json.loads, told), strict=True)):
+            seconds = self.hosts.gather_text(f"speed at step {step}", str(probe_seconds()))
+            if line := slow_processes(list(map(float, seconds)), self.hosts.names):
                 self.note(line)
         self.hosts.touch(step)
 
     def finish_save(self):
         """Save the state and wait for it, once more if somebody has deleted or renamed the checkpoints meanwhile."""
         self.save()
-        if "False" in self.hosts.gather_text("last checkpoint", str(self.checkpoints.wait())):
+        if "False" in self.hosts.gather_text("last checkpoint", str(self.checkpoints.wait()), 1800.0):
             self.checkpoint = None
             self.save()
             self.checkpoints.wait()
@@ -306,12 +297,6 @@ class Loop:
                 with atomic_file(path) as file:
                     file.write(content)
             self.note(f"{self.folder.path} was deleted; it is made again, without what earlier steps wrote")
-
-    def copy(self):
-        """Start to copy the state to RAM; a NonFiniteError where it is not finite."""
-        if failure := self.copies.save(self.stepper.step, *self.what_to_save()):
-            self.note(failure)
-        self.hosts.touch(self.stepper.step)
 
     def what_to_save(self) -> tuple[dict, dict, dict]:
         """Return (state, homes of its experts, host data); a NonFiniteError where the state is not finite."""

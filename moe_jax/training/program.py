@@ -37,11 +37,11 @@ from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
 from moe_jax.training.compiling import (
+    compared_function,
     compile_for_all,
     compiler_options,
     find_target,
     scheduler_memory,
-    shared_function,
 )
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
@@ -164,7 +164,7 @@ class Program:
         lowered = self.trace_step(shape, common).lower()
         guide = self.guiding_target()
         buckets = () if guide is None else stated_buckets(self.config, self.roles, shape)
-        executable = compile_for_all(lowered, self.compiler_options(), guide, self.devices, buckets)
+        executable = compile_for_all(lowered, self.compiler_options(), guide, buckets)
         return executable, time.monotonic() - started
 
     def compile_programs(self, shape: Shapes | None = None) -> Programs:
@@ -269,11 +269,8 @@ class Session(Program):
 
         given = self.state_shardings
         shardings = (given.state["params"], given.batch, given.tables)
-        return self.shared(jax.jit(evaluate, in_shardings=shardings, out_shardings=given.replicated))
-
-    def shared(self, function: Callable) -> Callable:
-        """Return a jitted function as one that process 0 compiles for all, see `shared_function`."""
-        return shared_function(function, self.compiler_options(), self.devices)
+        evaluate = jax.jit(evaluate, in_shardings=shardings, out_shardings=given.replicated)
+        return compared_function(evaluate, self.compiler_options())
 
     def host_signals(self, flag: int):
         """Return this process' request to stop, 1 or 0, as the step's input."""

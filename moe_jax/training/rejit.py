@@ -36,6 +36,7 @@ from moe_jax.planning.cost import predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, Shapes, build_shape, fill_tables, fits
 from moe_jax.training.bank_order import reshard
+from moe_jax.training.compiling import compared_function
 from moe_jax.training.program import Programs, Session
 from moe_jax.training.replanner import TOO_OFTEN, Replanner, build_replanners
 
@@ -73,7 +74,7 @@ class RejitEngine:
         self.records: dict[int, tuple[Placements, dict, Shapes]] = {}
         self.executables: collections.OrderedDict[tuple, concurrent.futures.Future] = collections.OrderedDict()
         self.evaluations: dict[tuple[int, ...], object] = {}
-        self.share = functools.cache(lambda move: self.session.shared(move))
+        self.share = functools.cache(lambda move: compared_function(move, self.session.compiler_options()))
         self.thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="rejit")
         self.tables, self.hash = None, 0
         self.frozen = False  # plan no more: what times steps of one plan sets it

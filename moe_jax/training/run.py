@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -19,10 +20,11 @@ import jax.numpy as jnp
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, carry_files, find_tokenizer, with_kept_file
-from moe_jax.errors import UserError
+from moe_jax.errors import HostLostError, UserError
+from moe_jax.jobs.hosts import Hosts
+from moe_jax.jobs.lock import FolderLock
 from moe_jax.models.counts import parameter_counts
 from moe_jax.models.lora import joined
-from moe_jax.observe.lease import Lease
 from moe_jax.observe.metrics_file import summarize_run
 from moe_jax.observe.report import draw_all, has_report, write_report
 from moe_jax.observe.run_folder import (
@@ -33,20 +35,19 @@ from moe_jax.observe.run_folder import (
     read_text,
     write_atomically,
 )
-from moe_jax.recovery.copies import note_start, read_history
+from moe_jax.parallel.nodes import node_size
 from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.frozen_base import load_base, restore_params, settle_base
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.optimizer import line_on_gates
 from moe_jax.training.plan_cost import modelled_layers
 from moe_jax.training.program import Session, build_session
-from moe_jax.training.ram_state import RamCopies
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.stepper import Stepper
 from moe_jax.training.teacher import settle_teacher
 
+FOLDER_SECONDS = 60.0  # until a network file system shows what another host has made
 RESTORE_SECONDS = 1800.0  # from the first process that has read a checkpoint, or its text, to the last
 
 
@@ -88,12 +89,9 @@ def run(
     """
     start = start or Start()
     with open_run(config, config_text, hosts, workdir) as (folder, checkpoints):
-        history = json.loads(hosts.gather_text("history", json.dumps(read_history(folder.history)))[0])
-        copies = latest = state = None
-        if config.train.copy_every:
-            copies = RamCopies(history, max(checkpoints.steps(), default=-1), hosts)
-        while state is None:  # until a checkpoint or a copy proves whole
-            source, latest, past = newest_state(checkpoints, copies, folder, config_text, latest, changed=start.changed)
+        latest = state = None
+        while state is None:  # until a checkpoint proves whole
+            latest, past = newest_state(checkpoints, folder, config_text, latest, changed=start.changed)
             if latest is not None and latest >= config.train.steps:
                 more = "; for more, raise train.steps by --gin_bindings" if start.changed else ""
                 say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}{more}")
@@ -108,23 +106,16 @@ def run(
             session, compared = start_session(dataclasses.replace(settled, data=data), hosts)
             checkpoints.check_room(config.train.steps, session.saved(session.abstract_state()))
             engine = build_engine(session)
-            if copies is not None:
-                copies.prepare(session.saved(session.abstract_state()), session.home)
             # the stepper alone holds the state: a step donates it
-            state = starting_state(session, source, latest, hosts, start, engine, base)
+            state = starting_state(session, checkpoints, latest, hosts, start, engine, base)
         say(hosts, banner(session, folder, latest))
         if latest is not None:
             checkpoints.set_aside(latest)
-        saved = latest
-        if source is copies:
-            saved = copies.newest_on_disk if 0 <= copies.newest_on_disk <= latest else None
-        if hosts.is_main:
-            told = {**history, "add_special_tokens": config.data.add_special_tokens}
-            note_start(folder.history, told, latest or 0, -1 if saved is None else saved)
         stepper = Stepper(session, state, engine, overflows=past.get("overflows"))
         del state
         if hosts.is_main:
             write_atomically(folder.config, config_text)
+            write_atomically(folder.begun, json.dumps({"add_special_tokens": config.data.add_special_tokens}))
             keep_tokenizer(session.feed.tokenizer, folder)
             write_atomically(folder.operative_config, operative_text)
             mesh, node = session.roles.mesh, session.roles.config.devices_per_node
@@ -144,10 +135,7 @@ def run(
         host["changes"] = past.get("changes", []) + changes_since(past, config_text, start.changed, latest)
         for change in host["changes"]:
             say(hosts, "from step {step} on: {binding} is {is}, and was {was}".format(**change))
-        loop = Loop(stepper, host, saved, folder, checkpoints, copies, hosts)
-        finished = loop.run()
-        if copies is not None:
-            loop.note(copies.close())
+        finished = Loop(stepper, host, latest, folder, checkpoints, hosts).run()
         if not finished:
             say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
         elif hosts.is_main:
@@ -256,7 +244,7 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
     moe = dataclasses.replace(config.moe, balance_over="batch")  # any mesh forms that, and nobody reads it
     config = dataclasses.replace(config, distillation=DistillationConfig(), moe=moe)  # needs no teacher
     with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints):
-        _, latest, past = newest_state(checkpoints, None, folder, config_text, evaluates=True)
+        latest, past = newest_state(checkpoints, folder, config_text, evaluates=True)
         find_tokenizer(config.data, folder.path, past.get("tokenizer"))  # for its error
         data = with_kept_file(config.data, folder.path)
         session, _ = start_session(dataclasses.replace(config, data=data), hosts)
@@ -278,7 +266,7 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
 def open_run(
     config: RunConfig, config_text: str, hosts: Hosts, workdir: str, evaluates: bool = False
 ) -> Iterator[tuple[RunFolder, Checkpointer]]:
-    """Yield a run folder and its checkpoints; a run that trains holds the folder's lease.
+    """Yield a run folder and its checkpoints; a run that trains holds the folder's lock.
 
     Process 0 makes the folder before any other looks for it; at the end an empty one that it made goes.
 
@@ -287,32 +275,50 @@ def open_run(
 
     Raises:
       UserError: the folder cannot be opened, another job has it, or the processes of this one were started with
-        different configs.
+        different configs or versions.
+      HostLostError: a process does not see process 0's folder.
     """
-    made = RunFolder(workdir, create=not evaluates) if hosts.is_main else None
+    hosts.agree("config", config_text, differing_binding)
+    versions = ", ".join(f"{name} {version}" for name, version in environment_record()["packages"].items())
+    hosts.agree("versions", versions, lambda first, own: f"process {{index}} has {own}, and process 0 {first}")
+    folder = RunFolder(workdir, create=not evaluates) if hosts.is_main else None
     with contextlib.ExitStack() as stack:
-        if made is not None:
-            stack.callback(made.remove_if_unused)
+        if folder is not None:
+            stack.callback(folder.remove_if_unused)
             if not evaluates:
-                stack.enter_context(Lease(made, hosts.fail))
-        texts = hosts.gather_text("config", config_text)
-        for index, text in enumerate(texts):
-            for binding, first, other in config_differences(texts[0], text):
-                raise UserError(
-                    f"{binding} is {first} on process 0 and {other} on process {index}; start all processes with the "
-                    "same flags"
-                )
-        folder = made or RunFolder(workdir, create=False)
+                stack.enter_context(FolderLock(folder, hosts.fail))
+        seen = hosts.gather_text("run folder", "" if folder is None else str(folder.seen()))[0]
+        folder = folder or find_folder(workdir, seen)
         checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
         yield folder, stack.enter_context(contextlib.closing(checkpoints))
 
 
+def differing_binding(first: str, own: str) -> str:
+    """Return in words the first binding in which process 0's config text and this process' differ."""
+    for binding, value, other in config_differences(first, own):
+        return f"{binding} is {value} on process 0 and {other} on process {{index}}; start all with the same flags"
+    return ""
+
+
+def find_folder(workdir: str, seen: str) -> RunFolder:
+    """Return process 0's run folder, as another process sees it, once it does; seen: as of `RunFolder.seen`."""
+    deadline = time.monotonic() + FOLDER_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(UserError):
+            if str((folder := RunFolder(workdir, create=False)).seen()) == seen:
+                return folder
+        time.sleep(0.5)
+    raise HostLostError(
+        f"process {jax.process_index()} does not see process 0's run folder {workdir}; give a --workdir that all hosts "
+        "share"
+    )
+
+
 def newest_state(
-    checkpoints: Checkpointer, copies: RamCopies | None, folder: RunFolder, config_text: str, below: int | None = None,
+    checkpoints: Checkpointer, folder: RunFolder, config_text: str, below: int | None = None,
     evaluates: bool = False, changed: Collection[str] = (),
-) -> tuple[Checkpointer | RamCopies, int | None, dict]:  # fmt: skip
-    """Return what holds the newest state, checkpoints or copies in RAM; its step, None before the first; and its host
-    data, which fits the config.
+) -> tuple[int | None, dict]:  # fmt: skip
+    """Return the step of the newest checkpoint, None before the first, and its host data, which fits the config.
 
     Args:
       below: only steps before this one count.
@@ -321,10 +327,8 @@ def newest_state(
     Raises:
       UserError: the folder belongs to a run that this config may not go on with, or no checkpoint will do.
     """
-    source, latest = copies, None if copies is None else copies.latest(below)
-    if (on_disk := checkpoints.latest(below, above=latest)) is not None or source is None or latest is None:
-        source, latest = checkpoints, on_disk
-    past = {} if latest is None else source.read_host(latest)
+    latest = checkpoints.latest(below)
+    past = {} if latest is None else checkpoints.read_host(latest)
     held = past["config"] if past else read_text(folder.config)
     # Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
     if past.get("parameters_only"):
@@ -344,7 +348,7 @@ def newest_state(
             f"--override is for a run that has started, and {folder.path} has no checkpoint; name its folder, or use "
             "--gin_bindings"
         )
-    return source, latest, past
+    return latest, past
 
 
 def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
@@ -358,29 +362,28 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
     """
     devices = jax.devices()
     if not config.mesh.devices_per_node:
-        size = hosts.node_size(devices)
+        size = node_size(devices, hosts.machines)
         config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=size))
         if hosts.process_count > 1:
-            machines = len(set(hosts.host_ids))
+            machines = len(set(hosts.machines))
             say(hosts, f"{size} devices a node ({hosts.process_count} processes on {machines} host(s))")
     session = build_session(config, devices)
     meta = session.feed.cache.meta
+    named = f"DataConfig.tokenizer ({config.data.tokenizer!r}) is"
+    hosts.agree("tokenizer", session.feed.tokenizer.name, lambda first, own: f"{named} {own} on process {{index}}, "
+        f"and {first} on process 0; give every machine the same file")  # fmt: skip
     text = f"{meta.tokens} tokens in {meta.documents} documents, hash {meta.content}"
-    held = hosts.gather_text("corpus", text, RESTORE_SECONDS)  # a host may read a large cache from a cold disk
-    for index, text in enumerate(held):
-        if text != held[0]:
-            raise UserError(
-                f"DataConfig.path ({config.data.path!r}) holds {held[0]} on process 0 and {text} on process "
-                f"{index}; give every machine the same files, and change none while a job starts"
-            )
+    holds = f"DataConfig.path ({config.data.path!r}) holds"
+    hosts.agree("corpus", text, lambda first, own: f"{holds} {first} on process 0 and {own} on process {{index}}; give "
+        "every machine the same files, and change none while a job starts", RESTORE_SECONDS)  # fmt: skip
     return select_verified_kernels(session, hosts)
 
 
 def starting_state(
-    session: Session, source: Checkpointer | RamCopies, latest: int | None, hosts: Hosts, start: Start | None = None,
+    session: Session, checkpoints: Checkpointer, latest: int | None, hosts: Hosts, start: Start | None = None,
     engine: RejitEngine | None = None, base: dict | None = None,
 ) -> dict | None:  # fmt: skip
-    """Return the state to go on from: that of `source` at step `latest`, another run's parameters, or a fresh one.
+    """Return the state to go on from: that of step `latest`, another run's parameters, or a fresh one.
 
     None on every process where what is read proves damaged on one, which is named. `base` is the model under adapters,
     as `settle_base` returned it.
@@ -389,13 +392,13 @@ def starting_state(
     if latest is not None:
         home = session.home
         if engine is not None:
-            left_out = engine.restore(source.read_host(latest).get("plan"))
+            left_out = engine.restore(checkpoints.read_host(latest).get("plan"))
             if left_out is not None:
                 say(hosts, left_out)
             home = engine.home
         damage = ""
         try:
-            state, host = source.restore(latest, session.saved(session.abstract_state()), home)
+            state, host = checkpoints.restore(latest, session.saved(session.abstract_state()), home)
         except DamagedCheckpointError as error:
             damage = error.args[0]
         if found := next(filter(None, hosts.gather_text("damage", damage, RESTORE_SECONDS)), ""):
@@ -410,9 +413,9 @@ def starting_state(
             start = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=session.state_shardings.state["ema"])
             state["ema"] = start(state["params"])  # in buffers of its own
             say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {latest}")
-        elif not decay and source.has_ema(latest):
+        elif not decay and checkpoints.has_ema(latest):
             say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {latest} holds is dropped")
-        say(hosts, f"resuming at step {latest} from {source.origin()}")
+        say(hosts, f"resuming at step {latest}")
         return state
     if base is not None:
         if start.init_from_ema:

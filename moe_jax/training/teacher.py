@@ -18,6 +18,7 @@ from moe_jax.config.run_config import RunConfig, config_differences, config_text
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import expert_counts
@@ -28,7 +29,6 @@ from moe_jax.observe.run_folder import RunFolder
 from moe_jax.parallel.mesh import Roles, mesh_axes, replace_leaf
 from moe_jax.training.checkpoint import Checkpointer, run_config
 from moe_jax.training.feed import padded_vocabulary
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.segments import build_model
 
 

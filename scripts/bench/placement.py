@@ -138,8 +138,8 @@ def worker() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     jax.config.update("jax_enable_compilation_cache", False)
+    from moe_jax.jobs.start import start_hosts
     from moe_jax.parallel.mesh import build_mesh, to_devices
-    from moe_jax.training.hosts import HostsConfig, start_hosts
     from moe_jax.training.stepper import build_stepper
 
     place = {"coordinator": None, "num_processes": None, "process_id": None}
@@ -160,7 +160,7 @@ def worker() -> None:
         gate["w_gate"] = to_devices(weight, gate["w_gate"].sharding)
         return state
 
-    with start_hosts(HostsConfig(**place, lost_after_seconds=150.0)) as hosts:
+    with start_hosts(**place, lost_after_seconds=150.0) as hosts:
 
         def say(text):
             if hosts.is_main:

@@ -33,6 +33,7 @@ NOTES = {
     "analysis": "inspect, replay, calibrate",
     "inference": "generate, Hugging Face",
     "training": "step, loop, checkpoints",
+    "jobs": "several processes, a folder's lock",
     "config": "gin files to one record",
     "observe": "metrics, loads, report",
     "models": "transformer, loss, prefetch",

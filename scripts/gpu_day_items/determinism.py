@@ -131,7 +131,7 @@ def _workdir(context, name: str, kind: str):
 def _run(context, name: str, kind: str):
     import moe_jax.training.run as training_run
     from moe_jax.config.run_config import config_text
-    from moe_jax.training.hosts import Hosts
+    from moe_jax.jobs.hosts import Hosts
 
     config = _config(context)
     with mock.patch.object(training_run, "report"):  # no pictures

@@ -35,7 +35,7 @@ def train(context, grouped_matmul: str):
     from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.timeline import play
     from moe_jax.config.run_config import config_text
-    from moe_jax.training.hosts import Hosts
+    from moe_jax.jobs.hosts import Hosts
     from moe_jax.training.loop import Loop
 
     config = config_of(context, grouped_matmul)

@@ -6,7 +6,7 @@
 Each host is one process with its own address, host name and CPU devices, joined to the others by jax.distributed over
 links of the given rate: here bytes take time, and hosts can die. A program of moe_jax gets --coordinator,
 --num_processes, --process_id and --host_devices appended; any other command finds JAX_COORDINATOR_ADDRESS,
-JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_NUM_CPU_DEVICES in its environment. All get one MOE_JAX_JOB_TOKEN.
+JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_NUM_CPU_DEVICES in its environment.
 
 With --intra_rate the links inside a host have a rate as well: every device is then a process of its own (one process
 cannot shape what it copies between its own devices), numbered host by host, so that MeshConfig.devices_per_node =

@@ -6,7 +6,6 @@ a grace period in which to notice; then the lab kills them. The network stays as
 
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from typing import IO
 from network import LabHost
 
 _COORDINATOR_PORT = 8476  # free: the lab has its own network
-_SECRET = secrets.token_hex(32)
 _ENTER_HOST = Path(__file__).with_name("enter_host.py")
 
 
@@ -42,7 +40,6 @@ def host_environment(given: Mapping[str, str], hosts: Sequence[LabHost], index: 
         "JAX_COORDINATOR_ADDRESS": f"{hosts[0].address}:{_COORDINATOR_PORT}",
         "JAX_NUM_PROCESSES": str(len(hosts)),
         "JAX_PROCESS_ID": str(index),
-        "MOE_JAX_JOB_TOKEN": given.get("MOE_JAX_JOB_TOKEN") or _SECRET,
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -27,12 +27,12 @@ from moe_jax.analysis.timed import (
 from moe_jax.cluster import Cluster, Fit, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import HalfWork, LayerShape, layer_seconds
 from moe_jax.errors import UserError
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes, build_schedule
 from moe_jax.moe.schedules.parm import choose, rule_of
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.hosts import Hosts
 
 
 def test_groups_of_a_mesh_by_hand():

@@ -4,12 +4,11 @@ import logging
 import os
 import stat
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from moe_jax.data import user_cache
-from moe_jax.data.user_cache import cache_root, read_cached, user_cache_folder, user_key, write_cached
+from moe_jax.data.user_cache import cache_root, read_cached, user_cache_folder, write_cached
 from moe_jax.errors import UserError
 
 
@@ -97,16 +96,3 @@ def test_file_is_written_whole_and_a_link_in_its_place_is_not_followed(home):
     with pytest.raises(UserError, match=r"a.txt' cannot be written \(.*\); free space there, or set XDG_CACHE_HOME"):
         write_cached(path, "profile")
     assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
-
-
-def test_key_is_made_once_and_read_by_its_user_alone(home):
-    with ThreadPoolExecutor() as several:
-        keys = list(several.map(lambda _: user_key(), range(8)))
-    path = home / "cache" / "moe_jax" / "keys" / "key"
-    assert len(set(keys)) == 1 and len(keys[0]) == 32 and path.read_bytes() == keys[0]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(path.parent) == ["key"]
-    for change in (lambda: path.chmod(0o640), lambda: path.write_bytes(b"short")):
-        change()
-        with pytest.raises(UserError, match=r"key' is no key of this user alone; delete it"):
-            user_key()
-        path.chmod(0o600)

@@ -1,10 +1,7 @@
 """One process of a job of two, for test_hosts.py: steps of a psum, until a mistake ends it as training would end."""
 
 import argparse
-import contextlib
 import itertools
-import os
-import pathlib
 import sys
 import time
 
@@ -15,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import NonFiniteError, UserError
-from moe_jax.training.hosts import HostsConfig, start_hosts
+from moe_jax.jobs.start import start_hosts
+from moe_jax.training import compiling
 
 
 def main() -> None:
@@ -29,22 +27,29 @@ def main() -> None:
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    config = HostsConfig(
-        coordinator=flags.coordinator,
-        num_processes=flags.num_processes,
-        process_id=flags.process_id,
-        start_timeout_seconds=30,
-        lost_after_seconds=flags.lost_after,
-        stall_after_seconds=flags.stall_after,
-    )
+    mistaken = flags.mistake.partition(":")[0] == str(flags.process_id)
+    kind = flags.mistake.partition(":")[2]
+    if kind == "absent" and mistaken:
+        flags.coordinator = "127.0.0.1:1"
     try:
-        hosts = start_hosts(config)
+        hosts = start_hosts(
+            flags.coordinator, flags.num_processes + (kind == "counts" and mistaken), flags.process_id,
+            lost_after_seconds=flags.lost_after, stall_after_seconds=flags.stall_after, start_timeout_seconds=8,
+        )  # fmt: skip
     except Exception as error:
         print(error, file=sys.stderr)
         sys.exit(exit_code_of(error))
     with hosts:
-        if sys.platform == "linux":
-            print("open ports", open_ports(), flush=True)
+        if kind == "differs":
+            own = "ab"[mistaken]
+            hosts.agree(
+                "text", own, lambda first, own: f"the text is {own} on process {{index}}, and {first} on process 0"
+            )
+        if kind == "late":
+            time.sleep(10 * mistaken)
+            hosts.gather_text("the text", "", 2.0)
+        if kind == "program":
+            compile_twice(mistaken)
         run_steps(flags, hosts)
 
 
@@ -58,34 +63,26 @@ def run_steps(flags, hosts) -> None:
         hosts.touch(step)
         process, _, kind = flags.mistake.partition(":")
         if step == 5 and process in ("all", str(hosts.process_index)):
-            make_mistake(kind, hosts)
+            make_mistake(kind)
         if step % 5 == 0:
             print(f"step {step}", flush=True)
         time.sleep(0.05)
 
 
-def open_ports() -> list[tuple[str, int]]:
-    """Return (address, port) of each TCP socket of this process that listens (Linux); an address is hexadecimal."""
-    inodes, found = set(), []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-    for table in ("tcp", "tcp6"):
-        for row in pathlib.Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = row.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                address, port = fields[1].split(":")
-                found.append((address, int(port, 16)))
-    return found
+def compile_twice(mistaken: bool) -> None:
+    """Two programs, the first with process 0's profile; a process that is mistaken compiles the second otherwise."""
+    compiling.compile_guided = lambda lowered, options, *_: (lowered.compile(options), "process 0's seconds")
+    compiling.compile_with_profile = lambda lowered, options, profile: print(profile) or lowered.compile(options)
+    lowered = jax.jit(lambda x: jnp.tanh(x + 1) * 2 - x.sum()).lower(jnp.ones(5))
+    for options in ({}, {"xla_disable_all_hlo_passes": "True"} if mistaken else {}):
+        print("result", compiling.compile_for_all(lowered, options, None)(jnp.ones(5))[0], flush=True)
 
 
-def make_mistake(kind: str, hosts) -> None:
+def make_mistake(kind: str) -> None:
     errors = {"user": UserError("learning_rate (-1) must be positive"), "bug": KeyError("a bug")}
     errors["nan"] = NonFiniteError("the loss of step 5 is nan")
     if kind in errors:
         raise errors[kind]
-    if kind == "babble":
-        hosts._peers[0].connection.sendall(b"GET / HTTP/1.1\n")
     time.sleep(1000)  # stuck
 
 

@@ -27,8 +27,8 @@ from moe_jax.errors import UserError
 from moe_jax.inference.conversion import TensorFolder, Upcycling, export_folder, import_folder, write_tensors
 from moe_jax.inference.families import ABSENT, FAMILIES, NEUTRAL, OFF, read_config, upcycled_keys, write_config
 from moe_jax.inference.tensor_places import tensor_places
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.models.counts import parameter_counts
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.optimizer import build_learning_rate
 from moe_jax.training.run import Start, evaluate_run, run
 

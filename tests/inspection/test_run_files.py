@@ -20,7 +20,7 @@ from support.traced_programs import jaxprs_in
 from moe_jax.analysis import compile_ahead
 from moe_jax.cluster.targets import parse_target, read_device, target_names
 from moe_jax.config.gin_files import parse_run_config
-from moe_jax.training.hosts import Hosts
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.training.overlap import why_not_halves
 from moe_jax.training.program import Program, build_program
 from moe_jax.training.run import run

@@ -178,7 +178,6 @@ def test_host_environment_says_who_the_process_is():
     environment = host_environment(given, lab_hosts(3), 1, 4)
     assert environment["JAX_COORDINATOR_ADDRESS"] == "10.99.0.1:8476"
     assert (environment["JAX_NUM_PROCESSES"], environment["JAX_PROCESS_ID"]) == ("3", "1")
-    assert environment["MOE_JAX_JOB_TOKEN"] == host_environment(given, lab_hosts(3), 2, 4)["MOE_JAX_JOB_TOKEN"] != ""
     assert environment["JAX_NUM_CPU_DEVICES"] == "4" and environment["HOME"] == "/h"
     assert environment["XLA_FLAGS"].split() == ["--xla_cpu_enable_fast_math=false"]  # the two counts would clash
 

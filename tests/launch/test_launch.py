@@ -1,111 +1,129 @@
-"""The launch files: their syntax, that their parts agree, and what Slurm's script does with exit codes."""
+"""The launch files without a cluster: what Slurm's script does with codes and nodes, and the commands of the JobSet.
+
+`tests/slurm` runs the script on a real Slurm.
+"""
 
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml  # orbax brings it
-
-from moe_jax.recovery.links import parse_hosts
-from moe_jax.recovery.workers import STOPPED
-from moe_jax.supervise import find_index
+from support.ports import free_port
+from support.tiny_run import bindings_of, finish_pair, start
 
 _LAUNCH = Path(__file__).parents[2] / "scripts" / "launch"
 _SBATCH = _LAUNCH / "train.sbatch"
-_JOBSET = yaml.safe_load((_LAUNCH / "jobset.yaml").read_text())
+_JOBSET = (_LAUNCH / "jobset.yaml").read_text()
+
+# Stands in for Slurm's commands: all nodes of ANSWER answer; an attempt ends with the codes of its line of `attempts`,
+# one a node, and with the step that stands behind them.
+SRUN = """#!/bin/bash
+echo $(echo "$@" | tr "\n" " ") >> calls
+for word in "$@"; do case $word in --nodelist=*) nodes=${word#*=} ;; esac; done
+if [[ ${!#} = true ]]; then [[ " $ANSWER " = *" $nodes "* ]]; exit; fi
+read -r line < attempts; sed -i 1d attempts
+for code in ${line% *}; do echo "0: moe_jax code $code"; ((code > ${most:=0})) && most=$code; done
+echo '{"step": '"${line##* }"', "loss": 1}' > run/metrics.jsonl
+exit $most
+"""
 
 
-def test_sbatch_asks_for_gpus_by_node_and_for_a_signal_before_the_end():
+def run_script(tmp_path, attempts, answer="n1 n2 n3", **environment):
+    """Return (exit code, output, calls of srun that trained, calls of scontrol) with these attempts' ends."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "attempts").write_text("".join(f"{line}\n" for line in attempts))
+    listed = 'if [ "$1" = show ]; then printf "n1\\nn2\\nn3\\n"; else echo "$@" >> requeued; fi'
+    texts = {"srun": SRUN, "scontrol": f"#!/bin/sh\n{listed}\n", "hostname": "#!/bin/sh\necho n1\n"}
+    for name, text in (texts | {"sleep": "#!/bin/sh\n"}).items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = os.environ | {
+        "SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-3]", "ANSWER": answer,
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+    } | environment  # fmt: skip
+    command = ["bash", str(_SBATCH), "--gin_file=a b.gin", "--workdir=run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.endswith(" true")]
+    requeued = (tmp_path / "requeued").read_text() if (tmp_path / "requeued").exists() else ""
+    return done.returncode, done.stdout + done.stderr, calls, requeued
+
+
+def test_sbatch_asks_for_whole_nodes_and_for_a_signal_before_the_end():
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", _SBATCH.read_text(), re.MULTILINE))
-    assert options["gres"].startswith("gpu:") and options["ntasks-per-node"] == "1"  # one supervisor, all GPUs
+    assert options["gres"].startswith("gpu:") and options["ntasks-per-node"] == "1" and "exclusive" in options
     assert "no-kill" in options  # the others go on without a lost node
-    assert options["signal"] == "TERM@300"
-    assert "requeue" in options and "gpus-per-task" not in options
+    assert options["signal"] == "B:TERM@300" and "requeue" in options
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "restarts", "requeued"),
-    [(0, 0, False), (2, 0, False), (3, 0, False), (75, 0, True), (4, 0, True), (137, 0, True), (75, 100, False)],
+    ("attempts", "code", "starts"),
+    [
+        (["0 0 9"], 0, 1),
+        (["137 2 0"], 2, 1),  # srun itself says 137
+        (["4 3 5"], 3, 1),
+        (["4 137 5", "4 1 9", "0 0 20"], 0, 3),
+        (["134 137 5", "4 1 5", "4 1 5", "4 4 5"], 4, 4),  # three in a row without a new step
+        (["4 4 5", "4 4 3", "4 4 4", "4 4 6", "0 0 9"], 0, 5),  # resumed at an earlier one, then beyond
+        (["4 4 1", "4 4 2", "4 4 3"], 4, 3),  # MAX_RESTARTS
+    ],
 )
-def test_sbatch_requeues_what_a_restart_can_heal(tmp_path, exit_code, restarts, requeued):
-    expected = 0 if requeued else exit_code
-    (tmp_path / "bin").mkdir()
-    listed = 'if [ "$1" = show ]; then printf "n0\\nn1\\n"; exit; fi; '
-    ends = {"srun": ("", f"; exit {exit_code}"), "scontrol": (listed, "")}
-    for name, (begin, end) in ends.items():
-        body = f'{begin}echo "$@" > {tmp_path}/{name}; echo "$MOE_JAX_JOB_TOKEN" >> {tmp_path}/secrets{end}'
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
-    slurm |= {
-        "SLURM_JOB_NODELIST": "n[0-1]",
-        "SLURM_GPUS_ON_NODE": "4",
-        "MOE_JAX_JOB_TOKEN": "",
-    }  # the last: of whoever runs this test
-    environment = os.environ | slurm | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    command = ["bash", str(_SBATCH), "--workdir=runs/a b"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == expected, done.stdout + done.stderr
-    assert (tmp_path / "scontrol").exists() == requeued
-    if requeued:
-        assert (tmp_path / "scontrol").read_text() == "requeue 17\n"
-    assert (
-        "--hosts=n0:8475,n1:8475 --spares=0 --workers_per_host=4 -- python -u -m moe_jax.train --workdir=runs/a b"
-        in (tmp_path / "srun").read_text()
-    )
-    secret = (tmp_path / "secrets").read_text().splitlines()[0]
-    assert re.fullmatch("[0-9a-f]{64}", secret) and secret not in (tmp_path / "srun").read_text() + done.stdout
+def test_sbatch_starts_again_what_a_restart_can_heal(tmp_path, attempts, code, starts):
+    most = "2" if attempts[-1] == "4 4 3" else "100"
+    found, said, calls, requeued = run_script(tmp_path, attempts, MAX_RESTARTS=most)
+    assert (found, len(calls), requeued) == (code, starts, ""), said
+    ports = [re.search(r" n2 n3 n1 (\d+) --gin_file=a b.gin --workdir=run$", call)[1] for call in calls]
+    assert len(set(ports)) == starts  # the last attempt's process 0 may still hold its own
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 75])
-def test_sbatch_starts_a_supervisor_again_that_was_lost(tmp_path, code):
-    """What srun runs on each node: after codes 137 and 4 again, on the same arguments; and not after its last ones."""
-    script = re.search(r"bash -c '\n(.*?)' supervise", _SBATCH.read_text(), re.DOTALL)
-    (tmp_path / "python").write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/starts\n'
-        f"case $(wc -l < {tmp_path}/starts) in 1) kill -9 $$;; 2) exit 4;; *) exit {code};; esac\n"
-    )
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    for name in ("python", "sleep"):
-        (tmp_path / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", "-c", script[1], "supervise", "--hosts=n0:8475", "--", "python", "a b"]
-    assert subprocess.run(command, env=environment, timeout=60).returncode == code
-    starts = (tmp_path / "starts").read_text().splitlines()
-    assert starts == ["-u -m moe_jax.supervise --hosts=n0:8475 -- python a b"] * 3
+def test_sbatch_takes_the_nodes_that_answer_with_its_own_last(tmp_path):
+    _, said, (call,), _ = run_script(tmp_path, ["0 0 9"], answer="n1 n3", WANT="2")
+    assert "attempt 0 on 2 nodes: n3 n1" in said and " --nodelist=n3,n1 " in call and "--overlap" in call
 
 
-def test_jobset_parts_agree():
-    assert (_JOBSET["apiVersion"], _JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    [workers] = _JOBSET["spec"]["replicatedJobs"]
-    job = workers["template"]["spec"]
-    [container] = job["template"]["spec"]["containers"]
-    environment = {entry["name"]: entry for entry in container["env"]}
-    name = _JOBSET["metadata"]["name"]
-    port, above = (port["containerPort"] for port in container["ports"])
-    assert above == port + 1  # process 0's
-    [hosts] = [word.partition("=")[2] for word in container["command"] if word.startswith("--hosts=")]
-    pods = [f"{name}-{workers['name']}-0-{index}.{name}" for index in range(job["completions"])]
-    assert parse_hosts(hosts) == [(pod, port) for pod in pods] and job["parallelism"] == job["completions"]
-    assert find_index(parse_hosts(hosts), {"JOB_COMPLETION_INDEX": "2"}) == 2
-    assert environment["MOE_JAX_JOB_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "moe-jax", "key": "token"}
-    assert "kubectl create secret generic moe-jax --from-literal=token=" in (_LAUNCH / "jobset.yaml").read_text()
-    assert job["completionMode"] == "Indexed"
-    command = container["command"]
-    assert command[:4] == ["python", "-u", "-m", "moe_jax.supervise"]
-    assert command[command.index("--") + 1 :][:4] == ["python", "-u", "-m", "moe_jax.train"]
-    assert f"--workers_per_host={container['resources']['limits']['nvidia.com/gpu']}" in command  # one a GPU
+@pytest.mark.parametrize(("restarts", "code"), [("3", 0), ("100", 75)])
+def test_sbatch_returns_to_the_queue_what_a_signal_stopped(tmp_path, restarts, code):
+    found, said, _, requeued = run_script(tmp_path, ["75 75 9"], SLURM_RESTART_COUNT=restarts)
+    assert (found, requeued) == (code, "requeue 17\n" if code == 0 else ""), said
 
 
 def test_jobset_restarts_all_but_mistakes():
-    job = _JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]
+    jobset = yaml.safe_load(_JOBSET)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     [rule] = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2, 3]
-    assert job["backoffLimit"] > 0  # a lost pod is made again, while the others go on
+    assert job["backoffLimit"] == 0 and job["completionMode"] == "Indexed"
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # the policy demands Never
-    [at_failure] = _JOBSET["spec"]["failurePolicy"]["rules"]
+    [at_failure] = jobset["spec"]["failurePolicy"]["rules"]
     assert (at_failure["action"], at_failure["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
-    assert _JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
-    assert STOPPED not in rule["onExitCodes"]["values"]
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+
+
+def test_jobset_commands_train_on_cpus(tmp_path):
+    """Of two pods, as its header says how; each name of a pod is this machine here."""
+    places = ("parallelism: ", "completions: ", "--num_processes=")
+    for place in places:
+        assert _JOBSET.count(f"{place}4\n") == 1
+    text = re.sub(f"({'|'.join(places)})4\n", r"\g<1>2\n", _JOBSET)
+    jobset = yaml.safe_load(text)
+    [workers] = jobset["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    [container] = job["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8 and job["parallelism"] == job["completions"] == 2
+    [port] = [port["containerPort"] for port in container["ports"]]
+    first, here = f"{jobset['metadata']['name']}-{workers['name']}-0-0.{jobset['metadata']['name']}:{port}", free_port()
+    assert any(entry["name"] == "POD_INDEX" and "valueFrom" in entry for entry in container["env"])
+    python, *command = container["command"]
+    assert python == "python" and f"--coordinator={first}" in command
+    command = [word.replace(first, f"127.0.0.1:{here}") for word in command] + ["--host_devices=1"]
+    command += [f"--gin_bindings={binding}" for binding in bindings_of(tmp_path)] + [f"--workdir={tmp_path / 'run'}"]
+    pods = [
+        start([sys.executable, *(word.replace("$(POD_INDEX)", str(index)) for word in command)]) for index in range(2)
+    ]
+    done = finish_pair(pods)
+    assert [code for code, *_ in done] == [0, 0], done
+    assert (tmp_path / "run" / "checkpoints" / "00000006").is_dir() and "(2 processes on" in done[0][1]

@@ -72,6 +72,8 @@ def test_report_of_a_run_without_a_step_says_so(tmp_path):
         run.environment.write_text(damaged)
         with pytest.raises(UserError, match=message):
             write_report(run)
+    run.environment.write_text('{"parameters": {"total": %s, "active": 1}}' % ("9" * 400))
+    assert embedded(write_report(run).read_text())["about"]["numbers"][0][0] == "parameters"
 
 
 @pytest.mark.parametrize(

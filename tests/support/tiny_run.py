@@ -10,10 +10,11 @@ from support.ports import free_port
 from support.quick_compiles import QUICK
 
 from moe_jax.config.gin_files import parse_run_config
+from moe_jax.jobs.hosts import Hosts
+from moe_jax.jobs.start import start_hosts
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import Hosts, HostsConfig, start_hosts
 from moe_jax.training.program import build_session
 from moe_jax.training.run import Start, evaluate_run, run
 
@@ -108,7 +109,7 @@ def command(folder, workdir, *changes: str, devices: int = 2, flags=()) -> list[
 def start(arguments, **changes: str) -> subprocess.Popen:
     """Start a command from the repository's root with quiet output in pipes; changes: of the environment."""
     root, pipe = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), subprocess.PIPE
-    environment = {"MOE_JAX_JOB_TOKEN": "of all pairs of these tests", **os.environ, "XLA_FLAGS": QUICK, **changes}
+    environment = {**os.environ, "XLA_FLAGS": QUICK, **changes}
     return subprocess.Popen(arguments, env=environment, cwd=root, stdout=pipe, stderr=pipe, text=True)
 
 
@@ -124,7 +125,7 @@ def join_job(devices: int):
     coordinator, count, index = (word.partition("=")[2] for word in words)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    return own, start_hosts(HostsConfig(coordinator=coordinator, num_processes=int(count), process_id=int(index)))
+    return own, start_hosts(coordinator=coordinator, num_processes=int(count), process_id=int(index))
 
 
 def finish(process: subprocess.Popen, seconds: float = 240):

@@ -17,8 +17,8 @@ from moe_jax.config.gin_files import parse_run_config
 from moe_jax.data.chat import ChatTemplate
 from moe_jax.errors import UserError
 from moe_jax.inference import Generator
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.models import make_loss
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import build_session
 from moe_jax.training.run import banner, run
 

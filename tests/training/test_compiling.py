@@ -13,7 +13,6 @@ from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import scheduler_profile
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.data.user_cache import user_key
 from moe_jax.errors import UserError
 from moe_jax.training import compiling
 from moe_jax.training.compiling import compiler_options, set_up_compilation_cache
@@ -176,48 +175,3 @@ def test_a_folder_that_others_may_write_to_keeps_no_programs(as_before, tmp_path
     (tmp_path / "open").chmod(0o770)
     assert set_up_compilation_cache(str(tmp_path / "open")) is None and not jax.config.jax_enable_compilation_cache
     assert f"programs are not kept: other users may write to '{tmp_path}/open'" in caplog.text
-    jax.config.update("jax_enable_compilation_cache", True)
-    key = tmp_path / "moe_jax" / "keys" / "key"
-    user_key()
-    key.chmod(0o644)
-    assert set_up_compilation_cache(str(tmp_path / "mine")) is None
-    assert f"programs are not kept: '{key}' is no key of this user alone" in caplog.text
-
-
-def test_a_kept_program_is_loaded_only_if_this_user_kept_it(as_before, tmp_path, caplog):
-    """One changed byte, the program of another name, and what another user has kept are not loaded."""
-    loaded = []
-    monkeypatched = compilation_cache.decompress_executable
-    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.decompress_executable = lambda held: loaded.append(1) or monkeypatched(held)
-
-    def compile_again(factor: float) -> int:
-        loaded.clear()
-        jax.clear_caches()
-        assert float(jax.jit(lambda x: factor * x + 7)(2.0)) == 2 * factor + 7
-        return len(loaded)
-
-    try:
-        assert set_up_compilation_cache(str(tmp_path / "mine"))
-        assert compile_again(3.0) == 0 < compile_again(3.0)
-        files = sorted((tmp_path / "mine").glob("*-cache"), key=lambda file: file.stat().st_size)
-        whole = [file.read_bytes() for file in files]
-        for damage in (
-            lambda held: held[:-1] + bytes([held[-1] ^ 1]),
-            lambda held: held[32:],  # as jax itself would keep it
-            lambda held: next(other for other in (*whole, b"") if other != held),
-        ):
-            for file, held in zip(files, whole, strict=True):
-                file.write_bytes(damage(held))
-            caplog.clear()
-            assert compile_again(3.0) == 0 and "is not by this user, and is not loaded" in caplog.text
-        for file, held in zip(files, whole, strict=True):
-            file.write_bytes(held)
-        assert compile_again(3.0) > 0
-        (tmp_path / "moe_jax" / "keys" / "key").unlink()  # as another user
-        assert set_up_compilation_cache(str(tmp_path / "mine"))
-        assert compile_again(3.0) == 0 < compile_again(3.0)
-    finally:
-        compilation_cache.decompress_executable = monkeypatched
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)

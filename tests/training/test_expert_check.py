@@ -15,6 +15,7 @@ from support.tiny_run import run_here
 
 from moe_jax.data import user_cache
 from moe_jax.errors import UserError
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.kernels import grouped as contract
 from moe_jax.kernels.blocked import RaggedMatmul, clear_unowned_rows, split_gradient
 from moe_jax.kernels.grouped import register
@@ -22,7 +23,6 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.training import expert_check
 from moe_jax.training import run as run_module
 from moe_jax.training.expert_check import CASES, compare_expert, draw_arrays, of_implementation, select_verified_kernels
-from moe_jax.training.hosts import Hosts
 
 SMALL = ModelConfig(model_dim=64, hidden_dim=128, dtype="bfloat16")
 TILE = 64

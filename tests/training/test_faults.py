@@ -6,9 +6,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
-import threading
 import time
 
 import jax
@@ -20,11 +17,8 @@ from support.tiny_run import arrays_of, assert_same_run, command, finish, finish
 
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.language_model import flatten
-from moe_jax.observe import lease
-from moe_jax.observe.lease import Lease
 from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics
-from moe_jax.observe.run_folder import RunFolder
 from moe_jax.training import loop
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.stepper import Stepper
@@ -294,8 +288,7 @@ def test_a_state_that_is_not_finite_pushes_out_no_finite_one(whole, monkeypatch)
 
 
 def remove(folder):
-    """As `rm -rf` does, again where a writer has put something in meanwhile."""
-    while folder.exists():
+    while folder.exists():  # a writer may put something in meanwhile
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -304,7 +297,9 @@ def test_a_run_whose_folder_goes_writes_all_again(whole, tmp_path, monkeypatch):
     work, dispatch, evaluate, save = tmp_path / "work", Stepper.dispatch, loop.Loop.evaluate, Checkpointer.save
     events = {
         1: lambda: remove(work / "checkpoints"),
-        3: lambda: [remove(work / name) for name in ("lease", "checkpoints", "loads")],  # half of `rm -rf`
+        3: lambda: (
+            [remove(work / name) for name in ("checkpoints", "loads")] + [(work / "lock.json").unlink()]
+        ),  # half of `rm -rf`
         4: lambda: remove(work),
         6: lambda: remove(work),  # after the last save
     }
@@ -330,7 +325,7 @@ def test_a_run_whose_folder_goes_writes_all_again(whole, tmp_path, monkeypatch):
     want, found = arrays_of(whole / "whole", 6), arrays_of(work, 6)
     assert want.keys() == found.keys() and all(np.array_equal(want[name], found[name]) for name in want)
     assert (work / "config.gin").read_bytes() == (whole / "whole" / "config.gin").read_bytes()
-    assert [path.name for path in (work / "lease").iterdir()] == ["00000001.json"]
+    assert json.loads((work / "lock.json").read_text())["released"]
 
 
 def test_damaged_diagnostics_are_set_aside_and_end_no_run(whole, capsys, caplog):
@@ -355,131 +350,6 @@ def test_damaged_diagnostics_are_set_aside_and_end_no_run(whole, capsys, caplog)
 # Two jobs, one folder.
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(lease, "STALE_SECONDS", 2.0)
-
-
-def seconds_to_take(folder, epoch):
-    began = time.monotonic()
-    with Lease(folder, pytest.fail) as taken:
-        assert taken.epoch == epoch and [path.name for path in folder.lease.iterdir()] == [f"{epoch:08d}.json"]
-        return time.monotonic() - began
-
-
-def test_a_folder_is_held_by_one_job_and_given_back(quick, tmp_path):
-    folder, lost = RunFolder(tmp_path), []
-    folder.operative_config.write_text("")  # of a run that began
-    with Lease(folder, lost.append) as first:
-        with pytest.raises(UserError, match=rf"is held by another job \(process {os.getpid()} on .*, epoch 1\); wait"):
-            Lease(folder, pytest.fail).__enter__()
-        assert first.epoch == 1 and not lost
-    assert seconds_to_take(folder, 2) < lease.STALE_SECONDS
-
-
-def test_a_folder_is_taken_again_unless_it_is_renamed_or_of_another_job(tmp_path):
-    folder, other = RunFolder(tmp_path / "run"), json.dumps({"host": "far", "process": 5, "beats": 0})
-    with Lease(folder, pytest.fail):
-        assert not folder.retake()
-        shutil.rmtree(folder.path)
-        assert folder.retake() and not folder.retake() and list(folder.lease.iterdir())
-        folder.path.rename(tmp_path / "moved")
-        with pytest.raises(UserError, match="was renamed under a job; name its new place"):
-            folder.retake()
-        shutil.rmtree(tmp_path / "moved")
-        folder.lease.mkdir(parents=True)
-        (folder.lease / "00000001.json").write_text(other)
-        with pytest.raises(UserError, match=r"held by another job \(process 5 on far, epoch 1\)"):
-            folder.retake()
-    assert (folder.lease / "00000001.json").read_text() == other
-
-
-def test_a_dead_job_of_this_host_is_replaced_at_once(tmp_path):
-    code = "import sys, time; from moe_jax.observe.lease import *; Lease(RunFolder(sys.argv[1]), print).__enter__()"
-    code += "; print('held', flush=True); time.sleep(60)"
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
-    holder.kill()  # and nobody waits for it: a zombie
-    assert seconds_to_take(RunFolder(tmp_path), 2) < 5 < lease.STALE_SECONDS
-    holder.communicate()
-
-
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_job_of_another_host_is_judged_by_its_count_alone(quick, tmp_path, lives):
-    """Its clock, and the times of its files, are those of another century."""
-    folder = RunFolder(tmp_path)
-    folder.lease.mkdir()
-    path, ended = folder.lease / "00000041.json", threading.Event()
-
-    def write(beats):
-        path.write_text(json.dumps({"host": "far", "process": 1, "machine": "far", "started": "1", "beats": beats}))
-        os.utime(path, (10, 10))
-
-    def beat():
-        beats = 7
-        while not ended.wait(0.05):
-            write(beats := beats + 1)
-
-    write(7)
-    other = threading.Thread(target=beat)
-    if lives:
-        other.start()
-        with pytest.raises(UserError, match="process 1 on far, epoch 41"):
-            Lease(folder, pytest.fail).__enter__()
-        ended.set()
-        other.join()
-        assert path.exists()
-    else:
-        assert 2.0 <= seconds_to_take(folder, 42) < 10
-
-
-def test_a_job_that_slept_finds_that_it_lost_the_folder(quick, tmp_path):
-    folder, lost, told = RunFolder(tmp_path), [], threading.Event()
-    with Lease(folder, lambda error: (lost.append(error), told.set())):
-        (folder.lease / "00000002.json").write_text('{"host": "far", "process": 5, "beats": 0}')
-        assert told.wait(5)
-    assert "held by another job (process 5 on far, epoch 2)" in str(lost[0])
-    assert json.loads((folder.lease / "00000002.json").read_text())["host"] == "far"
-
-
-def test_a_folder_that_was_deleted_and_begun_anew_is_the_new_jobs(quick, tmp_path):
-    """Both have epoch 1: the one before must not write into the other's file."""
-    folder, lost, told = RunFolder(tmp_path), [], threading.Event()
-    with Lease(folder, lambda error: (lost.append(error), told.set())):
-        shutil.rmtree(folder.lease)
-        folder.lease.mkdir()
-        other = json.dumps({"host": "far", "process": 5, "beats": 0})
-        (folder.lease / "00000001.json").write_text(other)
-        assert told.wait(5) and "held by another job (process 5 on far, epoch 1)" in str(lost[0])
-    assert (folder.lease / "00000001.json").read_text() == other
-
-
-def test_a_job_that_was_slow_to_take_a_folder_leaves_a_later_job_its_file(quick, tmp_path, monkeypatch):
-    folder, later, told, newest = RunFolder(tmp_path), tmp_path / "lease" / "00000002.json", threading.Event(), []
-
-    def slow(self, look=Lease._newest):
-        newest.append(look(self))
-        if len(newest) == 2:  # it has looked, and falls asleep
-            later.write_text('{"host": "far", "process": 5, "beats": 0}')
-        return newest[-1]
-
-    monkeypatch.setattr(Lease, "_newest", slow)
-    with Lease(folder, lambda _: told.set()):
-        assert told.wait(5)
-    assert later.exists()
-
-
-def test_a_folder_that_is_given_back_while_another_job_looks_is_taken(quick, tmp_path):
-    """The other found nothing to do, and removes its lease as it ends."""
-    folder = RunFolder(tmp_path)
-    folder.lease.mkdir()
-    (folder.lease / "00000001.json").write_text('{"host": "far", "process": 5, "beats": 0}')
-    leaving = threading.Timer(0.2, shutil.rmtree, (folder.lease,))
-    leaving.start()
-    assert seconds_to_take(folder, 2) < lease.STALE_SECONDS
-
-
 def wait_until(is_so, process, seconds=180):
     end = time.monotonic() + seconds
     while not is_so():
@@ -490,16 +360,17 @@ def wait_until(is_so, process, seconds=180):
 
 
 def test_a_second_command_on_a_folder_is_refused_before_it_trains(tmp_path):
-    """And the first ends in one line when it finds a later epoch, as after a long sleep."""
+    """And the first ends in one line when it finds another's record, as after a long sleep."""
     work = tmp_path / "work"
     first = start(command(tmp_path, work, "train.steps = 100000", "train.checkpoint_every = 0"))
-    wait_until(lambda: list(work.glob("lease/*.json")), first)
+    wait_until((work / "lock.json").exists, first)
     code, out, err = finish(start(command(tmp_path, work)))
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == 2 and f"held by another job (process {first.pid} on " in line and "step" not in out, err
+    assert code == 2 and f"is held by process {first.pid} on " in line and "step" not in out, err
     wait_until(lambda: len(read_metrics(work)) >= 3, first)
-    (work / "lease" / "00000002.json").write_text('{"host": "far", "process": 5, "beats": 0}')
+    (work / "lock.json").write_text('{"host": "far", "pid": 5, "id": "later"}')
+    began = time.monotonic()
     code, out, err = finish(first, 120)
-    assert code == 2 and err.count("held by another job (process 5 on far, epoch 2)") == 1, err
+    assert code == 2 and err.count("is held by process 5 on far; wait") == 1 and time.monotonic() - began < 6, err
     steps = [record["step"] for record in read_metrics(work)]
     assert steps == list(range(1, len(steps) + 1))

@@ -11,7 +11,7 @@ from support import feed_rows
 from support.tiny_run import config_of, finish_pair, session_of, start_pair, write_corpus
 
 from moe_jax.errors import UserError
-from moe_jax.training.hosts import Hosts, HostsConfig
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.training.loop import evaluate
 from moe_jax.training.run import start_session
 
@@ -45,9 +45,13 @@ def test_what_processes_compare_before_a_run_compiles(tmp_path, capsys):
 
     class Four(Hosts):
         def gather_text(self, topic, text, *_):
-            return [text, *(other or text for _ in range(3))]
+            return [text] * 4
 
-    hosts, other = Four(config=HostsConfig(process_id=0, num_processes=4), host_ids=["a"] * 4), ""
+        def agree(self, topic, text, difference, *_):
+            if topic == "corpus" and other:
+                raise UserError(difference(text, other).format(index=1))
+
+    hosts, other = Four(4), ""
     session, compared = start_session(config, hosts)
     assert session.roles.config.devices_per_node == len(jax.devices()) and compared == {}
     assert capsys.readouterr().out == "8 devices a node (4 processes on 1 host(s))\n"

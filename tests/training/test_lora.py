@@ -12,6 +12,7 @@ from support.tiny_run import arrays_of, assert_same_run, config_of, evaluate_her
 from moe_jax.analysis.memory import count_bytes, lay_out
 from moe_jax.errors import UserError
 from moe_jax.inference import load
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.config import LoraConfig
 from moe_jax.models.language_model import flatten
@@ -21,7 +22,6 @@ from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.frozen_base import settle_base
-from moe_jax.training.hosts import Hosts, HostsConfig
 from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 
@@ -231,10 +231,10 @@ def test_the_base_is_named_whole_and_hashed_by_one_process(runs, monkeypatch):
 
     class Second(Hosts):
         def gather_text(self, topic, text, *_):
-            return [json.dumps([*first, identity["parameters"]]), text]
+            return [json.dumps([*first, identity["parameters"]]) if topic == "base" else text, text]
 
     monkeypatch.setattr(Checkpointer, "digest", None)  # is not called
-    second, first = Second(config=HostsConfig(process_id=1, num_processes=2)), [str(runs / "model"), 3]
+    second, first = Second(2, 1), [str(runs / "model"), 3]
     assert settle_base(config, "model", {}, second) == identity
     first = [str(runs / "other"), 3]
     with pytest.raises(UserError, match="is not the same run on all processes"):

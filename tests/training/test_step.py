@@ -14,12 +14,12 @@ from support.tiny_run import config_of, one_step, run_here, session_of
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import NonFiniteError, UserError
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.training import loop
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import check_finite, step_record
 from moe_jax.training.run import Start, starting_state
 from moe_jax.training.step import first_scale, make_gradients
