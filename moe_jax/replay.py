@@ -54,13 +54,13 @@ flags.DEFINE_list(
 )
 flags.DEFINE_integer("nodes", None, "nodes; those of --cluster, else of the trace, when not given")
 flags.DEFINE_integer("devices_per_node", None, "devices of a node; as --nodes")
-flags.DEFINE_integer("lag", 1, "samples between the loads seen and the sample planned for")
-flags.DEFINE_integer("every", 1, "judge each so many-th sample")
+flags.DEFINE_integer("lag", None, "steps between the loads seen and the step planned for; the trace's fewest, else")
+flags.DEFINE_integer("every", 1, "judge each so many-th sample that has another one `lag` steps before it")
 flags.DEFINE_integer("replica_slots", 4, "mu: replicas of a device in one layer")
 flags.DEFINE_string(
     "overlap_degree",
     None,
-    "tau: experts whose transfer hides behind attention; by Hecate's formula when not given, or 'executor'",
+    "tau: experts that may get replicas, or 'paper' for Hecate's formula; by predicted time when not given",
 )
 flags.DEFINE_integer("model_dim", None, f"M; the trace's when not given, else {inputs.LAYER['model_dim']}")
 flags.DEFINE_integer(
@@ -86,6 +86,7 @@ flags.DEFINE_integer(
 flags.DEFINE_enum("price", "executor", PRICES, "prices: what the program does, or the papers' formulas")
 flags.DEFINE_enum("transfer", "auto", FORMS, "form of the transfer of replicas; auto: the cheaper one")
 flags.DEFINE_integer("interval", None, "plan each so many iterations; the planner's own when not given")
+flags.DEFINE_bool("must_pay", True, "replicas only where layers are predicted to take less time with them")
 flags.DEFINE_bool("bounded", True, "keep to the replica slots where the original system has no such bound")
 flags.DEFINE_enum("predictor", None, PREDICTORS, "how loads are guessed; the planner's own way when not given")
 flags.DEFINE_integer("plot_layer", 0, "layer that is drawn")
@@ -111,6 +112,7 @@ def _config() -> PlannerConfig:
         predictor=FLAGS.predictor,
         price=FLAGS.price,
         transfer=FLAGS.transfer,
+        must_pay=FLAGS.must_pay,
         bounded=FLAGS.bounded,
         split="plan",  # a trace's exchanges are timed by their exact rows
         **given,
@@ -127,10 +129,13 @@ def replay() -> dict:
     asked = list(simulate.EVERY_NAME) if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
     for name in asked:
         simulate.split_name(name)
-    if FLAGS.lag < 1 or FLAGS.every < 1:
-        raise UserError(f"--lag ({FLAGS.lag}) and --every ({FLAGS.every}) must be at least 1")
+    if FLAGS.every < 1:
+        raise UserError(f"--every ({FLAGS.every}) must be at least 1")
     given = inputs.build_inputs(FLAGS.flag_values_dict())
-    _, layers, sources, experts = given.trace.loads.shape
+    steps, (samples, layers, sources, experts) = given.trace.iterations, given.trace.loads.shape
+    least = simulate.least_lag(steps)
+    lag = least if FLAGS.lag is None else FLAGS.lag
+    count = len(simulate.judged(steps, lag)[:: FLAGS.every])
     if not 0 <= FLAGS.plot_layer < layers:
         raise UserError(f"--plot_layer ({FLAGS.plot_layer}) must lie in 0..{layers - 1}, the trace's layers")
     placement = Placement.even(layers, experts, sources, given.cluster.devices_per_node)
@@ -148,11 +153,17 @@ def replay() -> dict:
         price=FLAGS.price,
         transfer=FLAGS.transfer,
     )
-    for note in given.messages:
+    judged = (
+        f"judged: {count} of {samples} samples, by plans from the loads of {f'{lag} steps' if lag > 1 else 'the step'}"
+    )
+    judged += " before" + f"; no samples are closer than {least} steps, and a run plans from 1 or 2" * (least > 1)
+    for note in (judged, *given.messages):
         print(note, flush=True)
     every = dict.fromkeys(["none", *asked])  # plain EP is the base of RB and speed-up
-    how = (given.trace, _config(), placement, cost, FLAGS.lag, FLAGS.every)
+    how = (given.trace, _config(), placement, cost, lag, FLAGS.every)
     records = {name: simulate.simulate(name, *how) for name in every}
+    if "auto" in asked and count <= (needed := 2 * _config().auto_steps):
+        print(f"auto: {count} samples are too few, so it stays plain: it needs {needed}, twice --auto_steps, to choose")
     for name in asked:
         planner = build_planner(dataclasses.replace(_config(), name=simulate.split_name(name)[0]))
         if (remark := planner.remark(cost)) is not None:
@@ -173,7 +184,8 @@ def replay() -> dict:
         "trace": {"name": given.path.name, "shape": list(given.trace.loads.shape)},
         "model": {name: getattr(given, name) for name in model},
         "cluster": given.cluster.name,
-        "lag": FLAGS.lag,
+        "lag": lag,
+        "judged": count,
         "every": FLAGS.every,
         "date": datetime.date.today().isoformat(),
         "commit": git.stdout.strip() or None,

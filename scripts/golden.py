@@ -9,7 +9,8 @@ Inputs: the run files as users start them, by `python -m moe_jax.train` on 8 hos
 text.txt. Outputs: of each step the loss and gradient norm (floats, exact in JSON) and the loads int [L, S, E], and exit
 code 1 where one differs: by more than 1e-5 of the kept number (loads: at all), or by a bit of the other commit's.
 
-`PlannerConfig.swap_after` is bound, so that a plan is used at a fixed step however long its program compiles. The
+`PlannerConfig.swap_after` is bound, so that a plan is used at a fixed step however long its program compiles, and
+`must_pay`, so that replicas run whatever they cost a run so small. The
 configurations of GPUs are shrunk by SHRUNK, and chat.gin reads that text too; the student of mos.gin learns from two
 steps of mos_teacher.gin.
 """
@@ -35,6 +36,7 @@ FLAGS = "--xla_backend_optimization_level=0"
 BINDINGS = (
     "ModelConfig.dtype = 'float32'",
     "PlannerConfig.swap_after = 2",
+    "PlannerConfig.must_pay = False",
     "train.batch_size = 16",
     "train.warmup_steps = 2",
     "train.checkpoint_every = 0",

@@ -105,7 +105,7 @@ def _check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target |
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         replanners = build_replanners(run, roles)
     for own, own_roles in segment_runs(run, roles).values():
-        check_router(own.moe, own_roles, tokens, length, run.planner.decides_late)
+        check_router(own.moe, own_roles, tokens, length, run.planner)
         x = jax.ShapeDtypeStruct((tokens, run.model.model_dim), run.model.dtype)
         make_schedule(own.moe, own_roles, x, split_tokens=run.model.sequence_parallel)
     return replanners

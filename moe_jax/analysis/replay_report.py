@@ -14,14 +14,14 @@ from moe_jax.analysis.simulate import Records
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
 
-WARM = 10  # in the first nine samples a plan from the past hardly helps: report without them too
+WARM = 9  # judged samples in which a plan from the past hardly helps: report without them too
 
 
 def summarize(records: Records, base: Records, cost: Cost) -> dict:
     """Return the numbers of one planner, to six digits; `base` holds plain expert parallelism over the same samples."""
     mean = records.computed.mean(axis=2)  # a layer without tokens is even
     ratio = np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
-    warm = ratio[records.sample >= WARM]
+    warm = ratio[WARM:]
     spread, before = records.computed.std(axis=2).mean(), base.computed.std(axis=2).mean()
     replicas = records.expert_replicas.sum(axis=2)
     chunks = (records.expert_replicas > 0).mean(axis=2)

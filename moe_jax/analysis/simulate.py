@@ -17,15 +17,16 @@ from moe_jax.observe.loads import LoadsTrace
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import AFTER_GATE, NAMES, routing
 from moe_jax.planning.auto import plan_session
-from moe_jax.planning.balancer import BALANCERS, with_late
+from moe_jax.planning.balancer import BALANCERS, Planner, grown, with_late
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost, forms_of
+from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape, fits, grow
+from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, placement_sizes, transfer_sizes
 
 SUFFIX = "_after_gate"
+SHOWN = 8  # lags that a message names
 EVERY_NAME = (*NAMES, *(name + SUFFIX for name in AFTER_GATE))  # what `all` stands for
 
 
@@ -70,15 +71,37 @@ def split_name(name: str) -> tuple[str, bool]:
     return base, base != name
 
 
+def least_lag(iterations: np.ndarray) -> int:
+    """Return the fewest steps between two samples of a trace, 1 where it has one sample."""
+    return int(np.diff(iterations).min()) if len(iterations) > 1 else 1
+
+
+def judged(iterations: np.ndarray, lag: int) -> np.ndarray:
+    """Return the places int [n] of a trace's samples that have another one `lag` steps before them.
+
+    Raises:
+      UserError: there is none.
+    """
+    found = np.flatnonzero(np.isin(iterations - lag, iterations))
+    if lag < 1 or not len(found):
+        apart = np.unique(iterations[:, None] - iterations[:SHOWN])
+        lags = ", ".join(map(str, apart[apart > 0][:SHOWN]))
+        raise UserError(
+            f"lag ({lag}) is in steps, and none of the trace's {len(iterations)} samples has another one so many steps "
+            f"before it; it answers {f'lags of {lags}, ..' if lags else 'none: record more'}"
+        )
+    return found
+
+
 def simulate(
     name: str, trace: LoadsTrace, config: PlannerConfig, placement: Placement, cost: Cost, lag: int, every: int
 ) -> Records:
-    """Plan each judged sample from the sample `lag` before it, and evaluate it on its own loads.
+    """Plan each judged sample from the loads of `lag` steps before it and earlier, and evaluate it on its own loads.
 
     Args:
       config: the planner's knobs; name and `when` are set from `name`.
-      lag: samples between what is seen and what is planned for; the first `lag` samples are not judged.
-      every: judge each so many-th sample.
+      lag: steps, of the trace's iterations; samples without one so many steps before them are not judged.
+      every: judge each so many-th of the others.
     """
     base, sees = split_name(name)
     late = sees and base in AFTER_GATE
@@ -88,17 +111,16 @@ def simulate(
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
     session = plan_session(config, placement, cost)
     largest = with_late(session.planner, build_shape(placement), cost).late if config.bounded else None
-    samples = np.arange(lag, len(trace.loads), every)
-    if not len(samples):
-        raise UserError(f"lag ({lag}) leaves none of the trace's {len(trace.loads)} samples; use a smaller lag")
+    samples = judged(trace.iterations, lag)[::every]
+    apart = np.maximum(1, np.diff(trace.iterations, prepend=trace.iterations[0]) // least_lag(trace.iterations))
     rows: list[dict] = []
     plans: list[tuple[Placement, Placement]] = []
     before, seen = placement, 0
     for sample in samples.tolist():
         # A planner that sees the step without a rule of its own for that plans from the step's loads directly.
-        newest = sample if sees and not late else sample - lag
-        while seen <= newest:
-            session.observe(trace.loads[seen])
+        newest = trace.iterations[sample] - (0 if sees and not late else lag)
+        while trace.iterations[seen] <= newest:
+            session.observe(trace.loads[seen], int(apart[seen]))
             seen += 1
         began = time.perf_counter()
         ahead = plan = session.propose(int(trace.iterations[sample]))
@@ -122,7 +144,7 @@ def simulate(
     return Records(
         name=name,
         sample=samples,
-        transfers=follow_transfers(plans, placement, cost, largest, session.planner.ahead_most(placement, cost)),
+        transfers=follow_transfers(plans, placement, cost, session.planner, largest),
         hiding=hiding,
         counters=dict(session.planner.counters),
         **{key: np.stack([row[key] for row in rows]) for key in rows[0]},
@@ -133,36 +155,30 @@ def follow_transfers(
     plans: Sequence[tuple[Placement, Placement]],
     start: Placement,
     cost: Cost,
+    planner: Planner,
     late: TransferShape | None,
-    most: TransferSizes | None,
 ) -> Transfers:
-    """Return what the transfers of a run of these plans send; their compiled shape grows as a run's does.
+    """Return what the transfers of a run of these plans send; their compiled shape changes as a run's does.
 
     Args:
       plans: of each sample the plan ahead, and what the step made of it after the gate; start: the homes before them.
       late: the largest transfer after the gate, None where it may be any.
-      most: the largest that the planner ever needs ahead, None where that is not known.
     """
     group = {"devices": start.devices, "devices_per_node": start.devices_per_node}
-    forms, bounded = forms_of("auto", *group.values()), late is not None
-    form, shape, changes, rows = None, build_shape(start), 0, []
+    several, bounded = 1 < start.devices_per_node < start.devices, late is not None
+    shape, changes, rows = build_shape(start), 0, []
     for place, (ahead, plan) in enumerate(plans):
-        need = build_shape(ahead, by_node=len(forms) > 1).ahead
-        if form is None and need is not None:
-            form = cost.form(need, *group.values())
-        if not fits(shape, ahead):
-            changes += place > 0
-            room = {"replica_slots": cost.replica_slots, "most": most}
-            shape = grow(shape, ahead, by_node=form == "by_node", **room)
+        before, shape = shape, grown(planner, shape, ahead, cost)
+        changes += place > 0 and shape != before
         sent, late_seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
         if len(plan.replicas) != len(ahead.replicas):
             added, late_now = plan.replicas[ahead.find(plan.replicas) < 0], late
             if not bounded:  # the largest holds all that came so far, and goes in the cheaper form
                 largest = transfer_sizes(plan.home, added, *group.values())
-                largest = largest.shape(*group.values(), len(forms) > 1)
+                largest = largest.shape(*group.values(), several)
                 if late is not None:
-                    grown = {name: max(getattr(largest, name), getattr(late, name)) for name in SIZES}
-                    largest = dataclasses.replace(largest, **grown)
+                    most = {name: max(getattr(largest, name), getattr(late, name)) for name in SIZES}
+                    largest = dataclasses.replace(largest, **most)
                 late = late_now = largest
                 if cost.form(late, *group.values()) != "by_node":
                     late_now = dataclasses.replace(late, by_node=False, crossing=0)
@@ -176,8 +192,9 @@ def follow_transfers(
             in_force, seconds = tuple(shape.ahead.sent()), cost.shape_seconds(shape.ahead)
         rows.append((placement_sizes(ahead), in_force, sent, late_seconds, seconds))
     sizes, in_force, sent, late_seconds, seconds = zip(*rows, strict=True)
+    newest = shape.ahead or shape.spare
     return Transfers(
-        form=form or "flat",
+        form="by_node" if newest is not None and newest.by_node else "flat",
         needed=TransferSizes(*(np.stack(column) for column in zip(*sizes, strict=True))),
         ahead=np.array(in_force),
         late=np.stack(sent),

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from moe_jax.analysis.compile_ahead import memory_of
 from moe_jax.analysis.replay_report import summarize
-from moe_jax.analysis.simulate import simulate
+from moe_jax.analysis.simulate import least_lag, simulate
 from moe_jax.analysis.timed import interleaved_seconds
 from moe_jax.cluster.targets import device_named
 from moe_jax.config.run_config import RunConfig, with_bindings
@@ -126,7 +126,7 @@ def planners_by_trace(config: RunConfig, roles: Roles, trace: str) -> list[str]:
         found = list(recorded.loads.shape[1:])
         raise UserError(f"--trace={trace} has loads [L, S, E] = {found}; name a trace of this model and mesh")
     for name in NAMES:
-        records[name] = simulate(name, recorded, config.planner, start, cost, 1, 1)
+        records[name] = simulate(name, recorded, config.planner, start, cost, least_lag(recorded.iterations), 1)
     seconds = {name: summarize(own, records["none"], cost)["layer_seconds"] for name, own in records.items()}
     return list(dict.fromkeys((config.planner.name, min(seconds, key=lambda name: seconds[name]))))
 

@@ -96,7 +96,8 @@ class TrainConfig:
       keep_checkpoints: checkpoints kept; the last finished one is never deleted.
       evaluate_every: steps between evaluations on held-out text; 0 evaluates before and after only.
       evaluate_windows: held-out windows of an evaluation at most; 0 takes all.
-      loads_every: steps between recorded expert loads; a multiple where a run would record more than 128 MiB.
+      loads_every: steps between recorded expert loads, each with those of the step before, from which `replay` judges
+        plans; a multiple where a run would record more than 128 MiB.
       log_every: steps between lines of progress where there is no terminal.
       guide_scheduler: on GPUs whose rates are known here, compile twice, the second time with modelled seconds of the
         first program's instructions for the compiler's scheduler (`training/compiling.py`).

@@ -16,8 +16,11 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterPlace, build_router
 from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, find_schedule, schedules
+from moe_jax.moe.schedules.auto import Auto, candidates
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import Roles
+from moe_jax.planning import PlannerConfig
+from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.plan_shape import PlanShape
 
 _LOG = logging.getLogger(__name__)
@@ -99,28 +102,28 @@ def layer_sizes(
 def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None, length: int = 0) -> RouterPlace:
     """Return where the router of a layer runs; length: of a sequence, 0 where that is not known."""
     schedule = find_schedule(config.schedule).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
-    gate_groups = [find_schedule(name).gates_group for name in (schedule.name, *schedule.chooses_from)]
+    chosen = candidates(roles, config, False) if schedule is Auto else (schedule.name, *schedule.chooses_from)
     return RouterPlace(
         roles=roles,
         slots=roles.most_homes(config.num_experts) if plan is None else plan.slots,
-        splits_tokens=not any(gate_groups),
-        decides_late=plan is not None and plan.after_gate is not None,
+        splits_tokens=not any(find_schedule(name).gates_group for name in chosen),
+        redirects=plan is not None and plan.after_gate is not None and plan.candidates > 1,
         length=length,
     )
 
 
-def check_router(config: MoEConfig, roles: Roles, tokens: int, length: int, decides_late: bool) -> None:
+def check_router(config: MoEConfig, roles: Roles, tokens: int, length: int, planner: PlannerConfig) -> None:
     """Refuse a mesh, schedule, planner or number of tokens that the router cannot serve, before there is a plan.
 
     Args:
       tokens: of an MP group; length: of a sequence.
-      decides_late: whether the planner sends tokens elsewhere after the gate.
 
     Raises:
       UserError: one of them.
     """
     place = router_place(config, roles, length=length)
-    build_router(config, dataclasses.replace(place, decides_late=decides_late)).check_tokens(tokens)
+    redirects = planner.decides_late and BALANCERS[planner.name].any_holder
+    build_router(config, dataclasses.replace(place, redirects=redirects)).check_tokens(tokens)
 
 
 def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:

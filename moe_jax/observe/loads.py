@@ -178,7 +178,7 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
     if sources is not None and (sources.shape != iterations.shape or sources.dtype.kind not in "iu"):
         sources = None  # a key of another program
     loads = loads if loads.dtype.kind in "iu" else loads.astype(np.int64)
-    return LoadsTrace(loads, iterations, sources, _read_origins(arrays, len(loads), path))
+    return LoadsTrace(loads, iterations.astype(np.int64), sources, _read_origins(arrays, len(loads), path))
 
 
 _DEFLATE_RATIO = 1032  # the most bytes that deflate makes of one
@@ -265,12 +265,13 @@ def _origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarra
 
 
 def sample_every(every: int, steps: int, sample_bytes: int) -> int:
-    """Return the steps from one sample to the next: `every`, or a multiple by which `steps` steps keep MOST_BYTES."""
-    return every * max(1, math.ceil(steps // every * sample_bytes / MOST_BYTES))
+    """Return the steps between samples, each kept with the step before it: `every`, or a multiple by MOST_BYTES."""
+    held = steps // every * sample_bytes
+    return every if min(2, every) * held <= MOST_BYTES else every * math.ceil(2 * held / MOST_BYTES)
 
 
 class LoadsRecorder:
-    """Take the loads of every n-th step.
+    """Take the loads of every n-th step, and of the one before it, from which a plan is judged on it.
 
     A sample is on the disk when `record` returns: the open part is rewritten atomically with each sample, and is closed
     at PART_RECORDS samples or PART_BYTES, which bounds that work. So a kill loses no sample of a step that a checkpoint
@@ -334,7 +335,7 @@ class LoadsRecorder:
 
     def due(self, step: int) -> bool:
         """Return whether `record` would take this step, so that the loop fetches loads only then."""
-        return step % self.every == 0
+        return step % self.every in (0, self.every - 1)
 
     def record(self, step: int, loads: np.ndarray) -> bool:
         """Write the sample of a step, later than all before it, if it is due; return whether it was.

@@ -15,7 +15,7 @@ import scipy.stats
 
 from moe_jax.cluster import read_cluster
 from moe_jax.cluster.tables import assumed
-from moe_jax.papers.loads import fit_loads, with_loads_before
+from moe_jax.papers.loads import fit_loads
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import (
     DEEPSPEED,
@@ -57,8 +57,8 @@ MODELS = tuple(  # table 1, and section 5.1: d_ffn twice d_model
     )
 )  # fmt: skip
 PER_DEVICE, TOP_K = 2, 2  # experts of a device
-BACK = 3  # iterations: where the mean of the five before (w = 5, section 4.2) lies; others then plan from that too
-STATE, FLEXMOE_SLOTS = 12, 4  # bytes of Adam's state a parameter: six times 16 bits (2.3); PlannerConfig's default
+# bytes of a parameter, its gradient and Adam's state, which is six times 16 bits (2.3), and as much in float32
+BYTES, FLEXMOE_SLOTS = 16, 4  # slots: PlannerConfig's default
 FLOAT32_RATE = {"hecate_a": 15.7 / 125, "hecate_b": 19.5 / 312}  # of float16's: NVIDIA's data sheets
 V100_MEMORY = 900e9  # bytes/s: likewise, SXM2
 BASELINES = ("FasterMoE", "SmartMoE", "FlexMoE")
@@ -138,20 +138,21 @@ def fullest(computed: np.ndarray) -> float:
     return float((of_device.max(axis=1) / of_device.mean(axis=1)).max())
 
 
-def state_bytes(model: Model, replicas: float = 0.0, kept: Sequence[float] = (0.0, 0.0, 0.0)) -> np.ndarray:
+def state_bytes(setting: Setting, replicas: float = 0.0, kept: Sequence[float] = (0.0, 0.0, 0.0)) -> np.ndarray:
     """Return a device's bytes of MoE parameters, gradients and state; `kept`: what of the replicas each peak has."""
-    own = PER_DEVICE * model.layers
-    return np.array([2, 2, STATE]) * 2 * model.model_dim * model.hidden_dim * (own + replicas * np.array(kept))
+    model, item = setting.model, setting.item
+    each = np.array([item, item, BYTES - 2 * item]) * 2 * model.model_dim * model.hidden_dim
+    return each * (PER_DEVICE * model.layers + replicas * np.array(kept))
 
 
 def free_bytes(setting: Setting, most: float, states: np.ndarray, batch: int) -> float:
     """Return what a device with so many sequences has left, where its experts get `most` times the mean.
 
     Activations: Korthikanti et al. 2022, section 4.1, its MLP's by expert (input, hidden before, after GeLU, output),
-    of 16 bits there. Parameters, gradients and state are 16 bytes a parameter in float32 too (4 + 4 + 8).
+    of 16 bits there.
     """
     model, dim = setting.model, setting.model.model_dim
-    dense = (4 + STATE) * (4 * model.layers * dim**2 + VOCABULARY * dim)
+    dense = BYTES * (4 * model.layers * dim**2 + VOCABULARY * dim)
     block = (15 + 5 * model.length // 64 + 12 * TOP_K * most) * dim  # bytes of a token, heads of 64
     tokens = batch * model.length * (model.layers * block + 4 * VOCABULARY)
     return setting.cluster.memory_bytes - dense - states.sum() - tokens * setting.item / 2
@@ -177,11 +178,10 @@ def setting_of(inputs: Inputs, row: Row) -> Setting:
     if batch is None:
         loads = setting.fitted()[0].loads.sum(axis=2)
         most = fullest(loads.reshape(*loads.shape[:2], cluster.devices, -1).sum(axis=3))
-        states = state_bytes(model, FLEXMOE_SLOTS * model.layers, kept_of("FlexMoE", model))
+        states = state_bytes(setting, FLEXMOE_SLOTS * model.layers, kept_of("FlexMoE", model))
         batch = max([1, *(size for size in range(1, 1000) if free_bytes(setting, most, states, size) >= 0)])
     setting = dataclasses.replace(setting, tokens=setting.tokens * batch)
-    before = with_loads_before(setting.fitted()[0], BACK)
-    return changed(dataclasses.replace(setting, trace=before, every=2 * row.every))
+    return changed(setting)
 
 
 def batch_of(setting: Setting) -> int:
@@ -196,13 +196,13 @@ def step_of(inputs: Inputs, row: Row, name: str) -> Step:
     system = SYSTEMS[name]
     slots = FLEXMOE_SLOTS
     if system.planner == "hecate":  # m, from what memory is left (4.2)
-        left = free_bytes(setting, 1.0, state_bytes(model), batch_of(setting))
+        left = free_bytes(setting, 1.0, state_bytes(setting), batch_of(setting))
         alive = kept_of("Hecate-RM" if system.refetch else "Hecate", model)[0] * model.layers
         slots = int(np.clip(left / alive / cost_of(system, setting).expert_bytes, 0, setting.experts))
     setting = dataclasses.replace(setting, replica_slots=slots)
     step, cost = run(system, setting), cost_of(system, setting)
     copies = step.records.moved + (step.records.arrived if system.planner == "flexmoe" else 0)
-    iterations = np.diff(setting.trace.iterations).mean() * setting.every
+    iterations = np.ptp(setting.trace.iterations) / len(step.records.sample)
     seconds = copies * cost.state_bytes / (row.nodes * cost.bandwidth() * iterations)
     return dataclasses.replace(step, parts={**step.parts, "rearrange": seconds})
 
@@ -216,7 +216,7 @@ def memory_of(inputs: Inputs, row: Row, name: str) -> tuple[np.ndarray, bool]:
     """Return the peak bytes of parameters, gradients and state of the fullest device, and whether all of it fits."""
     records, model, setting = step_of(inputs, row, name).records, row.model, setting_of(inputs, row)
     replicas = FLEXMOE_SLOTS if name == "FlexMoE" else records.device_replicas.mean(axis=1).max()  # reserved (1, C1)
-    states = state_bytes(model, replicas * model.layers, kept_of(name, model))
+    states = state_bytes(setting, replicas * model.layers, kept_of(name, model))
     return states, free_bytes(setting, fullest(records.computed), states, batch_of(setting)) >= 0
 
 
@@ -251,7 +251,7 @@ def overlap_degree(inputs, change=SAME):
     for row in map(change, (*GRID_A, *GRID_B)):
         setting = setting_of(inputs, row)
         cost = cost_of(SYSTEMS["Hecate"], setting)
-        times = 1e3 * cost.attention_seconds, 1e3 * float(cost.overlap_seconds(1))
+        times = 1e3 * cost.attention_seconds, 1e3 * cost.overlap_seconds()
         rows.append((row.cluster, setting.devices, row.model.name, *times, cost.overlap(), planner.remark(cost)))
     return Found(rows, [[row[5] for row in rows]])
 

@@ -240,13 +240,15 @@ def sharpened(trace: LoadsTrace, hot: float, share: float) -> LoadsTrace:
     return LoadsTrace(round_shares(loads * shares ** (power - 1), loads.sum(axis=3)), trace.iterations)
 
 
-def with_loads_before(trace: LoadsTrace, back: int) -> LoadsTrace:
-    """Return each sample but the first, before it the loads of so many iterations before it, on a line between samples.
+def with_loads_before(trace: LoadsTrace) -> LoadsTrace:
+    """Return a trace that has the iteration before some samples as it is, else with one before each, on a line.
 
-    A run's noise from one iteration to the next is not in them: plans are better than there by that.
+    A run's noise from one iteration to the next is not on a line between samples: plans are better than there by that.
     """
     apart = np.diff(trace.iterations)
-    step = (back * np.diff(np.asarray(trace.loads, float), axis=0).T / np.maximum(apart, back)).T
+    if apart.min() == 1:
+        return trace
+    step = (np.diff(np.asarray(trace.loads, float), axis=0).T / apart).T
     loads = np.stack([np.rint(trace.loads[1:] - step).astype(np.int64), trace.loads[1:]], axis=1)
-    iterations = np.stack([trace.iterations[1:] - np.minimum(back, apart), trace.iterations[1:]], axis=1)
+    iterations = np.stack([trace.iterations[1:] - 1, trace.iterations[1:]], axis=1)
     return LoadsTrace(loads.reshape(-1, *loads.shape[2:]), iterations.ravel())

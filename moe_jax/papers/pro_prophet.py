@@ -8,9 +8,9 @@
     figure_14   VI-C: planner, scheduler and both together; figure_15: against fixed policies
     figure_16   VI-C: balance beside FasterMoE's, layer by layer
 
-Plans come from the iteration before, as there: `loads.with_loads_before`. The paper names no precision, sequence length
-or vocabulary. Rows are in float16, whose rates the testbed's GPUs have in the cluster files; in float32, PyTorch's
-default, no end of a row moves by a fifth.
+Plans come from the iteration before, as there. The paper names no precision, sequence length or vocabulary. Rows are
+in float16, whose rates the testbed's GPUs have in the cluster files; in float32, PyTorch's default, no end of a row
+moves by a fifth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from moe_jax.cluster.collectives import Group, received_seconds, start_up
 from moe_jax.cluster.tables import assumed
 from moe_jax.papers.fastermoe import shadows
-from moe_jax.papers.loads import fit_loads, sharpened, with_loads_before
+from moe_jax.papers.loads import fit_loads, sharpened
 from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import (
     DEEPSPEED,
@@ -95,7 +95,7 @@ def setting_of(inputs: Inputs, row: Row, change: str = "") -> Setting:
     if change == "skew":  # of 16 experts, as the figure has them: more or fewer would be another skew
         of_16, _ = fit_loads(trace, devices=16, experts=16, choices=row.tokens * row.top_k // 16)
         trace = sharpened(of_16, 3 / 16, 0.5)
-    return Setting(cluster=cluster, model=MODELS[row.model], trace=with_loads_before(trace, 1), every=2, **sizes)
+    return Setting(cluster=cluster, model=MODELS[row.model], trace=trace, **sizes)
 
 
 @functools.cache

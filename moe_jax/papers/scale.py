@@ -66,7 +66,7 @@ def costs(devices: int, level: str) -> dict[str, Cost]:
 def step(system: str, cost: Cost, loads: list[np.ndarray]) -> tuple[float, float, int]:
     """Return seconds of a layer with its attention, CPU seconds of its planner, and bytes of its plan."""
     session = PlanSession(
-        PlannerConfig(name=SYSTEMS[system], replica_slots=SLOTS),
+        PlannerConfig(name=SYSTEMS[system], replica_slots=SLOTS, must_pay=False),
         Placement.even(1, loads[0].shape[2], loads[0].shape[1], PER_NODE),
         cost,
     )

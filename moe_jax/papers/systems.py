@@ -19,7 +19,7 @@ from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import preceding_seconds
 from moe_jax.cluster.tables import assumed, reached_links
 from moe_jax.observe.loads import LoadsTrace
-from moe_jax.papers.loads import fit_loads
+from moe_jax.papers.loads import fit_loads, with_loads_before
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
@@ -46,7 +46,7 @@ class Model:
 class Setting:
     """One row: `tokens` of an iteration on all devices, `experts` of a layer; numbers of `item` bytes.
 
-    Each so many-th sample is judged (`every`), planned from the one before it in the trace.
+    Each so many-th sample (`every`) that the trace has the iteration before of is judged, planned from that.
     """
 
     cluster: Cluster
@@ -57,7 +57,7 @@ class Setting:
     trace: LoadsTrace
     item: int = 2
     replica_slots: int = 4
-    overlap_degree: int | None = None  # Hecate's t; None: by its formula
+    overlap_degree: int | str = "paper"  # Hecate's t, by default of its formula
     every: int = 1
     besides: float = 0.0  # forward seconds before an MoE layer that are no matmuls
 
@@ -182,13 +182,13 @@ def cost_of(system: System, setting: Setting) -> Cost:
 
 
 def run(system: System, setting: Setting) -> Step:
-    """Return a system's seconds; each sample is planned from the one before it, or after the gate from itself."""
-    loads, _ = setting.fitted()
+    """Return a system's seconds; a sample is planned from the iteration before it, or after the gate from itself."""
+    loads = with_loads_before(setting.fitted()[0])
     cluster, devices = setting.cluster, setting.devices
     placement = Placement.even(loads.loads.shape[1], setting.experts, devices, cluster.devices_per_node)
     cost = cost_of(system, setting)
-    config = PlannerConfig(replica_slots=setting.replica_slots, split="plan", bounded=False, price="paper")
-    config = dataclasses.replace(config, **dict(system.knobs))
+    config = PlannerConfig(replica_slots=setting.replica_slots, split="plan", bounded=False, must_pay=False)
+    config = dataclasses.replace(config, price="paper", **dict(system.knobs))
     records = simulate(system.planner, loads, config, placement, cost, lag=1, every=setting.every)
     holders = records.expert_replicas + (records.expert_replicas > 0)  # of a replicated expert its home too
     if system.by_node:  # replicas go to nodes without the expert first, so they reach as many nodes as they can

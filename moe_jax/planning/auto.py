@@ -30,11 +30,11 @@ import numpy as np
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import BALANCERS, Planner, build_planner, knob, register
+from moe_jax.planning.balancer import BALANCERS, Planner, build_planner, grown, knob, register
 from moe_jax.planning.cost import Cost, home_seconds, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_session import PlanSession, Predictor
-from moe_jax.planning.plan_shape import build_shape, fits, grow
+from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.shares import padded_seconds, split_evenly
 from moe_jax.planning.sizes import pairs_by_kind, placement_sizes
 
@@ -91,7 +91,7 @@ class Setting:
         several = config.split == "auto" and cost.replica_slots
         self.splits = SPLITS if several else (config.split.replace("auto", "plan"),)
         self.names = tuple(f"{title} {split}" for split in self.splits)
-        self.session.config = dataclasses.replace(self.session.config, split="plan")
+        self.session.config = dataclasses.replace(self.session.config, split="plan", must_pay=False)
         self.ahead: TransferShape | None = None
         self.moved = 0.0
         self.plans: tuple[Placement, ...] = ()
@@ -115,18 +115,8 @@ class Setting:
         plan = plan.replace(program=self.program)
         loads = session.predictor.predict() / session.exchanges_per_step
         self.plans = tuple(split_evenly(plan, loads) if split == "even" else plan for split in self.splits)
-        self._grow(plan)
-
-    def _grow(self, plan: Placement) -> None:
-        """Let the compiled transfer hold a plan, as `Replanner.grow` does."""
-        shape = build_shape(plan.replace(replicas=None, shares=None, rule="home"))
-        shape = dataclasses.replace(shape, ahead=self.ahead, candidates=plan.devices)
-        if fits(shape, plan):
-            return
-        cost, need = self.session.cost, build_shape(plan, by_node=1 < plan.devices_per_node < plan.devices).ahead
-        by_node = need is not None and cost.form(need, plan.devices, plan.devices_per_node) == "by_node"
-        most = self.session.planner.ahead_most(plan, cost)
-        self.ahead = grow(shape, plan, by_node=by_node, replica_slots=cost.replica_slots, most=most).ahead
+        shape = dataclasses.replace(build_shape(plan), ahead=self.ahead)
+        self.ahead = grown(session.planner, shape, plan, session.cost).ahead
 
     def state(self) -> dict:
         """Return what a checkpoint must hold, but for the predictor."""
@@ -249,10 +239,13 @@ class AutoSession(PlanSession):
             if place != self.current[0]:
                 setting.begin(self.in_force.session.placement)
 
-    def observe(self, loads: np.ndarray) -> None:
-        """Take in a step's loads [L, S, E]: what it took under the plans made before; then as the past of others."""
+    def observe(self, loads: np.ndarray, apart: int = 1) -> None:
+        """Take in a step's loads [L, S, E]: what it took under the plans made before; then as the past of others.
+
+        Plans that were made more than a step before (`apart`) are not judged.
+        """
         began, seen = time.perf_counter(), np.asarray(loads) / self.exchanges_per_step
-        if self.in_force.plans:
+        if self.in_force.plans and apart == 1:
             even = even_seconds(seen, self.base_cost)
             places = self.current[:1] if self.settling or not self.judged else self.judged
             taken = {place: self.settings[place].seconds(seen) for place in places}
@@ -264,9 +257,9 @@ class AutoSession(PlanSession):
                     self.judged[place].append(own)
                 if self.settling and len(self.even) == self.config.auto_steps:
                     self.settling, self.even, self.judged = False, [], {place: [] for place in self.judged}
-        super().observe(loads)
+        super().observe(loads, apart)
         for predictor in self.predictors.values():
-            predictor.observe(loads)
+            predictor.observe(loads, apart)
         self.spent += time.perf_counter() - began
 
     def propose(self, iteration: int) -> Placement:

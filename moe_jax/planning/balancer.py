@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes
+from moe_jax.planning.plan_shape import PlanShape, build_shape, for_program, grow
+from moe_jax.planning.sizes import TransferSizes, placement_sizes
 
 BALANCERS: dict[str, type[Planner]] = {}
 
@@ -57,7 +57,7 @@ class Planner:
 
     def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement for loads [L, S, E] (whole or real numbers), starting from the one in force."""
-        return placement.replace(replicas=None, shares=None, rule="nearest")
+        return placement.bare()
 
     def refine(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement refined for the step's own loads [L, S, E], from one planned ahead."""
@@ -67,8 +67,8 @@ class Planner:
         """Return the placement with other homes and without replicas where that pays, else the same placement."""
         return placement
 
-    def ahead_most(self, placement: Placement, cost: Cost) -> TransferSizes | None:
-        """Return the most offers, slots and crossings that any plan ahead needs, beyond which shapes need no room.
+    def ahead_most(self, plan: Placement, cost: Cost) -> TransferSizes | None:
+        """Return the most offers, slots and crossings that plans like this one need ahead: shapes need no more room.
 
         None where that is not known: shapes then keep room for one more than each plan needs.
         """
@@ -166,6 +166,27 @@ def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
     if shape.replica_slots and planner.any_holder:
         shape = dataclasses.replace(shape, candidates=shape.devices)
     return shape
+
+
+def grown(planner: Planner, shape: PlanShape, plan: Placement, cost: Cost) -> PlanShape:
+    """Return what a run compiles for a plan after a shape: an idle transfer leaves, and comes back as it was.
+
+    The first one takes the cheaper form. Programs that `auto` names keep theirs.
+    """
+    if not len(plan.replicas):
+        kept = shape.ahead if plan.program else None
+        return grow(dataclasses.replace(shape, ahead=kept, spare=shape.ahead or shape.spare), plan)
+    shape, group = for_program(shape, plan), (plan.devices, plan.devices_per_node)
+    shape = dataclasses.replace(shape, ahead=shape.ahead or shape.spare)
+    need = placement_sizes(plan).shape(*group, 1 < plan.devices_per_node < plan.devices)
+    by_node, most = cost.form(need, *group) == "by_node", planner.ahead_most(plan, cost)
+    return grow(shape, plan, by_node=by_node, replica_slots=cost.replica_slots, most=most)
+
+
+def plan_seconds(planner: Planner, plan: Placement, loads: np.ndarray, cost: Cost) -> float:
+    """Return the predicted seconds of all layers, with what a step compiled for the plan sends: loads [L, S, E]."""
+    shape = grown(planner, dataclasses.replace(build_shape(plan), ahead=None), plan, cost)
+    return float(predicted_layer_seconds(plan, loads, cost, shape).sum())
 
 
 def falling(values, xp=np):

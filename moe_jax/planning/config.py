@@ -31,10 +31,11 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
       when: `ahead`, on the host from predicted loads, or `after_gate`, from the step's own counts.
       replica_slots: mu, replicas that a device may hold in one layer; 'memory': as many as the memory of the cluster's
         devices leaves room for besides model, optimizer and activations.
-      overlap_degree: tau, experts that may get replicas, as their transfer hides behind attention; None: by the formula
-        of Hecate's section 4.2 from attention's time and the links' bandwidth; 'executor': by what the program sends.
+      overlap_degree: tau, experts that may get replicas; None: of 0, 1, 2, 4, .. that which gives layers the least
+        predicted time; 'paper': those whose transfer hides behind attention, by the formula of Hecate's section 4.2.
       interval: plan every so many steps; None: the planner's own, else 1.
       swap_after: a new shape is swapped in so many steps after the one that it was proposed in; None: once compiled.
+      must_pay: run replicas only where layers with their transfers are predicted to take less time (price 'executor').
       bounded: keep to the replica slots where the original has no such bound.
       price: of a plan: 'executor', what the program will do; or 'paper', by the papers' formulas and one bandwidth.
       predictor, window, decay: how the next step's loads are predicted (None: the planner's own, else 'last'), from how
@@ -56,9 +57,10 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
     name: str = "none"
     when: str = knob("ahead", values=("ahead", "after_gate"))
     replica_slots: int | str = knob(4, least=0, word="memory")
-    overlap_degree: int | str | None = knob(None, least=0, word="executor")
+    overlap_degree: int | str | None = knob(None, least=0, word="paper")
     interval: int | None = knob(None, least=1)
     swap_after: int | None = knob(None, least=1)
+    must_pay: bool = True
     bounded: bool = True
     price: str = knob("executor", values=PRICES)
     predictor: str | None = knob(None, values=(None, *PREDICTORS))

@@ -32,7 +32,6 @@ PRICES = ("executor", "paper")
 FORMS = ("auto", "flat", "by_node")
 ASKED_BY = "the price of a plan"
 MANY = 8  # chunks, over whose transfer the seconds of one are a mean
-MOST_OFFERED = 8  # experts of a layer that a device may offer, where tau is derived
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class Cost:
     param_bytes: int | None = None  # of one number of the parameters at home; None: as dtype_bytes
     optimizer_bytes: int = 8  # of optimizer state per parameter, by default two float32 moments
     replica_slots: int = 4  # mu
-    overlap_degree: int | str | None = None  # tau, None for the paper's rule, or 'executor' (`overlap`)
+    overlap_degree: int | str | None = None  # tau, 'paper' for that paper's rule, None where Hecate chooses it
     attention_seconds: float = 0.0  # forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that
     # replica slots after the gate that fit in memory besides the model and `replica_slots`; None: those that fit in an
     # empty device besides `replica_slots`
@@ -138,31 +137,19 @@ class Cost:
             return rows / (self.matrices * self.cluster.prices.grouped_matmul(arithmetic, "forward", *sizes))
         return self.cluster.need("flops", ASKED_BY) / (2.0 * self.expert_params)
 
-    def overlap(self) -> int:
+    def overlap(self) -> int | None:
         """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.
 
-        By default floor(T_attention bw / bytes of an expert), bw of a whole node where links differ (Hecate, section
-        4.2); 'executor': by what the program sends.
+        'paper': floor(T_attention bw / bytes of an expert), bw of a whole node where links differ (Hecate, section
+        4.2). None where each plan chooses its own.
         """
-        if isinstance(self.overlap_degree, int):
-            return self.overlap_degree
-        if self.overlap_degree is None:
-            return math.floor(self.attention_seconds / self.overlap_seconds(1))
-        devices = self.cluster.need("nodes", ASKED_BY) * self.cluster.need("devices_per_node", ASKED_BY)
-        seconds = self.overlap_seconds(np.arange(1, MOST_OFFERED * devices + 1))
-        return int((seconds <= self.attention_seconds).sum())
+        if self.overlap_degree == "paper":
+            return math.floor(self.attention_seconds / self.overlap_seconds())
+        return self.overlap_degree
 
-    def overlap_seconds(self, experts):
-        """Return the seconds in which experts [...] travel, by the rule that `overlap_degree` names.
-
-        The program's transfer by slices takes as long as its sizes say: experts that are spread evenly over homes and
-        nodes, `replica_slots` on every device.
-        """
-        if self.overlap_degree != "executor":
-            return experts * self.expert_bytes / self.cluster.bandwidth(ASKED_BY)
-        devices, nodes = self.cluster.devices, self.cluster.nodes
-        sizes = TransferSizes(-(-experts // devices), np.minimum(self.replica_slots, experts), -(-experts // nodes))
-        return dataclasses.replace(self, price="executor").trans(sizes, devices)
+    def overlap_seconds(self) -> float:
+        """Return the seconds in which an expert travels by that formula."""
+        return self.expert_bytes / self.cluster.bandwidth(ASKED_BY)
 
     def exchange(self, received: np.ndarray) -> np.ndarray:
         """T_A2A, the mean of a layer's four: R [..., D] -> seconds [...].

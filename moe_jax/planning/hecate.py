@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
-from moe_jax.planning.cost import slots_in
+from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, plan_seconds, register
+from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, transfer_sizes
 
 # Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
@@ -37,25 +38,18 @@ class HecatePlanner(Planner):
         return self.config.shard_every
 
     def propose(self, loads, placement, cost):
-        bare = super().propose(loads, placement, cost)
+        bare, tau = super().propose(loads, placement, cost), cost.overlap()
         if not self.config.materialize:
             return bare
-        tau = min(cost.overlap(), bare.experts)
-        most = self.ahead_most(bare, cost)
-        totals = loads.sum(axis=1).astype(np.float64)
-        order = falling(totals)[:, :tau]
-        if most is None:
-            chosen = np.zeros(bare.home.shape, bool)
-            np.put_along_axis(chosen, order, True, axis=1)
-            return bare.replace(replicas=everywhere(chosen, bare))
-        # what a device sends, and what a node sends one other, stays even, or one more a device
-        free = np.full((bare.layers, bare.devices), most.slots)
-        plan = bare.replace(replicas=fill_slots(bare, totals, order, free, most))
-        if not free.any():
-            return plan
-        # What did not fit the transfer leaves slots to others: share them by what is left per holder.
-        self.counters["transfer_cut"] += int(free.sum())
-        return plan.replace(replicas=np.concatenate([plan.replicas, fill_slots(plan, totals, order, free, most)]))
+        totals, found = loads.sum(axis=1).astype(np.float64), []
+        for own in [tau] if tau is not None else [0, *(2**power for power in range(bare.experts.bit_length()))]:
+            plan, cut = materialized(bare, totals, own, cost.replica_slots)
+            found.append((plan_seconds(self, plan, loads, cost) if tau is None else 0.0, len(found), cut, plan))
+            if len(found) > 2 and found[-1] > found[-2] > found[-3] and bare.experts >= bare.devices:
+                break  # risen twice: where no device is without a home, more experts do not pay
+        *_, cut, plan = min(found)
+        self.counters["transfer_cut"] += cut
+        return plan
 
     def refine(self, loads, placement, cost):
         """Add replicas in the late slots, layer by layer, where that saves more than the late gather costs.
@@ -67,7 +61,7 @@ class HecatePlanner(Planner):
             return placement
         slots = self.config.late_slots if cost.late is None else cost.late.slots
         totals = loads.sum(axis=1).astype(np.float64)
-        order = falling(totals)[:, : cost.overlap()]
+        order = falling(totals)[:, : tau_of(placement, cost, placement.devices)]
         if not order.size or slots <= 0:
             return placement
         added = fill_slots(placement, totals, order, np.full((placement.layers, placement.devices), slots))
@@ -90,11 +84,8 @@ class HecatePlanner(Planner):
         pays = seconds[0] - seconds[1] > late
         return placement.replace(replicas=np.concatenate([placement.replicas, added[pays[added[:, 0]]]]))
 
-    def ahead_most(self, placement, cost):
-        tau = min(cost.overlap(), placement.experts)
-        if tau <= cost.replica_slots:  # then all of them go everywhere
-            return None
-        return TransferSizes(1 + -(-tau // placement.devices), cost.replica_slots, -(-tau // placement.nodes))
+    def ahead_most(self, plan, cost):
+        return most_sent(plan, tau_of(plan, cost, plan.replicated.sum(axis=1).max(initial=0)), cost.replica_slots)
 
     def slots_after_gate(self, cost):
         slots, memory, room = self.config.late_slots, cost.cluster.memory_bytes, cost.late_room
@@ -103,7 +94,7 @@ class HecatePlanner(Planner):
                 room = slots_in(memory, cost.layers_alive, cost.expert_bytes) - cost.replica_slots
             slots = max(0, min(slots, room))
         # none where nothing is to decide, or no expert may get replicas
-        return slots if self.config.decides_late and slots and cost.overlap() else 0
+        return slots if self.config.decides_late and slots and cost.overlap() != 0 else 0
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
@@ -114,12 +105,13 @@ class HecatePlanner(Planner):
             "exchange": rates.exchange / groups,
             "late_transfer": rates.shadow / shape.devices,
             "late_seconds": cost.late_seconds,
-            "overlap_degree": min(cost.overlap(), shape.experts),
+            "overlap_degree": tau_of(shape, cost, shape.devices),
         }
 
     def reshard(self, loads, placement, cost):
         # without materialisation no expert's tokens are taken off its home: all homes are to be balanced
-        tau = min(cost.overlap(), placement.experts) if self.config.materialize else 0
+        chosen = placement.replicated.sum(axis=1).max(initial=0)
+        tau = tau_of(placement, cost, chosen) if self.config.materialize else 0
         return shard_homes(np.asarray(loads, np.float64).sum(axis=1), placement, tau)
 
     def remark(self, cost):
@@ -127,12 +119,44 @@ class HecatePlanner(Planner):
         if not self.config.materialize and not self.config.decides_late:
             return None  # homes move, which tau has no part in
         tau = cost.overlap()
-        if tau:
-            return f"tau {tau}"
+        if tau != 0:
+            return f"tau {tau}" if tau else "tau of each plan by predicted time"
         if cost.overlap_degree == 0:
             return "tau 0: PlannerConfig.overlap_degree"
-        one = float(cost.overlap_seconds(np.array(1)))
-        return f"tau 0: an expert travels {1e3 * one:.3g} ms, attention takes {1e3 * cost.attention_seconds:.3g} ms"
+        one, attention = 1e3 * cost.overlap_seconds(), 1e3 * cost.attention_seconds
+        return f"tau 0: an expert travels {one:.3g} ms, attention takes {attention:.3g} ms"
+
+
+def materialized(bare: Placement, totals: np.ndarray, tau: int, slots: int) -> tuple[Placement, int]:
+    """Return the homes with replicas of the heaviest `tau` experts of each layer, and the slots that were cut off.
+
+    Source: Hecate, algorithm 1. Args: totals: [L, E]; slots: mu.
+    """
+    order, most = falling(totals)[:, :tau], most_sent(bare, tau, slots)
+    if most is None:
+        chosen = np.zeros(bare.home.shape, bool)
+        np.put_along_axis(chosen, order, True, axis=1)
+        return bare.replace(replicas=everywhere(chosen, bare)), 0
+    # what a device sends, and what a node sends one other, stays even, or one more a device
+    free = np.full((bare.layers, bare.devices), most.slots)
+    plan, cut = bare.replace(replicas=fill_slots(bare, totals, order, free, most)), int(free.sum())
+    if cut:  # what did not fit the transfer leaves slots to others: share them by what is left per holder
+        plan = plan.replace(replicas=np.concatenate([plan.replicas, fill_slots(plan, totals, order, free, most)]))
+    return plan, cut
+
+
+def most_sent(placement: Placement, tau: int, slots: int) -> TransferSizes | None:
+    """Return the most that a transfer of `tau` experts into `slots` of a device sends; None where all go everywhere."""
+    tau = min(tau, placement.experts)
+    if tau <= slots:
+        return None
+    return TransferSizes(1 + -(-tau // placement.devices), slots, -(-tau // placement.nodes))
+
+
+def tau_of(of: Placement | PlanShape, cost: Cost, chosen: int) -> int:
+    """Return tau, at most E; where each plan chooses its own, what was `chosen`."""
+    tau = cost.overlap()
+    return min(int(chosen) if tau is None else tau, of.experts)
 
 
 def slots_by_load(xp, loads, slots, most):

@@ -109,6 +109,10 @@ class Placement:
         """Return this placement with some fields changed, checked again."""
         return dataclasses.replace(self, **fields)
 
+    def bare(self) -> Placement:
+        """Return the homes alone."""
+        return self.replace(replicas=None, shares=None, rule="nearest")
+
     @functools.cached_property
     def holders(self) -> tuple[np.ndarray, np.ndarray]:
         """(pair, device) int64 [h] each, by rising ids: homes and replicas; pair is layer E + expert."""

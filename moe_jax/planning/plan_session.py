@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.balancer import BALANCERS, build_planner
+from moe_jax.planning.balancer import BALANCERS, build_planner, plan_seconds
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import choose_split, split_evenly
@@ -33,10 +33,12 @@ class Predictor:
         self.seen: collections.deque[np.ndarray] = collections.deque(maxlen=window)
         self.errors: collections.deque[np.ndarray] = collections.deque(maxlen=max(window, 5))
 
-    def observe(self, loads: np.ndarray) -> None:
-        """Take in the loads [L, S, E] of the newest step."""
+    def observe(self, loads: np.ndarray, apart: int = 1) -> None:
+        """Take in the loads [L, S, E] of the newest step, `apart` steps after those before."""
         loads = np.asarray(loads)
-        if self.seen:
+        while len(self.seen) > max(0, self.seen.maxlen - apart) and apart > 1:  # what the window has left behind
+            self.seen.popleft()
+        if self.seen and apart == 1:
             guess = self.predict().sum(axis=1)
             true = loads.sum(axis=1)
             self.errors.append(np.abs(guess - true).sum(axis=1) / np.maximum(true.sum(axis=1), 1))
@@ -87,11 +89,14 @@ class Predictor:
         return guess * np.where(total > 0, seen[-1].sum(axis=2, keepdims=True) / np.where(total > 0, total, 1.0), 1.0)
 
 
+STAY = 1.05  # how much longer than homes alone replicas that run may take, so that programs seldom change
+
+
 class PlanSession:
     """Keep one planner's placement up to date while a run goes on."""
 
     def __init__(self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1):
-        """Plan from `placement` on.
+        """Plan from `placement` on; its replicas are those that the planner goes on from, whether they run or not.
 
         Args:
           exchanges_per_step: microbatches times data-parallel groups, over which a step's loads are summed; planners
@@ -110,15 +115,21 @@ class PlanSession:
         self.last_planned: int | None = None
         self.last_sharded = 0
         self.split = ""  # in use, where it is chosen by price
+        self.pays = True  # whether the replicas run, with which layers take less time than by their homes alone
+
+    @property
+    def adopted(self) -> Placement:
+        """What runs of the newest plan."""
+        return self.placement if self.pays else self.placement.bare()
 
     def drop_replicas(self):
         """Go on with the homes alone, and plan again as soon as asked."""
         self.placement = self.placement.replace(replicas=None, shares=None, rule="home")
         self.last_planned = None
 
-    def observe(self, loads: np.ndarray) -> None:
-        """Take in the loads [L, S, E] of the newest step."""
-        self.predictor.observe(loads)
+    def observe(self, loads: np.ndarray, apart: int = 1) -> None:
+        """Take in the loads [L, S, E] of the newest step, `apart` steps after those before."""
+        self.predictor.observe(loads, apart)
 
     def propose(self, iteration: int) -> Placement:
         """Return the placement for `iteration`, planned from what the predictor has observed so far."""
@@ -126,12 +137,13 @@ class PlanSession:
         due = self.last_planned is None or iteration // every != self.last_planned // every
         shard_due = bool(shard) and iteration // shard != self.last_sharded // shard
         if (due or shard_due) and self.predictor.seen:
-            loads = self.predictor.predict()
+            loads, before = self.predictor.predict(), self.adopted
             if self.exchanges_per_step > 1:
                 loads = loads / self.exchanges_per_step
             if shard_due:
-                self.placement = self.planner.reshard(loads, self.placement, self.cost)
+                self.placement = self.planner.reshard(loads, before, self.cost)
                 self.last_sharded = iteration
+            homes = self.placement.bare()
             unsure = dataclasses.replace(self.cost, load_error=tuple(self.predictor.error().tolist()))
             self.placement = self.planner.propose(loads, self.placement, unsure)
             # the newest plan's token rule; what is decided late keeps its own
@@ -139,8 +151,13 @@ class PlanSession:
                 self.placement = split_evenly(self.placement, loads)
             elif self.config.split == "auto" and not self.config.decides_late:
                 self.placement, self.split = choose_split(self.placement, loads, self.cost, self.split)
-            self.last_planned = iteration
-        return self.placement
+            self.last_planned, self.pays = iteration, True
+            if self.config.must_pay and self.cost.price == "executor" and len(self.placement.replicas):
+                taken, alone = (plan_seconds(self.planner, own, loads, self.cost) for own in (self.placement, homes))
+                self.pays = taken < alone * (STAY if len(before.replicas) else 1.0)
+                if not self.pays and (self.placement.home != homes.home).any():
+                    self.placement = homes
+        return self.adopted
 
     def refine(
         self, loads: np.ndarray, placement: Placement | None = None, late: TransferShape | None = None
@@ -150,7 +167,7 @@ class PlanSession:
         `placement` is what was planned ahead (None: the newest plan), `late` the largest transfer after the gate.
         """
         cost = dataclasses.replace(self.cost, late=late)
-        return self.planner.refine(loads, self.placement if placement is None else placement, cost)
+        return self.planner.refine(loads, self.adopted if placement is None else placement, cost)
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""
@@ -163,6 +180,7 @@ class PlanSession:
             "last_planned": -1 if self.last_planned is None else self.last_planned,
             "last_sharded": self.last_sharded,
             "split": self.split,
+            "pays": self.pays,
             **self.predictor.state(),
         }
 
@@ -181,5 +199,5 @@ class PlanSession:
         )
         self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
         self.last_sharded = int(state["last_sharded"])
-        self.split = state["split"]
+        self.split, self.pays = state["split"], state.get("pays", True)
         self.predictor.restore(state)

@@ -35,6 +35,7 @@ class PlanShape:
     bank_rows: int  # Rb
     candidates: int  # Q
     ahead: TransferShape | None = None  # the transfer of replicas that are planned ahead; None without any
+    spare: TransferShape | None = dataclasses.field(default=None, compare=False)  # `ahead` of later plans with replicas
     late: TransferShape | None = None  # the largest transfer after the gate, into slots of its own; None without any
     after_gate: Hashable = None  # the rule that decides from the counts of the step (`moe/after_gate.py`); None: none
     bucket_rows: BucketRows | None = None  # as the plan predicts them; None: as without a plan (`moe/schedule.py`)
@@ -120,7 +121,7 @@ def for_program(shape: PlanShape, placement: Placement) -> PlanShape:
     """Return the shape where it is of the placement's program, else what of it another one starts from: its homes."""
     if shape.program == placement.program:
         return shape
-    return dataclasses.replace(shape, program=placement.program, ahead=None, bucket_rows=None)
+    return dataclasses.replace(shape, program=placement.program, ahead=None, spare=None, bucket_rows=None)
 
 
 def grow(

@@ -214,7 +214,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     program = Program(config, roles, model, optimizer, state_shardings, teacher)
     tokens = program.group_rows * length
     for segment in model.expert_segments:
-        check_router(segment.moe, model.roles_of(segment), tokens, length, config.planner.decides_late)
+        check_router(segment.moe, model.roles_of(segment), tokens, length, config.planner)
     return program
 
 

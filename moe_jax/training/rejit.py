@@ -38,7 +38,7 @@ from moe_jax.planning.plan_shape import PlanShape, Shapes, build_shape, fill_tab
 from moe_jax.training.bank_order import reshard
 from moe_jax.training.compiling import compared_function
 from moe_jax.training.program import Programs, Session
-from moe_jax.training.replanner import TOO_OFTEN, Replanner, build_replanners
+from moe_jax.training.replanner import TOO_OFTEN, Replanner, build_replanners, is_idle
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own
 Placements = dict[str, Placement]
@@ -184,7 +184,7 @@ class RejitEngine:
         self.next_planner_seconds = time.perf_counter() - began
 
     def _take(self, step: int, placement: Placements):
-        """Let step `step` run with a new placement if it fits; else request a shape that it fits."""
+        """Let step `step` run with a new placement if it fits; request another shape where that pays."""
         if self.pending is not None and _fit(self.pending.shape, placement):
             self.pending.placement = placement
         fitting = _fit(self.shape, placement)
@@ -192,7 +192,8 @@ class RejitEngine:
             self._adopt(placement)
         if self.pending is not None:
             return
-        if fitting:  # do buckets need more rows by prediction than they have, or overflow much too often?
+        idle = any(is_idle(own, placement[name]) for name, own in self.shape.items())
+        if fitting and not idle:  # do buckets need more rows by prediction than they have, or overflow much too often?
             wanted = False
             for name, replanner in self.replanner.items():
                 rows = replanner.predicted_rows(self.shape[name], placement[name], TOO_OFTEN)
@@ -245,7 +246,7 @@ class RejitEngine:
 
     def evaluation(self):
         """Return (evaluation step, tables) for the experts' current homes, without replicas."""
-        bare = {name: own.replace(replicas=None, shares=None, rule="nearest") for name, own in self.stored.items()}
+        bare = {name: own.bare() for name, own in self.stored.items()}
         shape = {name: build_shape(own) for name, own in bare.items()}
         slots = tuple(own.home_slots for own in shape.values())
         if slots not in self.evaluations:
@@ -320,7 +321,8 @@ class RejitEngine:
         # replicas and sizes of transfers that were planned under other options are left out
         self.placement, self.pending = self._homes_alone(), None
         for name, replanner in self.replanner.items():
-            self.shape[name] = replanner.with_rule(dataclasses.replace(self.shape[name], ahead=None, program=""))
+            bare = dataclasses.replace(self.shape[name], ahead=None, spare=None, program="")
+            self.shape[name] = replanner.with_rule(bare)
             replanner.plans.drop_replicas()
         words = ", ".join(f"PlannerConfig.{name} was {before[name]} and is {now[name]}" for name in changed)
         return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
@@ -341,8 +343,9 @@ class RejitEngine:
         """Return saved shapes with what this run decides after the gate, in slots of its `first` shapes."""
         found = {}
         for name, replanner in self.replanner.items():
-            ahead, rows = data[name]["ahead"], data[name]["bucket_rows"]
-            parts = {"ahead": ahead and TransferShape(**ahead), "bucket_rows": rows and BucketRows(**rows)}
+            rows = data[name]["bucket_rows"]
+            parts = {part: (own := data[name].get(part)) and TransferShape(**own) for part in ("ahead", "spare")}
+            parts["bucket_rows"] = rows and BucketRows(**rows)
             found[name] = replanner.with_rule(PlanShape(**{**data[name], **parts, "late": first[name].late}))
         return found
 

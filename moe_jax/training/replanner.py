@@ -27,11 +27,11 @@ from moe_jax.parallel.sparse_all_gather import PARTS
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.auto import plan_session
-from moe_jax.planning.balancer import build_planner, with_late
+from moe_jax.planning.balancer import build_planner, grown, with_late
 from moe_jax.planning.block_schedule import Times, shares
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement, most_homes
-from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, for_program, grow
+from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, for_program
 from moe_jax.planning.sizes import expected_rows, pairs_by_kind
 from moe_jax.training.plan_cost import settle_memory
 from moe_jax.training.segments import initial_placement, segment_runs
@@ -168,15 +168,10 @@ class Replanner:
     def grow(self, shape: PlanShape, placement: Placement) -> PlanShape:
         """Return a shape that the placement fits and plans like it, with buckets at least as large as predicted."""
         shape = for_program(shape, placement)
-        if not fits(shape, placement):
-            several_levels = 1 < self.start.devices_per_node < self.start.devices  # nodes of several devices
-            first, need = shape.ahead is None, build_shape(placement, by_node=several_levels).ahead
-            cost = self.plans.cost  # whether the first transfer of replicas planned ahead goes by node
-            by_node = need is not None and cost.form(need, need.devices, need.devices_per_node) == "by_node"
-            most = self.plans.planner.ahead_most(placement, cost)
-            shape = grow(shape, placement, by_node=by_node, replica_slots=cost.replica_slots, most=most)
+        if is_idle(shape, placement) or not fits(shape, placement):
+            first, shape = shape.ahead is None, grown(self.plans.planner, shape, placement, self.plans.cost)
             if first and shape.ahead is not None:
-                shape = dataclasses.replace(shape, **split_shares(self.config, cost, shape.ahead))
+                shape = dataclasses.replace(shape, **split_shares(self.config, self.plans.cost, shape.ahead))
             shape = self.with_rule(shape)
         rows = self.predicted_rows(shape, placement)
         if rows is not None and not rows.within(self.sizes(shape).bucket_rows(self.devices)):
@@ -200,6 +195,11 @@ class Replanner:
             self.plans.observe(loads)
         placement = self.plans.propose(self.plans.config.interval)
         return self.grow(self.first_shape(), placement), placement
+
+
+def is_idle(shape: PlanShape, placement: Placement) -> bool:
+    """Say whether a step of this shape sends replicas ahead that the placement does not have."""
+    return shape.ahead is not None and not (len(placement.replicas) or placement.program)
 
 
 def build_replanners(config: RunConfig, roles: Roles) -> dict[str, Replanner]:

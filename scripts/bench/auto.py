@@ -3,7 +3,8 @@
     python scripts/bench/auto.py --out=DIR [--traces=top_1,W7_burst] [--cluster=configs/cluster/flat_3gbs_30tflops.gin]
 
 Traces as `moe_jax.papers.loads` names them, fitted to --nodes x --devices_per_node devices, repeated to --steps steps.
-Step s runs with what was planned from the loads up to s - 1, and takes the MoE layers' seconds by the one cost model.
+Step s runs with what was planned from the loads up to s - 1, and takes the MoE layers' seconds by the one cost model;
+of a trace that has two neighbouring steps at each sample the second is such a step, and the first is seen before it.
 `auto` is plain until its first plan; a plan that needs a new program waits --compile_seconds in which the old one goes
 on; homes that move are paid. A fixed setting compiles nothing, and begins with its first step. `auto` is followed for
 --followed steps, and goes on as in their last repetition; fixed settings until their homes have moved once, likewise.
@@ -21,8 +22,10 @@ import time
 import numpy as np
 from absl import app, flags
 
+from moe_jax.analysis.simulate import judged, least_lag
 from moe_jax.cluster import read_cluster
 from moe_jax.cluster.layer_seconds import LayerShape, schedule_line
+from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import NAMES, find_loads, fit_loads
 from moe_jax.planning.auto import AutoSession, Setting, build_settings, config_of, planners, step_seconds
 from moe_jax.planning.config import PlannerConfig
@@ -68,33 +71,48 @@ def fixed_settings(config: PlannerConfig, start: Placement, cost: Cost) -> list[
     return found
 
 
-def run_fixed(setting: Setting, loads: np.ndarray) -> dict[str, float]:
+Step = tuple[list[tuple[np.ndarray, int]], np.ndarray]
+
+
+def steps_of(trace: LoadsTrace) -> list[Step]:
+    """Return of each step the loads [L, S, E] seen since the last one, with the steps before each, and its own."""
+    lag = least_lag(trace.iterations)
+    places, loads, found = judged(trace.iterations, lag).tolist(), trace.loads, []
+    gap = int(np.diff(trace.iterations).max()) // lag
+    for last, place in zip([places[-1], *places], places, strict=False):
+        newest = [(loads[place - 1], gap)] if place - 1 != last else []
+        found.append(([(loads[last], 1), *newest], loads[place]))
+    return found
+
+
+def run_fixed(setting: Setting, steps: list[Step]) -> dict[str, float]:
     """Return {split's name: seconds of all steps} of a setting that never changes."""
-    plain, cost, period = setting.session.placement, setting.session.cost, len(loads)
+    plain, cost, period = setting.session.placement, setting.session.cost, len(steps)
     limit = setting.session.config.bucket_limit
     seconds, every = [], setting.session.planner.reshard_every
     repeats = 2 + -(-every // period)  # homes have been moved before the last
     for step in range(repeats * period):
-        now = loads[step % period]
+        seen, now = steps[step % period]
+        for loads, apart in seen if step else ():
+            setting.session.observe(loads, apart)
+        if step:
+            setting.propose(step)
         seconds.append(setting.seconds(now) or [step_seconds(plain, now, cost, None, limit)] * len(setting.splits))
-        setting.session.observe(now)
-        setting.propose(step + 1)
     *early, last = np.array(seconds).reshape(repeats, period, -1).sum(axis=1)
     return dict(zip(setting.names, sum(early) + last * (_STEPS.value / period - len(early)), strict=True))
 
 
-def run_auto(config: PlannerConfig, start: Placement, cost: Cost, loads: np.ndarray) -> dict:
+def run_auto(config: PlannerConfig, start: Placement, cost: Cost, steps: list[Step]) -> dict:
     """Return the seconds of `auto`, the settings it ran with, and what it cost the host."""
-    session, period = AutoSession(config, start, cost), len(loads)
+    session, period = AutoSession(config, start, cost), len(steps)
     running, ahead, under, ready_at = start, None, cost.schedule, None
     most = build_shape(start)
     seconds, clock, changes, host = [], 0.0, [], 0.0
     for step in range(_FOLLOWED.value // period * period):
-        now = loads[step % period]
-        taken = step_seconds(running, now, dataclasses.replace(cost, schedule=under), ahead, config.bucket_limit)
-        began = time.perf_counter()
-        session.observe(now)
-        plan, setting = session.propose(step + 1), session.in_force
+        (seen, now), began, moves = steps[step % period], time.perf_counter(), 0.0
+        for loads, apart in seen if step else ():
+            session.observe(loads, apart)
+        plan, setting = session.propose(step) if step else start, session.in_force
         host += time.perf_counter() - began
         homes = build_shape(plan.replace(replicas=None, shares=None, rule="home"))
         wanted = plan.program, setting.ahead
@@ -102,14 +120,15 @@ def run_auto(config: PlannerConfig, start: Placement, cost: Cost, loads: np.ndar
         if wanted == (running.program, ahead) and same_homes:
             ready_at = None
         elif ready_at is None or ready_at[1:] != wanted:
-            ready_at = clock + taken + _COMPILE.value, *wanted
-            changes.append(f"{step + 1}: {setting.names[session.current[1]]}")
-        if ready_at is None or clock + taken >= ready_at[0]:
-            taken += float(home_seconds(plan.home, running.home, plan.devices, cost).sum())
+            ready_at = clock + _COMPILE.value, *wanted
+            changes.append(f"{step}: {setting.names[session.current[1]]}")
+        if ready_at is None or clock >= ready_at[0]:
+            moves = float(home_seconds(plan.home, running.home, plan.devices, cost).sum())
             running, ahead, under, ready_at = plan, setting.ahead, setting.session.cost.schedule, None
             most = most if same_homes else homes
-        clock += taken
-        seconds.append(taken)
+        own = dataclasses.replace(cost, schedule=under)
+        seconds.append(step_seconds(running, now, own, ahead, config.bucket_limit) + moves)
+        clock += seconds[-1]
     last = float(np.sum(seconds[-period:])) / period
     total = clock + last * (_STEPS.value - len(seconds))
     return {"seconds": total, "changes": changes, "host_seconds_per_step": host / len(seconds)}
@@ -122,9 +141,10 @@ def replay(name: str) -> dict:
     trace = trace._replace(loads=trace.loads[:, : _LAYERS.value])
     cost, config = build_cost(1 if name == "top_1" else 2), PlannerConfig(name="auto", replica_slots=_SLOTS.value)
     start = Placement.even(trace.loads.shape[1], EXPERTS, devices, _PER_NODE.value)
-    auto, fixed = run_auto(config, start, cost, trace.loads), {}
+    steps = steps_of(trace)
+    auto, fixed = run_auto(config, start, cost, steps), {}
     for setting in fixed_settings(config, start, cost):
-        fixed |= run_fixed(setting, trace.loads)
+        fixed |= run_fixed(setting, steps)
     best, plain = min(fixed, key=fixed.__getitem__), fixed["s1 none 0 plan"]
     ratios = {"over_best": auto["seconds"] / fixed[best], "over_plain": auto["seconds"] / plain}
     return {**auto, "best": best, "best_seconds": fixed[best], "plain_seconds": plain, **ratios, "fixed": len(fixed)}

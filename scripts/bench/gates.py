@@ -39,6 +39,7 @@ _DISPATCH, _EXPERTS = (f"MoEConfig.{name}_dtype = 'float8_e4m3'" for name in ("d
 GATES = {
     "topk": ("demo", []),
     "gshard": ("gshard", []),
+    "gshard at capacity 0.6": ("gshard", ["MoEConfig.capacity_factor = 0.6"]),  # of FastMoE (papers/fastermoe.py)
     "base": ("base", []),
     "topology": ("topology", []),
     "sigmoid_bias": ("sigmoid_bias", []),

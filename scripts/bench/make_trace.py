@@ -1,11 +1,11 @@
-"""Train a GPT-MoE without a balance loss on the demo's text, and keep every tenth step's expert loads of 32 devices.
+"""Train a GPT-MoE without a balance loss on the demo's text; keep the loads of every tenth step and the one before.
 
 What it makes is shipped as configs/trace/top_1.npz, top_2.npz and, of 64 experts, top_2_of_64.npz:
 
-    loads       uint16 [51, 12, 32, 32]   choices of each of 32 devices' 1,024 tokens, by layer and expert
-    iterations  int64 [51]                0, 10, ..., 500
+    loads       uint16 [101, 12, 32, 32]   choices of each of 32 devices' 1,024 tokens, by layer and expert
+    iterations  int64 [101]                0, 9, 10, 19, 20, ..., 499, 500
 
-One device trains, on 32 sequences of 128 a step. Every tenth step the model as it then is routes a batch of 32 x 8
+One device trains, on 32 sequences of 128 a step. At these steps the model as it then is routes a batch of 32 x 8
 sequences, of which the first 8 are those of device 0: a router does not see where a token lies. Run it as
 
     python scripts/bench/make_trace.py --top_k=1 --out=configs/trace/top_1.npz
@@ -22,7 +22,7 @@ from absl import app, flags
 _TOP_K = flags.DEFINE_integer("top_k", 1, "Experts of a token.")
 _OUT = flags.DEFINE_string("out", None, "File to write.", required=True)
 _STEPS = flags.DEFINE_integer("steps", 500, "Optimizer steps.")
-_EVERY = flags.DEFINE_integer("every", 10, "Steps from one sample to the next.")
+_EVERY = flags.DEFINE_integer("every", 10, "Steps from one sample to the next; the step before it is kept too.")
 _EXPERTS = flags.DEFINE_integer("experts", 32, "Experts of a layer.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of parameters and of the order of the text.")
 
@@ -74,7 +74,7 @@ def main(_):
     state, signals, samples, kept = session.fresh_state(), session.host_signals(0), [], []
     started = time.monotonic()
     for number in range(_STEPS.value + 1):
-        if number % _EVERY.value == 0:
+        if number % _EVERY.value in (0, _EVERY.value - 1):
             batch = routed.feed.to_devices(routed.feed.read(number))
             samples.append(np.asarray(loads_of(state["params"], batch, session.tables)))
             kept.append(number)

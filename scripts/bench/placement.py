@@ -57,7 +57,7 @@ _REPLICA_SLOTS = flags.DEFINE_integer("replica_slots", 4, "Replicas of a device 
 _SPLIT = flags.DEFINE_enum(
     "split", "auto", ["auto", "even", "plan"], "PlannerConfig.split of planners that plan ahead."
 )
-_FIRST = flags.DEFINE_integer("first_sample", 50, "Sample of the trace for step 0.")
+_FIRST = flags.DEFINE_integer("first_sample", -1, "Sample of the trace for step 0; below 0 from its end.")
 _TIMEOUT = flags.DEFINE_integer("timeout", 460, "Seconds for one lab.")
 _WORKER = flags.DEFINE_bool("worker", False, "Set by this script: this process is one host of the lab.")
 EXPERTS, LAYERS, MODEL, HIDDEN, LENGTH = 32, 2, 64, 128, 128

@@ -165,6 +165,7 @@ def test_dry_run_says_hecates_tau_by_its_papers_formula():
     an expert of 4 M^2 numbers of 2 bytes: tokens of a device x (1 + Sq / 2 M) x W / P. W / P is 12.5e9 / 125e12 = 1e-4,
     so tau is 0.683 for 4,096 tokens, 2.73 for 16,384."""
     planner = ("PlannerConfig.name = 'hecate'", "PlannerConfig.cluster = 'configs/cluster/hecate_a.gin'")
+    planner += ("PlannerConfig.overlap_degree = 'paper'",)
     said = []
     for tokens in (4096, 16384):
         sizes = (f"train.batch_size = {32 * tokens // 2048}", "MeshConfig.devices_per_node = 8")

@@ -33,21 +33,23 @@ def part_names(folder):
     return sorted(path.name for path in (folder / "loads").iterdir())
 
 
-def test_record_takes_every_nth_step_and_merge_joins_parts(tmp_path, monkeypatch):
+def test_record_takes_every_nth_step_and_the_one_before_and_merge_joins_parts(tmp_path, monkeypatch):
+    """What is judged on a step is planned from the step before it."""
     monkeypatch.setattr(loads_module, "PART_RECORDS", 2)
     record_steps(tmp_path / "small", [10, 20, 30], origin=None)
     assert part_names(tmp_path / "small") == ["part_0000000010.npz", "part_0000000030.npz"]
     monkeypatch.setattr(loads_module, "PART_RECORDS", 64)
     monkeypatch.setattr(loads_module, "PART_BYTES", 2 * sample(1).size * 4)
-    recorder = record_steps(tmp_path, range(1, 56))
+    recorder, steps = record_steps(tmp_path, range(1, 36)), [9, 10, 19, 20, 29, 30]
     assert not recorder.due(15) and recorder.due(20)
-    assert part_names(tmp_path) == ["part_0000000010.npz", "part_0000000030.npz", "part_0000000050.npz"]
+    assert part_names(tmp_path) == ["part_0000000009.npz", "part_0000000019.npz", "part_0000000029.npz"]
     trace = read_loads(recorder.merge())
-    assert trace.loads.dtype == np.int32 and trace.loads.shape == (5, 2, 2, 3)
-    np.testing.assert_array_equal(trace.iterations, [10, 20, 30, 40, 50])
-    np.testing.assert_array_equal(trace.loads, [sample(step) for step in (10, 20, 30, 40, 50)])
-    with pytest.raises(ValueError, match=r"step \(50\) must be later"):
-        recorder.record(50, sample(50))
+    assert trace.loads.dtype == np.int32 and trace.loads.shape == (6, 2, 2, 3)
+    np.testing.assert_array_equal(trace.iterations, steps)
+    np.testing.assert_array_equal(trace.loads, [sample(step) for step in steps])
+    with pytest.raises(ValueError, match=r"step \(30\) must be later"):
+        recorder.record(30, sample(30))
+    assert LoadsRecorder(tmp_path / "small", 1).due(7)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +166,10 @@ def test_read_loads_believes_no_header(tmp_path):
 
 def test_samples_of_a_long_run_lie_further_apart():
     held = 4 * 12 * 32 * 64
-    assert sample_every(10, 300, held) == 10
-    every = sample_every(10, 1_000_000, held)
-    assert every % 10 == 0 and 0.9 * MOST_BYTES < 1_000_000 // every * held <= MOST_BYTES
+    assert sample_every(10, 300, held) == 10 and sample_every(1, MOST_BYTES // held, held) == 1
+    for first in (1, 10):
+        every = sample_every(first, 1_000_000, held)
+        assert every % first == 0 and 0.9 * MOST_BYTES < 2 * (1_000_000 // every * held) <= MOST_BYTES
 
 
 def test_device_load_max_over_mean_by_hand():

@@ -62,7 +62,7 @@ def test_t_of_links_as_sold_exceeds_what_hides_on_links_as_reached():
     cost = hecate.cost_of(hecate.SYSTEMS["Hecate"], setting)
     assert setting.cluster.inter_bandwidth == 29.6e9
     assert cost.overlap() == math.floor(cost.attention_seconds * 50e9 / cost.expert_bytes) > 0
-    assert cost.overlap_seconds(cost.overlap()) > cost.attention_seconds
+    assert cost.overlap() * cost.overlap_seconds() > cost.attention_seconds
 
 
 @pytest.mark.parametrize(("name", "share"), [("drifting", 0.75), ("W0_balanced", 5 / 32)])
@@ -77,11 +77,13 @@ def test_sharpened_loads_give_ten_of_sixty_four_experts_three_quarters(name, sha
 
 def test_an_experiment_in_float32_has_a_batch_that_fits():
     """Section 5.1 takes the largest batch that fits: activations of 32 bits leave room for fewer sequences."""
-    halves, floats = (
-        hecate.batch_of(hecate.setting_of(INPUTS, dataclasses.replace(hecate.SMALL, change=change)))
-        for change in ("", next(cause for cause in hecate.CHANGES if cause.startswith("float32")))
-    )
+    changes = "", next(cause for cause in hecate.CHANGES if cause.startswith("float32"))
+    rows = [dataclasses.replace(hecate.SMALL, change=change, every=24) for change in changes]
+    halves, floats = (hecate.batch_of(hecate.setting_of(INPUTS, row)) for row in rows)
     assert halves / 3 < floats <= halves / 2
+    of_device = 2 * 12 * 2 * 768 * 1536
+    for row, each in zip(rows, ((2, 2, 12), (4, 4, 8)), strict=True):
+        np.testing.assert_allclose(hecate.memory_of(INPUTS, row, "EP")[0], of_device * np.array(each))
 
 
 def test_scores_in_memory_are_forward_and_backward_traffic_of_each_head():

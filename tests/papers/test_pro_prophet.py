@@ -1,9 +1,10 @@
 """Pro-Prophet's rows: which system stands in which column, and what each experiment changes and leaves."""
 
 import numpy as np
+import pytest
 
 from moe_jax.observe.loads import LoadsTrace
-from moe_jax.papers.loads import with_loads_before
+from moe_jax.papers.loads import SHIPPED, find_loads, with_loads_before
 from moe_jax.papers.pro_prophet import TORCH_SEARCH, Row, released_seconds, setting_of, speedups, step_of
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, PRO_PROPHET, run
 from moe_jax.papers.table import Inputs
@@ -20,13 +21,21 @@ def test_speedups_stand_in_the_order_of_their_columns():
     np.testing.assert_allclose(speedups(INPUTS, ROW), expected)
 
 
-def test_the_iteration_before_lies_a_tenth_of_the_way_back():
+def test_the_iteration_before_is_the_recorded_one_or_lies_a_tenth_of_the_way_back():
     loads = np.zeros((3, 1, 1, 2), np.int64)
     loads[:, 0, 0, 0] = (0, 100, 400)
-    between = with_loads_before(LoadsTrace(loads, np.array([0, 10, 20])), 1)
+    between = with_loads_before(LoadsTrace(loads, np.array([0, 10, 20])))
     assert between.loads[:, 0, 0, 0].tolist() == [90, 100, 370, 400]
     assert between.iterations.tolist() == [9, 10, 19, 20]
+    recorded = with_loads_before(LoadsTrace(loads, np.array([0, 9, 10])))
+    assert recorded.loads[:, 0, 0, 0].tolist() == [0, 100, 400]
     assert len(run(DEEPSPEED, setting_of(INPUTS, ROW)).records.sample) == 49
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_traces_have_the_step_before_each_sample(name):
+    steps = find_loads(name).iterations
+    assert steps[np.isin(steps - 1, steps)].tolist() == list(range(10, 501, 10))
 
 
 def test_figure_3s_skew_is_that_of_a_rows_sixteen_experts():

@@ -224,7 +224,7 @@ BINDINGS = (
 )  # fmt: skip
 BALANCED = (
     "PlannerConfig.name = 'balanced'", "PlannerConfig.replica_slots = 2", "PlannerConfig.when = 'ahead'",
-    "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'",
+    "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'", "PlannerConfig.must_pay = False",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.layer_seconds import LayerShape, ScheduleLine, schedule_line
-from moe_jax.moe.build import layer_sizes
+from moe_jax.moe.build import layer_sizes, router_place
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedules.auto import schedule_lines
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -153,6 +153,19 @@ def test_a_pipeline_hides_nothing_on_a_cpu():
         groups[kind] = {line.name: line.groups for line in schedule_lines(roles, sizes, CLUSTER, False)}
     one = {"s1": 1, "pairwise": 1, "ring": 1}
     assert groups == {"cpu": one, "NVIDIA H100 80GB HBM3": {**one, "pairwise": 2}}
+
+
+TOGETHER = ({"capacity_factor": 1.0}, {"router": "base", "top_k": 1}, {"router": "topology", "remote_fraction": 0.1})
+
+
+@pytest.mark.parametrize(("fields", "alike"), [({}, True), *((fields, False) for fields in TOGETHER)])
+def test_no_choice_of_a_schedule_gates_other_tokens_together(fields, alike):
+    """Where tokens compete, for places or for experts, those of an MP group together choose otherwise than apart."""
+    roles, moe = build_mesh(MeshConfig(expert=D, model=2), D), MoEConfig(num_experts=E, schedule="auto", **fields)
+    sizes = layer_sizes(moe, roles, 64, None, 16, 4)
+    names = {line.name for line in schedule_lines(roles, sizes, CLUSTER, False)}
+    assert names == {"s1", "pairwise", "ring"} | ({"s2", "deepspeed"} if alike else set())
+    assert router_place(moe, roles).splits_tokens != alike  # by which a router checks how many it gates
 
 
 def test_a_setting_pays_for_homes_that_move():

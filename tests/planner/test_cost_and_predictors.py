@@ -105,6 +105,10 @@ def test_predictions_by_hand_and_their_error():
     # last: 10 -> 20 is |10| + |-10| over 100 = 0.2, then 20 -> 20 is 0: mean 0.1. Before any guess: 1.
     assert run("last", [10]).error().tolist() == [1.0]
     np.testing.assert_allclose(run("last", [10, 20, 20]).error(), [0.1])
+    # five steps later only what the window of six still reaches is left, and no error is that of a step
+    found = run("window", [90, 40], window=6)
+    found.observe(np.array([[[80, 20]]]), apart=5)
+    assert found.predict()[0, 0].tolist() == [60.0, 40.0] and len(found.errors) == 1
 
 
 def session(**fields):
@@ -168,21 +172,15 @@ def test_predicted_seconds_follow_the_placement():
     assert predicted_layer_seconds(shadowed, loads, hiding, late, start).tolist() == [12 + 9]
 
 
-def test_tau_by_the_executor_is_what_hides_behind_attention():
-    """Two nodes of two, by node, a card of 20 bytes/s: every crossing is two slices of 5 bytes, half a second."""
+def test_tau_of_the_paper_is_what_crosses_a_nodes_link_next_to_attention():
+    """floor(7 s x 20 bytes/s / 10 bytes) (Hecate, section 4.2), whatever plans are priced by; else each has its own."""
     links = {"intra_bandwidth": 1e9, "inter_bandwidth": 20.0, "cards_per_node": 2}
     cluster = Cluster(name="two by two", nodes=2, devices_per_node=2, **links)
-    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=5, dtype_bytes=1, replica_slots=4, transfer="by_node")
-    assert cost.expert_bytes == 10
-
-    def tau(seconds, rule="executor", price="executor"):
-        own = dataclasses.replace(cost, attention_seconds=seconds, overlap_degree=rule, price=price)
-        return own.overlap()
-
-    for price in ("executor", "paper"):  # the price of plans has no part in tau
-        found = [tau(seconds, price=price) for seconds in (0.49, 0.51, 1.01, 1.51)]
-        assert found == [0, 2, 4, 6]  # Cp = ceil(tau / 2) slices of 5 bytes
-        assert [tau(7.0, None, price), tau(0.49, None, price)] == [14, 0]  # floor(7 s x 20 bytes/s / 10 bytes)
+    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=5, dtype_bytes=1, overlap_degree="paper")
+    for price in ("executor", "paper"):
+        found = [dataclasses.replace(cost, price=price, attention_seconds=seconds).overlap() for seconds in (7.0, 0.49)]
+        assert found == [14, 0]
+    assert dataclasses.replace(cost, overlap_degree=None).overlap() is None
 
 
 CLUSTER = Cluster(name="two nodes of two", nodes=2, devices_per_node=2, intra_bandwidth=100.0, inter_bandwidth=10.0)

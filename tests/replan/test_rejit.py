@@ -59,7 +59,7 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
     roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard], experts=counts)
     sizes = {"layers": 3 if segments else LAYERS, "model_dim": 32, "heads": 4, "hidden_dim": 32, "max_length": 32}
     own = {"calibrate": False} if planner.get("name") in ("hecate", "auto") else {}
-    planner = {"replica_slots": 2, "overlap_degree": 4, "interval": 1, **own, **planner}
+    planner = {"replica_slots": 2, "overlap_degree": 4, "interval": 1, "must_pay": False, **own, **planner}
     config = RunConfig(
         train=TrainConfig(batch_size=8),
         data=DataConfig(sequence_length=32),
@@ -256,6 +256,18 @@ def test_a_shape_is_asked_for_only_where_its_gain_pays(started, monkeypatch, swa
     engine = started(name="topk_all", top_k=1, horizon=10, swap_seconds=swap_seconds, swap_after=9)
     drive(engine, drifting_loads(4))
     assert (engine.asked, engine.pending is not None) == (asked, asked)
+
+
+def test_a_transfer_that_pays_no_more_leaves_the_program_and_comes_back(started):
+    """Hot, even, hot and even loads: an idle transfer is no part of the step, and the programs are those before."""
+    engine = started(name="topk_all", top_k=1, cluster=FLAT, must_pay=True, swap_after=2)
+    hot, even = np.full((LAYERS, DEVICES, EXPERTS), 2), np.full((LAYERS, DEVICES, EXPERTS), 16)
+    hot[:, :, 1] = 114
+    seen = drive(engine, [*[hot] * 5, *[even] * 5, *[hot] * 5, *[even] * 5, *[hot] * 5])
+    sends = [shape.ahead is not None for shape, *_ in seen]
+    assert sends == [False] * 3 + ([True] * 5 + [False] * 5) * 2 + [True] * 2
+    assert all(len(placement.replicas) == 0 for _, placement, _ in seen[8:13]) and len(seen[-1][1].replicas)
+    assert len(engine.session.compiled) == len({tuple(shape.items()) for shape in engine.session.compiled}) <= 4
 
 
 def test_different_plans_are_an_error():

@@ -95,9 +95,10 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, capsys):
     [
         (("--nodes=2", "--planners=best"), "planner 'best' is unknown; use none, auto, balanced, eplb, fastermoe"),
         (("--nodes=4", "--planners=pro_prophet", "--transfer=by_node"), "there is one device on a node"),
-        (("--nodes=2", "--lag=99"), "lag (99) leaves none of the trace's 12 samples"),
+        (("--nodes=2", "--lag=5"), "lag (5) is in steps, and none of the trace's 12 samples has another one so many "
+         "steps before it; it answers lags of 10, 20, 30, 40, 50, 60, 70, 80, .."),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, flags, message):
     per_node = 4 // int(flags[0][-1])  # of the trace's devices
     with pytest.raises(UserError, match=re.escape(message)) as error:
@@ -107,7 +108,8 @@ def test_mistakes_are_one_line(tmp_path, flags, message):
 
 def simulate_one(name, trace, lag=1, cost=COST, **fields):
     start = Placement.even(trace.loads.shape[1], trace.loads.shape[3], trace.loads.shape[2], 2)
-    return simulate.simulate(name, trace, PlannerConfig(bounded=False, **fields), start, cost, lag, 1)
+    config = PlannerConfig(bounded=False, **{"must_pay": False, **fields})
+    return simulate.simulate(name, trace, config, start, cost, lag, 1)
 
 
 def hot_trace():
@@ -126,6 +128,37 @@ def test_ahead_sees_only_the_past_and_after_gate_sees_the_step():
     assert ahead.sample.tolist() == [1, 2, 3, 4, 5]
     late = simulate_one("fastermoe", trace, lag=2, residual=False)  # two samples back the same expert was hot
     assert [report.summarize(one, one, COST)["max_over_mean"] for one in (ahead, sees, late)] == [4, 1, 1]
+
+
+def pairs_trace():
+    """Two neighbouring steps at each of three samples, at which another expert is hot than at the sample before."""
+    loads = np.zeros((6, 1, 4, 8), int)
+    for at in range(6):
+        loads[at, :, :, at // 2 + 1] = 4000
+    return LoadsTrace(loads=loads, iterations=np.array([9, 10, 19, 20, 29, 30]))
+
+
+def test_a_plan_is_judged_by_the_loads_of_so_many_steps_before():
+    """Not of so many samples: and no predictor takes what lies further back than its window of steps."""
+    trace = pairs_trace()
+    for name, fields in (("topk_all", {"top_k": 1}), ("hecate", {"calibrate": False})):  # by the newest, by five steps
+        near, far = (simulate_one(name, trace, lag, **fields) for lag in (1, 10))
+        assert (near.sample.tolist(), far.sample.tolist()) == ([1, 3, 5], [2, 3, 4, 5])
+        loads = [report.summarize(one, one, COST)["max_over_mean"] for one in (near, far)]
+        assert loads[0] < 1.5 and loads[1] > 2
+    assert simulate.least_lag(trace.iterations) == 1 and len(simulate.judged(trace.iterations, 11)) == 2
+
+
+def test_the_first_line_says_how_old_the_loads_are_and_auto_that_it_had_too_few(tmp_path, capsys):
+    flags = "--nodes=2", "--devices_per_node=2", "--planners=auto", f"--out={tmp_path / 'out'}"
+    old = replayed(capsys, *trace_flags(tmp_path), *flags)
+    assert old[0].startswith("judged: 11 of 12 samples, by plans from the loads of 10 steps before; no samples are")
+    save_trace(tmp_path / "loads.npz", pairs_trace())
+    lines = replayed(capsys, f"--trace={tmp_path / 'loads.npz'}", f"--cluster={FLAT}", *flags)
+    assert lines[0] == "judged: 3 of 6 samples, by plans from the loads of the step before"
+    assert "auto: 3 samples are too few, so it stays plain: it needs 64, twice --auto_steps, to choose" in lines
+    answer = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert (answer["lag"], answer["judged"], answer["planners"]["auto"]["speedup_over_ep"]) == (1, 3, 1.0)
 
 
 def test_what_transfers_send_by_hand():
@@ -164,8 +197,8 @@ def test_roofline_counts_what_a_layer_waits_for():
 def test_every_system_hides_as_its_own_schedule_does():
     trace, cost = make_trace(samples=4), dataclasses.replace(COST, attention_seconds=1e-3)
     hides = {"hecate": "hecate", "pro_prophet": "pro_prophet", "fastermoe": "none", "balanced": "none"}
-    assert {name: simulate_one(name, trace, cost=cost).hiding for name in hides} == hides
-    assert simulate_one("hecate", trace, scheduler=False).hiding == "none"
+    assert {name: simulate_one(name, trace, 10, cost=cost).hiding for name in hides} == hides
+    assert simulate_one("hecate", trace, 10, scheduler=False).hiding == "none"
 
 
 def test_replay_imports_neither_jax_nor_heavy_packages():
@@ -197,10 +230,10 @@ def inputs_of(trace, **flags):
 def test_run_folder_needs_no_other_flag(tmp_path, capsys):
     write_run(tmp_path / "run")
     lines = replayed(capsys, f"--trace={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
-    assert lines[0] == (
+    assert lines[1] == (
         "trace: M 16, F 32, K 2, bfloat16, mesh data 2 x expert 4, 2 devices of an expert-parallel group on a node"
     )
-    assert "assumed because the run named none; --cluster names one" in lines[1]
+    assert "assumed because the run named none; --cluster names one" in lines[2]
     assert read_cluster(FLAT) == UNNAMED and read_cluster("configs/cluster/host_devices.gin") == HOST
     answer = json.loads((tmp_path / "out" / "replay.json").read_text())
     assert answer["trace"] == {"name": "loads.npz", "shape": [6, 2, 4, EXPERTS]}

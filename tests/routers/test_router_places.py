@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from routers.test_layer_bfloat16 import LAYERS
+from support import tiny_run
 from support.layer_cases import draw, make_loss, moe_config, plan_of, roles_of
 
 import moe_jax.moe.routers
@@ -25,6 +26,7 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.training.program import build_program
+from moe_jax.training.stepper import build_stepper
 
 EXPERTS = 8
 PACKAGE = pathlib.Path(moe_jax.moe.routers.__file__).parent
@@ -121,6 +123,23 @@ def test_local_experts_are_those_whose_tokens_stay_on_the_node():
             fill_tables(shape, placement)
         )
         np.testing.assert_array_equal(found, want, rule)
+
+
+WHOLE = (
+    "MoEConfig.schedule = 'pairwise'", "PlannerConfig.name = 'fastermoe'", "PlannerConfig.when = 'after_gate'",
+    "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "PlannerConfig.replica_slots = 2",
+)  # fmt: skip
+
+
+def test_fastermoes_gate_schedule_and_shadowing_run_together(tmp_path):
+    """The gate asks where experts live, which shadowing after it leaves alone: choices and losses are those without."""
+    gate = ("MoEConfig.router = 'topology'", "MoEConfig.remote_fraction = 0.14", "MeshConfig.devices_per_node = 4")
+    runs = [build_stepper(tiny_run.config_of(tmp_path, *gate, *more, "train.batch_size = 16"), jax.devices()).run(3)
+            for more in ((), WHOLE)]  # fmt: skip
+    for alone, whole in zip(*runs, strict=True):
+        np.testing.assert_array_equal(alone["loads"], whole["loads"])
+        np.testing.assert_allclose(whole["loss"], alone["loss"], rtol=1e-6)
+    assert any(record["replicas"] for record in runs[1])
 
 
 AFTER_GATE = sorted({*LAYERS} - {"topology"})  # which refuses such planners

@@ -51,7 +51,7 @@ def test_run_folder_holds_what_was_promised(finished):
     assert len(records[-1]["gate_entropy"]) == 2  # one per layer
     trace = read_loads(work / "loads.npz")
     devices = len(jax.devices())
-    assert trace.loads.shape == (3, 2, devices, 8) and trace.iterations.tolist() == [2, 4, 6]
+    assert trace.loads.shape == (4, 2, devices, 8) and trace.iterations.tolist() == [2, 3, 5, 6]
     assert (trace.loads.sum(axis=(2, 3)) == 8 * 16 * 2).all()  # K times the tokens of a step, in every layer
     environment = json.loads((work / "environment.json").read_text())
     assert environment["devices"][0]["count"] == devices and environment["modelled"] is None  # CPUs have no prices
@@ -163,11 +163,11 @@ def test_steps_and_mesh_may_differ(finished, capsys):
     out = capsys.readouterr().out
     assert "resuming at step 6" in out
     assert "mesh    data 2, expert 4; schedule deepspeed, planner" in out and ", step 6 of 8, " in out  # the banner
-    assert "recorded loads: samples of other meshes up to step 6 are kept as they are: 3 of (data 1 x expert 8" in out
+    assert "recorded loads: samples of other meshes up to step 6 are kept as they are: 4 of (data 1 x expert 8" in out
     after = read_loads(finished / "work" / "loads.npz")
-    assert after.iterations.tolist() == [2, 4, 6, 8] and after.sources.tolist() == [8, 8, 8, 4]
-    np.testing.assert_array_equal(after.loads[:3], before.loads)
-    assert [dict(origin.mesh)["data"] for origin in after.origins] == [1, 1, 1, 2]
+    assert after.iterations.tolist() == [2, 3, 5, 6, 8] and after.sources.tolist() == [8, 8, 8, 8, 4]
+    np.testing.assert_array_equal(after.loads[:4], before.loads)
+    assert [dict(origin.mesh)["data"] for origin in after.origins] == [1, 1, 1, 1, 2]
 
 
 def test_a_run_begun_before_special_tokens_were_put_goes_on_without_them(tmp_path, monkeypatch):

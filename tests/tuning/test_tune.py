@@ -175,7 +175,7 @@ def test_recorded_loads_choose_a_planner(tmp_path):
     loads = np.ones((6, 2, 4, 8), int)
     np.savez(tmp_path / "even.npz", loads=loads)
     loads[..., 0] = 20000
-    np.savez(tmp_path / "hot.npz", loads=loads)
+    np.savez(tmp_path / "hot.npz", loads=loads, iterations=10 * np.arange(6))  # whose samples are ten steps apart
     even, hot = (tuning.planners_by_trace(config, roles, str(tmp_path / f"{name}.npz")) for name in ("even", "hot"))
     assert even == ["none"] == hot[:1] and len(hot) == 2
     with pytest.raises(UserError, match=r"has loads \[L, S, E\] = \[2, 4, 8\]; name a trace of this model and mesh"):

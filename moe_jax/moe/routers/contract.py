@@ -35,14 +35,14 @@ class RouterPlace:
       roles: the mesh.
       slots: G, experts that one device may compute in a layer, by which `Tables` count.
       splits_tokens: whether each device of an MP group gates its own part of the group's tokens.
-      decides_late: whether a plan may send tokens elsewhere than the tables say, after the gate.
+      redirects: whether a token may go, after the gate, to a device that is neither its own nor where tables send it.
       length: Sq, tokens of a sequence; 0 where that is not known.
     """
 
     roles: Roles
     slots: int
     splits_tokens: bool = True
-    decides_late: bool = False
+    redirects: bool = False
     length: int = 0
 
     def gated(self, tokens: int) -> int:

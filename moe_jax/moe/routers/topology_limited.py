@@ -87,10 +87,10 @@ class Topology(TopK):
                 f"MoEConfig.router = 'topology' ({config.num_experts} experts on {nodes} nodes); raise "
                 "MoEConfig.num_experts or MeshConfig.devices_per_node"
             )
-        if place.decides_late and nodes > 1:
+        if place.redirects and nodes > 1:
             raise UserError(
                 "MoEConfig.router ('topology') chooses by where experts are, and this plan decides that after the "
-                "gate; set PlannerConfig.when = 'ahead' and PlannerConfig.calibrate = False, or another planner"
+                "gate; set PlannerConfig.when = 'ahead' and calibrate = False, or PlannerConfig.name = 'fastermoe'"
             )
         if roles.model and not place.splits_tokens and nodes > 1:
             raise UserError(

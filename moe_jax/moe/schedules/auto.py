@@ -10,6 +10,8 @@ import dataclasses
 
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.layer_seconds import ScheduleLine, schedule_line
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.routers import find
 from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, find_schedule, register
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
@@ -29,14 +31,14 @@ class Auto(Schedule):
 
     @classmethod
     def sentences(cls, roles, sizes):
-        listed = ", ".join(candidates(roles, sizes, False))
+        listed = ", ".join(candidates(roles, sizes.config, False))
         return [f"schedule 'auto' starts with s1 and chooses from observed loads among {listed}"]
 
 
-def candidates(roles: Roles, sizes: LayerSizes, one_piece: bool) -> tuple[str, ...]:
-    """Return the names of the schedules that differ on this mesh and drop the same tokens, `s1` first.
+def candidates(roles: Roles, config: MoEConfig, one_piece: bool) -> tuple[str, ...]:
+    """Return the names of the schedules that differ on this mesh and give the same results, `s1` first.
 
-    With a capacity those are left out that gate other groups of tokens than `s1`.
+    Where tokens that are gated together compete, those are left out that gate other groups of tokens than `s1`.
 
     Args:
       one_piece: whether a block-wise schedule, halves or float8 need experts in one piece.
@@ -44,10 +46,9 @@ def candidates(roles: Roles, sizes: LayerSizes, one_piece: bool) -> tuple[str, .
     parts, shards = roles.size(roles.model), roles.size(roles.expert_shard)
     found = dict.fromkeys(find_schedule(name).on_mesh(parts, shards).name for name in Auto.chooses_from)
     records = [find_schedule(name) for name in found]
+    alike = parts == 1 or (config.dropless and find(config.router).by_token)
     return tuple(
-        record.name
-        for record in records
-        if (record.one_piece or not one_piece) and (sizes.capacity is None or parts == 1 or not record.gates_group)
+        record.name for record in records if (record.one_piece or not one_piece) and (alike or not record.gates_group)
     )
 
 
@@ -58,7 +59,7 @@ def schedule_lines(roles: Roles, sizes: LayerSizes, cluster: Cluster, one_piece:
       UserError: the cluster lacks a figure; it names the figure.
     """
     lines, gather = [], "saa" if sizes.config.gather == "saa" else "aas"
-    for name in candidates(roles, sizes, one_piece):
+    for name in candidates(roles, sizes.config, one_piece):
         groups = choose_groups(roles, sizes.config.pairwise_groups) if name == "pairwise" else 1
         shape = dataclasses.replace(layer_shape(name, roles, sizes, groups), members_in_node=1)
         line = schedule_line(shape, cluster, gather)
