@@ -42,7 +42,7 @@ MAY_DIFFER = (
     "DistillationConfig.teacher", "DistillationConfig.teacher_step",
     "train.steps", "train.decay_steps", "train.max_skipped_steps", "train.ema_decay", "train.guide_scheduler",
     "train.optimistic", "train.deterministic", "train.zero_stage", "train.expert_zero_stage",
-    "train.checkpoint_every", "train.copy_every", "train.keep_checkpoints", "train.evaluate_every",
+    "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every",
     "train.evaluate_windows", "train.loads_every", "train.log_every", "train.profile_steps",
 )  # fmt: skip
 # Bindings that --override may change besides, at a resume: the optimizer's state goes on.
@@ -143,7 +143,7 @@ def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str
       UserError: a line that is not `Name.field = value`.
     """
     old, new, defaults = _values(old_text), _values(new_text), _values(config_text(RunConfig()))
-    old = {binding: value for binding, value in old.items() if value != REMOVED.get(binding, (ABSENT,))[0]}
+    old = {binding: value for binding, value in old.items() if binding not in REMOVED}
     differences = []
     older = defaults | {binding: value for binding, value in BEFORE.items() if old and binding in new}
     for binding in sorted(old.keys() | new.keys()):

@@ -31,9 +31,11 @@ def main() -> None:
     kind = flags.mistake.partition(":")[2]
     if kind == "absent" and mistaken:
         flags.coordinator = "127.0.0.1:1"
+    if kind == "counts" and mistaken:
+        flags.num_processes += 1
     try:
         hosts = start_hosts(
-            flags.coordinator, flags.num_processes + (kind == "counts" and mistaken), flags.process_id,
+            flags.coordinator, flags.num_processes, flags.process_id,
             lost_after_seconds=flags.lost_after, stall_after_seconds=flags.stall_after, start_timeout_seconds=8,
         )  # fmt: skip
     except Exception as error:

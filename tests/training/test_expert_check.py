@@ -121,11 +121,11 @@ class TwoProcesses(Hosts):
     """This process and another one, whose answers the test sets."""
 
     def __init__(self, other: str, kept: str = "no"):
-        super().__init__()
         self.answers = {"kept": kept, "check": json.dumps([other, "theirs"])}
+        super().__init__()
 
-    def gather_text(self, topic, text, timeout_seconds=300.0):
-        return [text, self.answers[topic.split()[0]]]
+    def gather_text(self, topic, text, seconds=300.0):
+        return [text, self.answers.get(topic.split()[0], text)]
 
 
 @pytest.fixture

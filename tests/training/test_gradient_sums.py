@@ -58,7 +58,7 @@ def test_no_second_bank_of_gradients(name, tmp_path):
     length, model, places = session.config.data.sequence_length, session.model, session.state_shardings
     params = jax.tree.map(lambda leaf, at: leaf.update(sharding=at), model.shapes(), places.state["params"])
     ids, weights = (
-        jax.ShapeDtypeStruct((2, 8, length), dtype, sharding=places.batch.inputs) for dtype in (jnp.int32, jnp.float32)
+        jax.ShapeDtypeStruct((2, 8, length), dtype, sharding=places.batch) for dtype in (jnp.int32, jnp.float32)
     )
     step = jax.jit(make_gradients(model, session.config.train, length))
     lowered = step.lower(params, Batch(ids, ids, weights), session.tables, jax.random.key(0))

@@ -176,7 +176,10 @@ def test_a_run_begun_before_special_tokens_were_put_goes_on_without_them(tmp_pat
     changes = [f"DataConfig.tokenizer = '{chat_cases.write_tokenizer(tmp_path / 'words', around='[INST] $A')}'"]
     work, now = tmp_path / "work", tmp_path / "now"
     run_here(tmp_path, work, *changes, WITHOUT)
-    for name, line in (("run.json", r', "add_special_tokens": false'), ("config.gin", r"DataConfig.add_special_.*\n")):
+    for name, line in (
+        ("run.json", r'(, )?"add_special_tokens": false'),
+        ("config.gin", r"DataConfig.add_special_.*\n"),
+    ):
         text = (work / name).read_text()
         (work / name).write_text(re.sub(line, "", text))
         assert "special" in text and "special" not in (work / name).read_text()
