@@ -35,9 +35,7 @@ from moe_jax.training.teacher import teacher_checkpoint
 
 OPTIMIZER_STATES = {
     "adamw": "AdamW, two moments",
-    "adafactor": "Adafactor, rows and columns of second moments",
     "muon": "Muon, momentum of hidden matrices, two moments of the rest",
-    "lion": "Lion, one moment",
 }
 GROUP_NAMES = {
     "embedding": "embeddings",

@@ -54,7 +54,10 @@ OVERRIDABLE = (
 # What runs that were begun before a field was there did, where that is not its default.
 BEFORE = {"DataConfig.add_special_tokens": "False"}
 # Bindings that are gone: (the default that they had, what serves instead). Files that runs wrote down have them all.
-REMOVED = {"train.copy_every": ("0", "set train.checkpoint_every lower: checkpoints are written beside the steps")}
+REMOVED = {
+    "train.copy_every": ("0", "set train.checkpoint_every lower: checkpoints are written beside the steps"),
+    "train.min_dim_size_to_factor": ("128", "it was of 'adafactor': take train.optimizer = 'adamw' or 'muon'"),
+}
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
 
@@ -84,11 +87,6 @@ class RunConfig:
             raise UserError(
                 f"train.ema_decay ({self.train.ema_decay}) keeps an average of a whole model, and LoraConfig.rank "
                 f"({self.lora.rank}) trains adapters alone; set one of them to 0"
-            )
-        if self.lora.rank and self.train.optimizer == "adafactor":
-            raise UserError(
-                "train.optimizer 'adafactor' moves a matrix by its own size, and half of the adapters of "
-                f"LoraConfig.rank ({self.lora.rank}) begin at zero; take 'adamw'"
             )
         if self.moe.schedule == "auto" and self.planner.name != "auto":
             raise UserError(

@@ -54,7 +54,7 @@ class DistillationConfig:
         return bool(self.teacher) and (self.until is None or step < self.until)
 
 
-OPTIMIZERS = ("adamw", "adafactor", "muon", "lion")
+OPTIMIZERS = ("adamw", "muon")
 LEARNING_RATE_SCHEDULES = ("cosine", "constant", "linear", "wsd")
 DECAY_SHAPES = ("linear", "1-sqrt")
 
@@ -68,7 +68,7 @@ class TrainConfig:
       seed: of initial values, data order, gate noise and masks.
       batch_size: global sequences per optimizer step.
       grad_accum_steps: microbatches that a step is split into; divides batch_size.
-      optimizer: 'adamw', 'adafactor', 'muon' (hidden matrices; AdamW for the rest) or 'lion'.
+      optimizer: 'adamw', or 'muon' (hidden matrices; AdamW for the rest).
       learning_rate: peak, reached linearly after warmup_steps, from learning_rate / warmup_steps.
       learning_rate_schedule: how it falls from the peak: 'cosine', 'constant' (not at all), 'linear', or 'wsd'
         (warm-up, stable, decay).
@@ -77,12 +77,10 @@ class TrainConfig:
       decay_steps: steps at the end in which 'wsd' decays; 0 takes a tenth of `steps`.
       decay_shape: of that decay: 'linear' or '1-sqrt'.
       weight_decay: of every optimizer, multiplied by the learning rate; norms, biases, gates and mixes are not decayed.
-      beta1, beta2, epsilon: of AdamW; lion has the first two, muon's momentum is beta1, adafactor has its own.
-      first_moment_dtype: of AdamW's first moment and of lion's and muon's momentum: 'bfloat16', or '' for the dtype of
-        the parameters. Second moments keep that dtype always: with beta2 = 0.999 a step changes them by less than half
+      beta1, beta2, epsilon: of AdamW; muon's momentum is beta1.
+      first_moment_dtype: of AdamW's first moment and of muon's momentum: 'bfloat16', or '' for the dtype of the
+        parameters. Second moments keep that dtype always: with beta2 = 0.999 a step changes them by less than half
         a unit of bfloat16's last place, so that they would freeze.
-      min_dim_size_to_factor: adafactor keeps rows and columns of matrices whose two largest dims are at least this, and
-        whole second moments of all other leaves.
       clip_norm: largest global gradient norm; 0 does not clip.
       ema_decay: share of the exponential moving average of the parameters that a step keeps, such as 0.999; the rest is
         the new parameters. It starts from parameters, not from zero, so it needs no bias correction. 0: no average.
@@ -126,7 +124,6 @@ class TrainConfig:
     beta2: float = 0.95
     epsilon: float = 1e-8
     first_moment_dtype: str = ""
-    min_dim_size_to_factor: int = 128
     clip_norm: float = 1.0
     ema_decay: float = 0.0
     max_skipped_steps: int = 0
@@ -145,7 +142,7 @@ class TrainConfig:
 
     def __post_init__(self):
         least = {
-            1: "steps batch_size grad_accum_steps keep_checkpoints loads_every log_every min_dim_size_to_factor",
+            1: "steps batch_size grad_accum_steps keep_checkpoints loads_every log_every",
             0: "warmup_steps decay_steps max_skipped_steps checkpoint_every evaluate_every evaluate_windows",
         }
         for bound, names in least.items():
@@ -175,11 +172,6 @@ class TrainConfig:
             raise UserError(
                 f"train.first_moment_dtype ({self.first_moment_dtype!r}) must be 'bfloat16', or '' for the parameters' "
                 "dtype"
-            )
-        if self.first_moment_dtype and self.optimizer == "adafactor":
-            raise UserError(
-                f"train.first_moment_dtype ({self.first_moment_dtype!r}) has no effect on train.optimizer = "
-                "'adafactor', which has no first moment; set it to ''"
             )
         if self.learning_rate_schedule == "wsd":
             warmup = min(self.warmup_steps, self.steps - 1)

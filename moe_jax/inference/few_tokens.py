@@ -120,12 +120,13 @@ def run_layer(moe: MoE, way: str, x, index, gate: dict, bank: dict, tables: Tabl
     """Run the layer on one device; return (y [t, M], choices int32 [t, K]).
 
     Args:
-      way: of `way_of`; x: [t, M]; index: int32 [t], -1 for padding; tables: as `alike` leaves them.
+      way: of `way_of`; x: [t, M]; index: int32 [t], `PADDING` for padding; tables: as `alike` leaves them.
     """
     roles, slots, (tokens, dim) = moe.roles, tables.home_row.shape[0], x.shape
     others = _others(roles)
     with jax.named_scope("gate"):
-        choice, stats = moe.router.choose(x, gate, RouterInputs(token_ids=index, tables=tables))
+        given = RouterInputs(token_ids=index, tables=tables, padded=True)
+        choice, _ = moe.router.choose(x, gate, given)
     with jax.named_scope("route"):
         device, slot = destinations(tables, choice, slots)
         slot = jnp.where(choice.keep_mask, device * slots + slot, -1)
@@ -147,7 +148,7 @@ def run_layer(moe: MoE, way: str, x, index, gate: dict, bank: dict, tables: Tabl
         kept = [size if axis in others else 1 for axis, size in zip(group, sizes, strict=True)]
         blocks = jnp.broadcast_to(part.reshape(*kept, tokens, dim), (*sizes, tokens, dim)).reshape(-1, tokens, dim)
         y = varying_to_replicated(sum_of_blocks(blocks, group), roles.model)
-        return y.astype(x.dtype), stats.choices
+        return y.astype(x.dtype), jnp.where(given.real[:, None], choice.expert_ids, -1)
 
 
 def own_experts(activation: str, way: str, rows, place, weights, bank: dict, home_row):

@@ -35,30 +35,11 @@ from moe_jax.models.transformer import abstract_transformer, add_shared, unit_gr
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.layer import MoE
-from moe_jax.moe.routers import Router, RouterInputs
-from moe_jax.moe.routers.statistics import count_experts
+from moe_jax.moe.routers import PADDING, RouterInputs
 from moe_jax.moe.routing import local, record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import cast_varying, join_parts, own_part
 from moe_jax.planning.plan_shape import PlanShape
-
-
-class RouterOfRealTokens(Router):
-    """Another router, without the choices of padding; choices leave with the statistics."""
-
-    def __init__(self, router: Router):
-        super().__init__(router.config, router.place)
-        self.router = router
-
-    def choose(self, x, params, inputs):
-        """Choose as the router does, but for tokens whose `inputs.token_ids` int32 [t] is -1."""
-        choice, stats = self.router.choose(x, params, inputs)
-        real = (inputs.token_ids >= 0)[:, None]
-        expert_ids = jnp.where(real, choice.expert_ids, -1)
-        weights, keep_mask = jnp.where(real, choice.weights, 0), choice.keep_mask & real
-        choice = dataclasses.replace(choice, expert_ids=expert_ids, weights=weights, keep_mask=keep_mask)
-        counts = count_experts(expert_ids, stats.counts.shape[0])
-        return choice, dataclasses.replace(stats, counts=counts, choices=expert_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,16 +178,16 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, way: str | None
     like = jax.ShapeDtypeStruct((whole, segment.config.model_dim), segment.config.dtype)
     of_training = make_moe(config, roles, like, segment.config.activation, serving.shapes[segment.name])
     layer_type = Int8MoE if serving.quantize == "int8" else MoE
-    router = RouterOfRealTokens(of_training.router)
-    moe = layer_type(config, roles, of_training.activation, of_training.plan, router, of_training.schedule)
+    config = dataclasses.replace(config, record_choices=True)  # which the router, built before, need not replay
+    moe = layer_type(config, roles, of_training.activation, of_training.plan, of_training.router, of_training.schedule)
 
     def layer(x, real, gate, bank, tables):
-        index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), -1)
+        index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), PADDING)
         if way:
             return few_tokens.run_layer(moe, way, x, index, gate, bank, tables)
         x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
-        index = jnp.pad(index, (0, whole - tokens), constant_values=-1)
-        y, stats, _ = moe(x, gate, RouterInputs(None, index, tables), bank, {})
+        index = jnp.pad(index, (0, whole - tokens), constant_values=PADDING)
+        y, stats, _ = moe(x, gate, RouterInputs(None, index, tables, padded=True), bank, {})
         return y[:tokens], stats.choices
 
     return layer

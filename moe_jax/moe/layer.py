@@ -108,7 +108,9 @@ class MoE:
             params = gate if isinstance(gate, dict) else {"w_gate": gate}
             choice, stats = self.router.choose(gated, params, inputs)
             if self.config.record_choices:
-                stats = dataclasses.replace(stats, choices=choice.expert_ids)
+                ids = choice.expert_ids
+                ids = ids if inputs.real is None else jnp.where(inputs.real[:, None], ids, -1)
+                stats = dataclasses.replace(stats, choices=ids)
             stats = share_statistics(stats, choice, gated, self.roles.model, inputs.real)
         if self.plan is not None and self.plan.after_gate is not None:
             tables, replicas = decide(self.plan, self.roles, stats, bank, grad_sink, tables, replicas)

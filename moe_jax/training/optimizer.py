@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import math
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,6 @@ from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.models.language_model import flatten
 from moe_jax.models.transformer import matrix_dims
-from moe_jax.moe import MoEConfig
-from moe_jax.moe.routers import build_router
 
 
 def build_learning_rate(config: TrainConfig) -> optax.Schedule:
@@ -58,46 +55,6 @@ def build_learning_rate(config: TrainConfig) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup), after], [warmup])
 
 
-# An expert's matrix is a parameter of its own: nothing is ever summed over the rows of the bank, whose order follows
-# the experts' homes, or over the layers, by which the units are stacked.
-# For transformations that look at whole leaves (their factors, their root mean square): state leaves get the stack's
-# first dim, so that those of an expert move with it; step counts stay scalars.
-def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `transform` over every matrix of bank and units, and over all other leaves as they are."""
-
-    def axes_of(params):
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-        is_count = lambda leaf: leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)  # noqa: E731
-        return jax.tree.map(lambda leaf: None if is_count(leaf) else 0, jax.eval_shape(transform.init, one))
-
-    def init_stacked(params):
-        return jax.vmap(transform.init, out_axes=axes_of(params))(params)
-
-    def update_stacked(updates, state, params=None):
-        axes = axes_of(params)
-        return jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))(updates, state, params)
-
-    stacked = optax.GradientTransformation(init_stacked, update_stacked)
-
-    def label(path, _leaf) -> str:
-        """Name the leaves that are stacked alike with this one, by the segment that they are of."""
-        names = [entry.key for entry in path]
-        if names[0] == "bank":
-            return f"experts_{names[1]}"
-        return f"units_{names[2]}" if names[:2] == ["dense", "units"] else "outer"
-
-    def parts(params) -> optax.GradientTransformation:
-        labels = jax.tree_util.tree_map_with_path(label, params)
-        # the order of the updates in the program
-        names = sorted(set(jax.tree.leaves(labels)), key=lambda name: (name == "outer", name))
-        return optax.partition({name: transform if name == "outer" else stacked for name in names}, labels)
-
-    def update(updates, state, params=None):
-        return parts(updates).update(updates, state, params)
-
-    return optax.GradientTransformation(lambda params: parts(params).init(params), update)
-
-
 MUON_RMS = 0.2  # of an update's entries, about AdamW's; so one learning rate serves both
 
 
@@ -107,33 +64,12 @@ def decays(path: tuple, leaf) -> bool:
     return not (names[-1].endswith(("bias", "w_mix")) or "gate" in names or any("norm" in name for name in names))
 
 
-def line_on_gates(config: TrainConfig, layers: Iterable[MoEConfig]) -> str:
-    """Say where Lion, whose update is a sign, moves gates whose gradient is rounding alone; '' where it does not.
-
-    Weights over their own sum do not depend on the softmax's denominator, the only way to an expert that no token
-    chose; one weight over itself depends on nothing.
-    """
-    if config.optimizer != "lion" or not any(
-        moe.renormalize
-        and "renormalize" not in build_router(moe).ignores
-        and moe.aux_loss_weight == moe.z_loss_weight == 0
-        for moe in layers
-    ):
-        return ""
-    return (
-        "train.optimizer 'lion' moves every entry by the learning rate, however small its gradient: without a gate "
-        "loss w_gate moves on rounding noise, of experts that no token chose, with MoEConfig.top_k = 1 of all; set "
-        "MoEConfig.z_loss_weight or aux_loss_weight above 0, or MoEConfig.renormalize = False"
-    )
-
-
 def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer of a run.
 
-    Sources: Lion from Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), alg. 2; Adafactor from
-    Shazeer, Stern (2018), algorithms 4 and 5; Muon from Jordan et al. (2024), each hidden matrix orthogonalised by
-    itself and AdamW for all other leaves, with updates of the size of Liu et al., "Muon is Scalable for LLM Training"
-    (2025), equation 4, so that one learning rate serves all leaves.
+    Source: Muon from Jordan et al. (2024), each hidden matrix orthogonalised by itself and AdamW for all other leaves,
+    with updates of the size of Liu et al., "Muon is Scalable for LLM Training" (2025), equation 4, so that one learning
+    rate serves all leaves.
 
     Raises:
       UserError: the installed optax does not have it.
@@ -151,30 +87,16 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             update = optax.adamw(
                 rate, beta1, beta2, config.epsilon, mu_dtype=dtype, weight_decay=weight_decay, mask=decay_mask
             )
-        elif config.optimizer == "lion":
-            update = optax.lion(rate, beta1, beta2, mu_dtype=dtype, weight_decay=weight_decay, mask=decay_mask)
         else:
-            if config.optimizer == "muon":
-                numbers = by_path(lambda path, _: optax.contrib.MuonDimensionNumbers(*muon_dims(path)))
-                muon = optax.contrib.scale_by_muon(
-                    beta=beta1, eps=config.epsilon, mu_dtype=dtype, weight_dimension_numbers=numbers
-                )
-                adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=config.epsilon, mu_dtype=dtype)
-                labels = by_path(lambda path, _: "muon" if muon_dims(path) else "adam")
-                resized = optax.stateless(by_path(_resized))
-                scale = optax.partition({"muon": optax.chain(muon, resized), "adam": adam}, labels)
-            else:
-                # Without momentum; the learning rate is relative to a matrix' size, and each expert's and each layer's
-                # matrix has its own factors and sizes.
-                scale = per_matrix(
-                    optax.chain(
-                        optax.scale_by_factored_rms(min_dim_size_to_factor=config.min_dim_size_to_factor),
-                        optax.clip_by_block_rms(1.0),
-                        optax.scale_by_param_block_rms(),
-                    )
-                )
-            # decoupled, by the learning rate, as AdamW's is; that of `optax.adafactor` is not multiplied by it
-            decay = optax.add_decayed_weights(weight_decay, decay_mask)
+            numbers = by_path(lambda path, _: optax.contrib.MuonDimensionNumbers(*muon_dims(path)))
+            muon = optax.contrib.scale_by_muon(
+                beta=beta1, eps=config.epsilon, mu_dtype=dtype, weight_dimension_numbers=numbers
+            )
+            adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=config.epsilon, mu_dtype=dtype)
+            labels = by_path(lambda path, _: "muon" if muon_dims(path) else "adam")
+            resized = optax.stateless(by_path(_resized))
+            scale = optax.partition({"muon": optax.chain(muon, resized), "adam": adam}, labels)
+            decay = optax.add_decayed_weights(weight_decay, decay_mask)  # by the learning rate, as AdamW's is
             update = optax.chain(scale, decay, optax.scale_by_learning_rate(rate))
         return optax.chain(clip, update)
     except AttributeError as error:

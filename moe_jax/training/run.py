@@ -40,7 +40,6 @@ from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.frozen_base import load_base, restore_params, settle_base
 from moe_jax.training.loop import Loop, evaluate
-from moe_jax.training.optimizer import line_on_gates
 from moe_jax.training.plan_cost import modelled_layers
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
@@ -125,9 +124,6 @@ def run(
             record |= described(session)
             record["compared_before_first_step"] = compared
             write_atomically(folder.environment, json.dumps(record, indent=2, allow_nan=False))
-        gates = [] if settled.lora.rank else [segment.moe for segment in session.model.expert_segments]
-        if line := line_on_gates(settled.train, gates):  # of those that are trained
-            say(hosts, line)
         if session.teacher is not None:
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
         host = {name: past.get(name, 0) for name in ("skipped_steps", "overflowed_updates")}

@@ -248,7 +248,6 @@ def test_what_cannot_be_is_one_line(runs, tmp_path, monkeypatch):
         (tmp_path / "a", ours, ("LoraConfig.rank = 17",), r"LoraConfig.rank \(17\) is above the dims of .* lower it"),
         (tmp_path / "a", ours, (*ADAPTED, "LoraConfig.targets = ('attention/q',)"), "'attention/q' matches nothing"),
         (tmp_path / "a", ours, (*ADAPTED, "train.ema_decay = 0.9"), "keeps an average of a whole model"),
-        (tmp_path / "a", ours, (*ADAPTED, "train.optimizer = 'adafactor'"), "half of the adapters"),
         (tmp_path / "a", {**ours, "init_from_ema": True}, ADAPTED, "--init_from_ema cannot be with LoraConfig.rank"),
         (tmp_path / "a", {"init_from": str(runs / "whole")}, (), "holds adapters of .* and no model"),
         (runs / "whole", ours, (*ADAPTED, "train.steps = 7"), "is not the model that these adapters are for"),

@@ -19,8 +19,6 @@ PYRAMID = (
     f"ModelConfig.segments = {LAYERS}",
     "MoEConfig.router = 'sigmoid_bias'",
     "MoEConfig.bias_rate = 0.125",  # exact in float32
-    "train.optimizer = 'adafactor'",
-    "train.min_dim_size_to_factor = 8",
     "train.loads_every = 1",
     "train.final_learning_rate = 1.0",  # so that runs of several lengths compare at one rate
 )

@@ -32,7 +32,7 @@ class GateStats:
       completed: int32 [], tokens that `base` placed after its auction had ended; None for every other router.
       sequence_balance: float [], sum over sequences of their tokens times their load-balancing loss; None unless
         `MoEConfig.balance_over` is 'sequence'.
-      choices: int32 [t, K], of the tokens that this device owns; None unless they are recorded.
+      choices: int32 [t, K], of the tokens that this device owns, -1 of padding; None unless they are recorded.
     """
 
     counts: jax.Array
@@ -83,7 +83,7 @@ def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]
     if varying_axes(x) & frozenset(model):
         return dataclasses.replace(lax.psum(stats.sums, model), counts=stats.counts, choices=stats.choices)
     owned = own_part(choice.expert_ids, model)
-    choices = None if stats.choices is None else owned
+    choices = None if stats.choices is None else own_part(stats.choices, model)
     counted = None if real is None else own_part(real, model)
     return dataclasses.replace(stats, counts=count_experts(owned, stats.counts.shape[0], counted), choices=choices)
 
