@@ -146,12 +146,12 @@ class Watch:
             threading.Event().wait()
 
     def tell(self, line: str, code: int) -> None:
-        """Put a verdict where all find it, and wait until they have, as process 0, whose store ends with it."""
+        """Put a verdict where all find it, and wait until they have, if it is the first or this is process 0."""
         if time.monotonic() - self._heard[0][0] > 3 * self._beat_seconds:
             return  # process 0 does not answer, and would keep this one waiting
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._client.key_value_set(_VERDICT, json.dumps({"line": line, "code": code}), allow_overwrite=True)
-            time.sleep(2.5 * self._beat_seconds * (self._index == 0))
+            self._client.key_value_set(_VERDICT, json.dumps({"line": line, "code": code}), self._index == 0)
+            time.sleep(2.5 * self._beat_seconds)
 
     def _talk(self) -> None:
         count = 0

@@ -136,7 +136,7 @@ def test_sigterm_saves_and_returns_to_the_queue(lab, shared, whole):
     workdir = shared / "signal"
     with submit(shared, workdir) as job:
         wait_for_step(job, workdir, 12)
-        subprocess.run(["scancel", "--batch", "--signal=TERM", job.number], check=True)
+        lab.enter("n1", "pkill", "-TERM", "-f", "slurm_script").wait()  # as Slurm does before the time limit
         job.wait("stopped by a signal: back into the queue")
         assert "codes 75," in job.text()
         stopped, saved = step_of(workdir), max(int(path.name) for path in (workdir / "checkpoints").iterdir())
@@ -161,8 +161,10 @@ def test_a_wrong_flag_on_one_node_ends_all_with_a_line_and_no_restart(lab, share
 
 def test_a_folder_that_not_all_nodes_see_is_a_line(lab, shared):
     with submit(shared, shared / "private", nodes=2, flags=["--workdir=/tmp/run"], MAX_RESTARTS="0") as job:
-        assert job.end(120) == 2, job.text()
-    assert re.search(r"1: error: .*/tmp/run.*", job.text()) and "Traceback" not in job.text()
+        assert job.end(180) == 4, job.text()
+    assert re.search(r"error: process 1 does not see process 0's run folder /tmp/run; give", job.text()), job.text()
+    assert re.search(r"moe_jax: process 1 .* ended with exit code 4: .*/tmp/run", job.text()), job.text()
+    assert "Traceback" not in job.text()
 
 
 def test_two_nodes_go_on_where_three_were(lab, shared):
