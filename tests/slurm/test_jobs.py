@@ -185,14 +185,19 @@ def test_two_nodes_go_on_where_three_were(lab, shared):
 
 
 def test_where_too_few_nodes_answer_the_job_waits(lab, shared, whole):
+    """For the one that boots again, or in the queue where Slurm has taken it back."""
     workdir = shared / "waits"
-    with submit(shared, workdir, MIN_NODES="2") as job:
+    with submit(shared, workdir, nodes=2, MIN_NODES="2") as job:
         wait_for_step(job, workdir, 7)
-        for node in ("n2", "n3"):
-            lab.lose(node)
+        lab.lose("n2")
         at = job.wait("waiting for 2 nodes; n1 answer")
         lab.restore()
-        job.wait("attempt 1 on 2 nodes", after=at)
+        at = job.wait("attempt 1 on 2 nodes: n2 n1", after=at)
+        wait_for_step(job, workdir, 20)
+        lab.lose("n2")
+        job.wait("fewer than 2 nodes are left of the allocation: back into the queue", after=at)
+        lab.restore()
+        job.hurry()
         assert job.end() == 0, job.text()
     assert_same_run(whole, workdir, 40)
 
