@@ -119,7 +119,7 @@ def test_the_node_of_process_0_is_named_by_the_loop(lab, shared, whole):
 
 def test_the_node_of_the_batch_script_is_lost_and_the_job_returns_to_the_queue(lab, shared, whole):
     workdir = shared / "script"
-    with submit(shared, workdir, "train.steps = 60", "train.schedule_steps = 40", nodes=2) as job:
+    with submit(shared, workdir, nodes=2) as job:
         wait_for_step(job, workdir, 7)
         lab.lose("n1")
         end = time.monotonic() + 120
@@ -129,7 +129,7 @@ def test_the_node_of_the_batch_script_is_lost_and_the_job_returns_to_the_queue(l
         lab.restore()
         job.hurry()
         assert job.end() == 0, job.text()
-    assert len(read_metrics(workdir)) == 60
+    assert_same_run(whole, workdir, 40)
 
 
 def test_sigterm_saves_and_returns_to_the_queue(lab, shared, whole):
