@@ -37,12 +37,16 @@ boot() {
 case ${1:-} in
   up)
     number=${2:-3}
+    [ "$(id -u)" = 0 ] || { echo "a Slurm of its own needs root" >&2 && exit 2; }
     if ! command -v slurmctld >/dev/null; then
       echo "installing Slurm" >&2
       export DEBIAN_FRONTEND=noninteractive
       { apt-get update -qq && apt-get install -y -qq slurm-wlm munge iproute2; } >/dev/null 2>&1 ||
         { echo "Slurm cannot be installed here (apt-get install slurm-wlm munge iproute2)" >&2 && exit 2; }
     fi
+    # shellcheck disable=SC2016
+    unshare --net --uts --pid --mount --fork sh -c 'mount -t tmpfs tmpfs /tmp' 2>/dev/null ||
+      { echo "nodes need namespaces of their own, which root may not make here" >&2 && exit 2; }
     "$0" down
     mkdir -p "$LAB/state" /run/munge
     chown munge /run/munge /var/log/munge /var/lib/munge
@@ -69,7 +73,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
-SlurmdTimeout=30
+SlurmdTimeout=60
 KillWait=10
 MpiDefault=none
 CONF
@@ -116,7 +120,9 @@ CONF
     done
     [ ! -f "$LAB/slurmctld.pid" ] || kill "$(cat "$LAB/slurmctld.pid")" 2>/dev/null || true
     for name in $(ip netns list 2>/dev/null | grep -o '^moe_jax_n[0-9]*'); do ip netns del "$name"; done
-    ip link del moe_jax_slurm 2>/dev/null || true
+    for link in $(ip -o link 2>/dev/null | grep -o 'mjs[0-9]*@' | tr -d @) moe_jax_slurm; do
+      ip link del "$link" 2>/dev/null || true
+    done
     [ ! -w /etc/hosts ] || { grep -v '# moe_jax_slurm$' /etc/hosts >/tmp/hosts.$$ && cat /tmp/hosts.$$ >/etc/hosts && rm /tmp/hosts.$$; }
     rm -rf "$LAB"
     ;;

@@ -17,6 +17,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.05
 
 
+class NoSlurmError(Exception):
+    """This machine cannot have a Slurm of its own."""
+
+
 class Lab:
     """The nodes n1, n2, ... of a Slurm of its own, up for the length of a `with` block; what is lost stays so."""
 
@@ -41,7 +45,7 @@ class Lab:
             text = said.read()
         path.unlink()
         if code:
-            raise RuntimeError(f"slurm.sh {' '.join(words)} ended with {code}: {text}")
+            raise (NoSlurmError if code == 2 else RuntimeError)(f"slurm.sh {' '.join(words)} ended with {code}: {text}")
         return text
 
     def lose(self, node: str) -> None:
@@ -117,8 +121,12 @@ class Job:
         return "\n".join(line for _, line in self.read())
 
     def has_ended(self) -> bool:
-        """Say whether it neither waits nor runs."""
-        return self.shown("JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+        """Say whether it neither waits nor runs, now and a second later: a job that returns to the queue does not."""
+        for pause in (0, 1):
+            time.sleep(pause)
+            if self.shown("JobState") in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return False
+        return True
 
     def end(self, seconds: float = 300.0) -> int:
         """Wait for the job's end and return its exit code."""
@@ -131,6 +139,7 @@ class Job:
 
     def hurry(self) -> None:
         """Let a job that went back into the queue start now, for which Slurm takes two minutes."""
+        time.sleep(2)  # one that starts in the second in which it ended has a credential that was revoked
         subprocess.run(["scontrol", "update", f"JobId={self.number}", "StartTime=now"], check=True)
 
     def shown(self, field: str) -> str:
