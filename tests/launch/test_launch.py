@@ -38,6 +38,7 @@ def run_script(tmp_path, attempts, answer="n1 n2 n3", **environment):
     (tmp_path / "attempts").write_text("".join(f"{line}\n" for line in attempts))
     listed = 'if [ "$1" = show ]; then printf "n1\\nn2\\nn3\\n"; else echo "$@" >> requeued; fi'
     texts = {"srun": SRUN, "scontrol": f"#!/bin/sh\n{listed}\n", "hostname": "#!/bin/sh\necho n1\n"}
+    texts["squeue"] = '#!/bin/sh\ncase "$*" in *%T) echo "${STATE:-RUNNING}" ;; *%N) echo "n[1-3]" ;; esac\n'
     for name, text in (texts | {"sleep": "#!/bin/sh\n"}).items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
@@ -84,10 +85,13 @@ def test_sbatch_takes_the_nodes_that_answer_with_its_own_last(tmp_path):
     assert "attempt 0 on 2 nodes: n3 n1" in said and " --nodelist=n3,n1 " in call and "--overlap" in call
 
 
-@pytest.mark.parametrize(("restarts", "code"), [("3", 0), ("100", 75)])
-def test_sbatch_returns_to_the_queue_what_a_signal_stopped(tmp_path, restarts, code):
-    found, said, _, requeued = run_script(tmp_path, ["75 75 9"], SLURM_RESTART_COUNT=restarts)
-    assert (found, requeued) == (code, "requeue 17\n" if code == 0 else ""), said
+@pytest.mark.parametrize(
+    ("restarts", "state", "code", "told"),
+    [("3", "RUNNING", 0, "requeue 17\n"), ("100", "RUNNING", 75, ""), ("3", "COMPLETING", 0, "")],  # by scancel
+)
+def test_sbatch_returns_to_the_queue_what_a_signal_stopped(tmp_path, restarts, state, code, told):
+    found, said, _, requeued = run_script(tmp_path, ["75 75 9"], SLURM_RESTART_COUNT=restarts, STATE=state)
+    assert (found, requeued) == (code, told), said
 
 
 def test_jobset_restarts_all_but_mistakes():
