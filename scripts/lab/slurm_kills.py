@@ -67,10 +67,10 @@ class Killed:
         at = self.job.wait(rf"attempt {self.attempt} on")
         return self.job.lines[at][1].partition("nodes: ")[2].split()
 
-    def await_step(self, after: int, seconds: float = 300.0) -> float:
-        """Wait until a step above `after` is recorded; return when."""
-        end = time.time() + seconds
-        while self.last_step() <= after:
+    def await_step(self, after: int, since: float = 0.0, seconds: float = 300.0) -> float:
+        """Wait until a step above `after` is recorded, later than `since`; return when."""
+        end, path = time.time() + seconds, self.workdir / "metrics.jsonl"
+        while self.last_step() <= after or path.stat().st_mtime < since:
             if time.time() > end or self.job.has_ended():
                 raise TimeoutError(self.job.text())
             time.sleep(0.05)
@@ -99,7 +99,7 @@ class Killed:
         self.attempt += 1
         resumed = int(re.search(r"step (\d+)", self.job.lines[at][1])[1])
         record = {"kind": kind, "moment": moment, "saved": saved, "resumed": resumed, "victim": victim}
-        times.append(self.await_step(resumed))
+        times.append(self.await_step(resumed, times[-1]))
         record |= {name: round(b - a, 1) for name, a, b in zip(PHASES, times, times[1:], strict=False)}
         return record | {"total": round(times[-1] - began, 1)}
 
@@ -139,7 +139,7 @@ def main() -> None:
         words = [*arguments, f"--workdir={whole}", "--gin_bindings=train.steps = 100000"]
         with Job(base / "job_whole", words, nodes=2) as job:
             undisturbed = Killed(lab, job, whole)
-            undisturbed.await_step(steps, 3600.0)
+            undisturbed.await_step(steps, seconds=3600.0)
     want, got = ([record["loss"] for record in read_metrics(folder)] for folder in (whole, work))
     summary = {
         "losses": steps, "losses that differ": sum(a != b for a, b in zip(want[:steps], got[:steps], strict=True)),
