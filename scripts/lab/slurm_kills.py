@@ -53,7 +53,7 @@ class Killed:
     """A job that is killed again and again."""
 
     def __init__(self, lab: Lab, job: Job, workdir: pathlib.Path):
-        self.lab, self.job, self.workdir, self.attempt = lab, job, workdir, 0
+        self.lab, self.job, self.workdir, self.attempt, self.furthest = lab, job, workdir, 0, 0
 
     def last_step(self) -> int:
         """Return the last step of metrics.jsonl, 0 without one."""
@@ -80,6 +80,7 @@ class Killed:
         """Kill, wait for the next step, and return the seconds of each phase."""
         nodes = self.nodes()
         if moment != "compilation":
+            self.await_step(self.furthest)  # a job that is killed three times before a new step would end
             time.sleep(pause)
         if moment == "save":
             self.await_save()
@@ -96,7 +97,7 @@ class Killed:
         for mark in MARKS:
             at = self.job.wait(mark, after=seen)
             times.append(max(self.job.lines[at][0], times[-1]))
-        self.attempt += 1
+        self.attempt, self.furthest = self.attempt + 1, max(self.furthest, self.last_step())
         resumed = int(re.search(r"step (\d+)", self.job.lines[at][1])[1])
         record = {"kind": kind, "moment": moment, "saved": saved, "resumed": resumed, "victim": victim}
         times.append(self.await_step(resumed, times[-1]))
