@@ -98,6 +98,7 @@ CONF
       sleep 0.5
     done
     sinfo >&2
+    timeout 60 srun --nodes="$number" true || { echo "its nodes run nothing on this machine" >&2 && "$0" down && exit 2; }
     echo "export SLURM_CONF=$SLURM_CONF"
     ;;
   lose)
