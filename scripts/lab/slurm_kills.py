@@ -92,7 +92,7 @@ class Killed:
         if kind.startswith("node"):
             self.lab.lose(victim)
         else:
-            self.lab.enter(victim, "pkill", "-9", "-f", "moe_jax.train").wait()
+            self.lab.enter(victim, "pkill", "-9", "-f", "^python -u -m moe_jax.train").wait()
         times = [began]
         for mark in MARKS:
             at = self.job.wait(mark, after=seen)
