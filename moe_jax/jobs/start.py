@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -59,14 +60,17 @@ def start_hosts(
     late = threading.Timer(start_timeout_seconds, give_up)
     late.daemon = True
     late.start()
+    bound = bind_address(address)
     try:
+        if index == 0:
+            _try_port(bound)
         jax.distributed.initialize(
             address,
             count,
             index,
             device_ids,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bind_address(address),
+            coordinator_bind_address=bound,
             initialization_timeout=int(start_timeout_seconds) + 60,
             # jax's client aborts its process, without a name, from half of this on: the watch has to come before
             heartbeat_timeout_seconds=2 * int(lost_after_seconds + 30),
@@ -131,6 +135,16 @@ def split_address(address: str) -> tuple[str, int]:
     except ValueError:
         pass
     raise UserError(f"--coordinator ({address!r}) must be host:port, as in 10.0.0.1:8476 or [::1]:8476")
+
+
+def _try_port(bound: str) -> None:
+    """Raise the OSError for a port that is taken, or an address of another host: jax at times crashes there in C++."""
+    host, port = split_address(bound)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise
 
 
 def bind_address(address: str) -> str:
