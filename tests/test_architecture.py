@@ -24,7 +24,9 @@ BELOW = {
     "analysis": ("training",),
     "inference": ("training",),
     "training": ("jobs",),
-    "jobs": ("config", "observe"),
+    "jobs": ("observe",),
+    "observe": ("storage",),
+    "storage": ("config",),
     "config": ("models", "data"),
     "models": ("moe",),
     "moe": ("moe.schedules",),
@@ -37,7 +39,6 @@ BELOW = {
     "parallel": (),
     "cluster": (),
     "data": (),
-    "observe": (),
     "foundation": (),
 }
 MOE_PARTS = ("routing", "permute")  # what the layer and the routers are built from
