@@ -48,14 +48,11 @@ class GroupedWeights:
 Operands = tuple[GroupedWeights, ...]  # the groups of the first come first
 
 _REGISTRY: dict[str, Any] = {}
-FLOAT8 = "float8:"  # and the name of the implementation below (`float8.py`)
 HOPPER = "9.0"  # compute capability: the kernels of `hopper.py` use instructions of this generation alone
 
 
 def register(name: str) -> Callable:
-    """Declare the decorated class, or what makes an instance of one, as the grouped matmul `name`.
-
-    One whose name holds a colon stands over another one: a config does not name it, another field asks for it. It has
+    """Declare the decorated class, or what makes an instance of one, as the grouped matmul `name`. It has
 
         multiply(lhs [R, K], group_sizes, operands) -> [R, N] in the dtype of lhs
         gradients(lhs, dout [R, N], group_sizes, operands) -> (gradient of lhs, zero past the last group,
@@ -67,7 +64,6 @@ def register(name: str) -> Callable:
         ffn(activation, rows [R, M], group_sizes, ins, outs, saved) -> ([R, M], residuals, () where not `saved`)
         ffn_gradients(activation, rows, residuals, dout, group_sizes, ins, outs) -> gradients of rows, ins, and outs
 
-    and, if it multiplies e4m3 itself, `multiply_float8`, which `float8.py` calls where all dims are multiples of 128;
     and, if it gathers the weights of all groups and casts them to the dtype of lhs, `gathers = True`.
     """
 
@@ -80,8 +76,8 @@ def register(name: str) -> Callable:
 
 
 def implementations() -> tuple[str, ...]:
-    """Return the registered names that a config may choose, sorted."""
-    return tuple(sorted(name for name in _REGISTRY if ":" not in name))
+    """Return the registered names, sorted."""
+    return tuple(sorted(_REGISTRY))
 
 
 def find_implementation(name: str) -> Any:
@@ -97,14 +93,13 @@ def find_implementation(name: str) -> Any:
     return _REGISTRY[name]
 
 
-def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_float8: bool = False) -> str:
+def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:
     """Return the configured name, or what 'auto' is: never one that multiplies every row by every group's weights.
 
     Args:
       device: `jax.Device`, real or described.
       dtype: of the rows.
       dims: model and hidden dim of the weights on this device.
-      in_float8: take that of `float8.py` over the chosen one.
     """
     if wanted == "auto":
         # TPUs have a kernel for `lax.ragged_dot`. XLA for GPUs expands it to G matmuls of all rows, in FLOPs and
@@ -113,7 +108,7 @@ def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_
         of_hopper = str(getattr(device, "compute_capability", "")) == HOPPER and dtype in (jnp.bfloat16, jnp.float16)
         if of_hopper and not any(dim % 64 for dim in dims):
             wanted = "hopper"
-    return FLOAT8 + wanted if in_float8 else wanted
+    return wanted
 
 
 def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implementation: str) -> Array:

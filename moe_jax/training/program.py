@@ -24,7 +24,6 @@ from moe_jax.config.command_line import COMPILING
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data.cache import build_cache, check_vocabulary
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
-from moe_jax.kernels.float8 import E4M3
 from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.attention import resolve_attention
@@ -109,7 +108,7 @@ class Program:
         hidden_dims = dict.fromkeys(segment.config.hidden_dim // shards for segment in self.model.expert_segments)
         return {
             hidden_dim: choose_implementation(
-                moe.grouped_matmul, device, dtype, (self.config.model.model_dim, hidden_dim), moe.expert_dtype == E4M3
+                moe.grouped_matmul, device, dtype, (self.config.model.model_dim, hidden_dim)
             )
             for hidden_dim in hidden_dims
         }
