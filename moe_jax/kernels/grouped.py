@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from moe_jax.errors import UserError
 from moe_jax.parallel.varying import match_varying
 
 Array = jax.Array
@@ -97,18 +98,28 @@ def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> 
     """Return the configured name, or what 'auto' is: never one that multiplies every row by every group's weights.
 
     Args:
-      device: `jax.Device`, real or described.
+      device: `jax.Device`, real or described; None, which 'auto' does not take, checks nothing.
       dtype: of the rows.
       dims: model and hidden dim of the weights on this device.
+
+    Raises:
+      UserError: 'hopper' by name on another device.
     """
-    if wanted == "auto":
-        # TPUs have a kernel for `lax.ragged_dot`. XLA for GPUs expands it to G matmuls of all rows, in FLOPs and
-        # memory, or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
-        wanted = "ragged" if device.platform == "tpu" else "fused"
-        of_hopper = str(getattr(device, "compute_capability", "")) == HOPPER and dtype in (jnp.bfloat16, jnp.float16)
-        if of_hopper and not any(dim % 64 for dim in dims):
-            wanted = "hopper"
-    return wanted
+    capability = str(getattr(device, "compute_capability", ""))
+    if wanted == "hopper" and device is not None and capability != HOPPER:
+        raise UserError(
+            f"MoEConfig.grouped_matmul ('hopper') needs a GPU of compute capability {HOPPER}, not "
+            f"{capability or device.platform}; set MoEConfig.grouped_matmul = 'auto'"
+        )
+    if wanted != "auto":
+        return wanted
+    # On Hopper, in 16 bits, 'auto' is the kernels that ship with JAX, whose tests hold them to plain matmuls; no GPU
+    # has run them for this project, where they are compiled for one, and scripts/gpu_day.py compares them on one.
+    if capability == HOPPER and dtype in (jnp.bfloat16, jnp.float16) and not any(dim % 64 for dim in dims):
+        return "hopper"
+    # TPUs have a kernel for `lax.ragged_dot`. XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory,
+    # or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
+    return "ragged" if device.platform == "tpu" else "fused"
 
 
 def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implementation: str) -> Array:

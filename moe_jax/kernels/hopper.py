@@ -1,7 +1,7 @@
 """Grouped matmul for Hopper GPUs: `hopper`, the Pallas kernels that ship with JAX.
 
 See `grouped.py` for inputs and outputs; 16-bit floats, K and N multiples of 64. No GPU has run them for this project:
-training compares them with plain matmuls before it starts. Only a program that uses these loads Pallas.
+JAX's tests hold them to plain matmuls, and so does scripts/gpu_day.py. Only a program that uses these loads Pallas.
 """
 
 from __future__ import annotations

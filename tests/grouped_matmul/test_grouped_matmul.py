@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.grouped_cases import as_operands, loop_oracle, make_case
 
+from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import choose_heights
 from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, grouped_matmul, implementations, register
 
@@ -163,6 +164,9 @@ def test_registry():
     for *device, wanted in cases:
         assert choose_implementation("auto", *device) == wanted
     assert choose_implementation("blocked", hopper, *fits) == "blocked"
+    assert [choose_implementation("hopper", device, *fits) for device in (hopper, None)] == ["hopper", "hopper"]
+    with pytest.raises(UserError, match=r"\('hopper'\) needs a GPU of compute capability 9.0, not cpu; set MoEConfig"):
+        choose_implementation("hopper", cpu, *fits)
     with pytest.raises(AssertionError, match="'ragged' is registered twice"):
         register("ragged")(object)
 
