@@ -38,7 +38,6 @@ from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import NAMES, PlannerConfig
 from moe_jax.storage.run_folder import RunFolder, disk_errors_named, environment_record
 from moe_jax.training.compiling import find_target
-from moe_jax.training.expert_check import KERNELS, device_answers, source_digest, verdict_of
 from moe_jax.training.loop import memory_counts
 from moe_jax.training.overlap import compare_halves, why_not_halves
 from moe_jax.training.plan_cost import base_cost
@@ -51,6 +50,7 @@ from moe_jax.training.teacher import mesh_experts
 Setting = dict[str, Any]
 Candidates = dict[str, list]  # {binding: its values}, the most promising binding first
 
+KERNELS = ("hopper",)  # grouped matmuls of Hopper GPUs alone
 MARGIN = 0.01  # of the seconds, that a candidate must save
 NEAR = 1.25  # a value that took more times the best's seconds is not tried again beside other values
 WARM_UP = 20  # steps before any is timed: early routing is more skewed than later
@@ -58,6 +58,31 @@ ROUNDS, MORE = 9, 12  # in turn, and more where noise could decide
 # by which share first losses may differ: sums are taken in another order, below float32 of other roundings
 LOSS_BOUND = {"float64": 1e-10, "float32": 2e-5}
 LOSS_BOUND_BELOW = 4e-3
+
+
+def verdict_of(error: Exception) -> tuple[str, str]:
+    """Return 'no memory' or 'fails', and the first line of what a compiler or a device raised."""
+    # A lack of a kernel's shared memory has one size on every start, so the kernel fails always.
+    text = str(error).lower()
+    full = isinstance(error, MemoryError) or "resource_exhausted" in text or "out of memory" in text
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # some have only their name
+    return "no memory" if full and "shared memory" not in text else "fails", (lines or [type(error).__name__])[0]
+
+
+def device_answers(device: jax.Device) -> bool:
+    """Say whether a device still works: an invalid access of a kernel ends CUDA for its whole process."""
+    try:
+        return int(jnp.sum(jax.device_put(jnp.ones(4, jnp.int32), device))) == 4
+    except Exception:  # any error of the backend
+        return False
+
+
+def source_digest() -> str:
+    """Return a hash of the package's source."""
+    source, package = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for path in sorted(package.rglob("*.py")):
+        source.update(path.read_bytes())
+    return source.hexdigest()[:16]
 
 
 def text_of(setting: Setting, plain: Setting) -> str:
