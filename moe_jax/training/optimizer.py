@@ -122,31 +122,30 @@ def muon_dims(path: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if names[0] != "bank" and (names[1] != "units" or "norm" in names or "gate" in names):
         return None
     dims = matrix_dims(names[-1])
-    return dims and tuple(tuple(dim + 1 for dim in own) for own in dims)
+    return dims and tuple(tuple(dim + 1 for dim in side) for side in dims)
 
 
 def state_specs(opt_state, shapes, specs):
-    """Return the PartitionSpec of every leaf of an optimizer's state.
+    """Return the PartitionSpec of every leaf of an optimizer's state: one shaped like its parameter lies as moments do.
 
-    A leaf shaped like its parameter lies as moments do; any other that belongs to the bank (factored moments) is split
-    over the bank's rows alone, and the rest, small, is whole on every device.
+    The rest, small, is whole on every device.
 
     Args:
       opt_state, shapes: pytrees with shapes, of the state and of the parameters.
       specs: matching `shapes`: PartitionSpec of the parameters' moments.
     """
-    known = dict(zip(flatten(shapes), zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True), strict=True))
-    found = []
-    for name, leaf in flatten(opt_state).items():
-        keys = name.split("/")  # a leaf's name ends in its parameter's
-        own = next((rest for at in range(len(keys)) if (rest := "/".join(keys[at:])) in known), None)
-        spec = P()
-        if own is not None and leaf.shape == known[own][0].shape:
-            spec = known[own][1]
-        elif own is not None and keys[-len(own.split("/"))] == "bank":
-            spec = P(known[own][1][0], *[None] * (leaf.ndim - 1))
-        found.append(spec)
-    return jax.tree.unflatten(jax.tree.structure(opt_state), found)
+    moments = {
+        (name, shape.shape): spec
+        for (name, shape), spec in zip(flatten(shapes).items(), jax.tree.leaves(specs), strict=True)
+    }
+
+    def spec_of(name, leaf):  # a leaf's name ends in its parameter's
+        keys = name.split("/")
+        ends = (("/".join(keys[at:]), leaf.shape) for at in range(len(keys)))
+        return next((moments[end] for end in ends if end in moments), P())
+
+    leaves = [spec_of(name, leaf) for name, leaf in flatten(opt_state).items()]
+    return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
 
 
 def state_bytes(config: TrainConfig, shapes, specs, sizes: dict[str, int]) -> int:

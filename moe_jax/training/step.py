@@ -105,13 +105,13 @@ def first_scale() -> DynamicScale:
     return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(2**16), minimum_scale=LEAST_SCALE)
 
 
-def next_scale(held: DynamicScale, finite) -> DynamicScale:
+def next_scale(scaling: DynamicScale, finite) -> DynamicScale:
     """Return the loss scale after an update; finite: bool [], of its gradients.
 
     The rule is a part of `DynamicScale.value_and_grad`, which takes no gradients that are there already: it is given a
     function whose gradient is as finite as they are.
     """
-    return held.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.float32(1)).dynamic_scale
+    return scaling.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.float32(1)).dynamic_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,8 +231,8 @@ def make_update(
 
     def train_step(state, batch, tables, host_signals, *frozen):
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
-        held = state.get("loss_scale")
-        scale = None if held is None else held.scale
+        scaling = state.get("loss_scale")
+        scale = None if scaling is None else scaling.scale
         grads, stats = gradients(state["params"], batch, tables, key, *frozen, scale=scale)
         grads = lax.with_sharding_constraint(grads, moments)
 
@@ -275,7 +275,7 @@ def make_update(
             metrics["plan_hash_least"] = jnp.min(host_signals[:, 2])
             metrics["plan_hash_most"] = jnp.max(host_signals[:, 2])
 
-        if config.max_skipped_steps > 0 or held is not None:
+        if config.max_skipped_steps > 0 or scaling is not None:
             return _or_left_out(state, new_state, metrics, schedule)
         return new_state, metrics
 
@@ -291,15 +291,15 @@ def _or_left_out(state, new_state, metrics, schedule) -> tuple[dict, dict]:
     sound = jnp.isfinite(metrics["loss"])
     finite = sound & jnp.isfinite(metrics["grad_norm"])
     skipped = ~finite
-    kept = {name: state[name] for name in new_state if name != "step"}
-    found = {name: new_state[name] for name in kept}
-    new_state = new_state | jax.tree.map(functools.partial(jnp.where, finite), found, kept)
+    before = {name: state[name] for name in new_state if name != "step"}
+    after = {name: new_state[name] for name in before}
+    new_state = new_state | jax.tree.map(functools.partial(jnp.where, finite), after, before)
     if "loss_scale" in state:
-        held = state["loss_scale"]
-        overflowed = sound & ~finite & (held.scale > LEAST_SCALE)
-        skipped, adapted = skipped & ~overflowed, next_scale(held, finite)
-        new_state["loss_scale"] = jax.tree.map(functools.partial(jnp.where, sound), adapted, held)
-        metrics = metrics | {"loss_scale": held.scale, "overflowed": overflowed}
+        scaling = state["loss_scale"]
+        overflowed = sound & ~finite & (scaling.scale > LEAST_SCALE)
+        skipped, adapted = skipped & ~overflowed, next_scale(scaling, finite)
+        new_state["loss_scale"] = jax.tree.map(functools.partial(jnp.where, sound), adapted, scaling)
+        metrics = metrics | {"loss_scale": scaling.scale, "overflowed": overflowed}
     # the updates that the optimizer has seen: the step that its learning rate is taken at
     is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
     nodes = jax.tree.leaves(state["opt_state"], is_leaf=is_schedule)
