@@ -31,7 +31,7 @@ from moe_jax.parallel.mesh import Roles
 from moe_jax.training.overlap import compare_halves, why_not_halves
 from moe_jax.training.replanner import Replanner
 from moe_jax.training.segments import segment_runs
-from moe_jax.training.teacher import teacher_checkpoint
+from moe_jax.training.teacher import open_teacher
 
 OPTIMIZER_STATES = {
     "adamw": "AdamW, two moments",
@@ -245,7 +245,7 @@ def _teacher_lines(run: RunConfig, teacher: LanguageModel) -> list[str]:
     total, active, *_ = parameter_counts(teacher.config, teacher.moe, teacher.vocab_size)
     until = "in all steps" if config.until is None else f"up to step {config.until}, then it leaves the memory"
     return [
-        f"{config.teacher}, step {teacher_checkpoint(config)[1]}, {until}",
+        f"{config.teacher}, step {open_teacher(config)[2]}, {until}",
         f"loss of a token CE + {config.alpha:g} KL(teacher || student)",
         f"{'layers':22}{teacher.config.layers:>20,}  (student {run.model.layers})",
         f"{'parameters':22}{total:>20,}  {billions(total)}",

@@ -37,8 +37,7 @@ from moe_jax.parallel.exchange import TRANSPORTS
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import NAMES, PlannerConfig
 from moe_jax.storage.run_folder import RunFolder, disk_errors_named, environment_record
-from moe_jax.training.compiling import find_target
-from moe_jax.training.loop import memory_counts
+from moe_jax.training.compiling import find_target, memory_counts
 from moe_jax.training.overlap import compare_halves, why_not_halves
 from moe_jax.training.plan_cost import base_cost
 from moe_jax.training.program import build_session

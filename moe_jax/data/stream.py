@@ -335,65 +335,63 @@ class TokenStream:
         self._before = (0 if other_text else read) - saved["step"] * self.batch_size
 
 
-def held_out_windows(
-    cache: TokenCache, *, sequence_length: int, limit: int = 0, packed: bool = False
-) -> tuple[TextWindows | ChatWindows, np.ndarray]:
-    """Return the held-out windows, and which of them an evaluation takes, int64 [n]; arguments: `held_out_batches`."""
-    source = windows_of(cache, cache.held_out, sequence_length, packed=packed, short=True)
-    count = len(source)
-    taken = min(limit, count) if limit else count
-    return source, np.arange(taken) * count // taken
-
-
-def held_out_batches(
-    cache: TokenCache, *, sequence_length: int, batch_size: int, limit: int = 0,
-    rows: slice | np.ndarray | None = None, packed: bool = False,
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:  # fmt: skip
-    """Yield (tokens, weights, windows, sizes) of the held-out text in its order, every batch of the same shape.
-
-    tokens is int32 [b, Sq + 1], 0 where there is none; weights is float32 [b, Sq], 1 for each target that counts, else
-    0. Sum of weighted losses over sum of weights, both over all batches and hosts, is the exact mean. windows and sizes
-    are int64 [B], of all rows: the number of each one's window, -1 for none, and how many ids that holds.
+class HeldOut:
+    """The windows of held-out text that evaluations read, always the same.
 
     Without a limit each held-out token but the first is a target once. With one, that many windows are taken, spread
-    evenly over the held-out text.
-
-    Args:
-      batch_size: B, over all hosts; the last batch is filled up with rows of weight 0.
-      limit: the most windows; 0 takes all.
-      rows: which of the B global rows; None gives all. All hosts get the same number of batches.
-      packed: as of `windows_of`; of conversations, targets that are marked as answers count.
+    evenly over the held-out text. Of conversations, targets that are marked as answers count.
     """
-    source, taken = held_out_windows(cache, sequence_length=sequence_length, limit=limit, packed=packed)
-    for first in range(0, len(taken), batch_size):
-        windows = np.full(batch_size, -1, np.int64)
-        windows[: len(taken) - first] = taken[first : first + batch_size]
-        sizes = np.where(windows < 0, 0, source.sizes(np.maximum(windows, 0)))
-        numbers = windows[slice(None) if rows is None else rows]
-        tokens = np.zeros((numbers.size, sequence_length + 1), np.int32)
-        weights = np.zeros((numbers.size, sequence_length), np.float32)
-        for i, window in enumerate(numbers.tolist()):
-            if window >= 0:
-                ids = source.read(window)
-                tokens[i, : ids.size] = ids
-                weights[i, : ids.size - 1] = ids[1:] & ANSWER > 0 if cache.meta.answers else 1
-        yield tokens, weights, windows, sizes
 
+    def __init__(self, cache: TokenCache, sequence_length: int, *, limit: int = 0, packed: bool = False):
+        """limit: the most windows, 0 for all; packed: as of `windows_of`."""
+        self._cache, self._length = cache, sequence_length
+        self._source = windows_of(cache, cache.held_out, sequence_length, packed=packed, short=True)
+        count = len(self._source)
+        taken = min(limit, count) if limit else count
+        self.windows = np.arange(taken) * count // taken  # int64 [n]
 
-def held_out_counts(
-    cache: TokenCache, *, sequence_length: int, limit: int = 0, boundary_id: int | None = None, packed: bool = False
-) -> np.ndarray:
-    """Return how often each id is one of the targets that `held_out_batches` counts, int64 [largest id + 1].
+    def are_full(self) -> bool:
+        """Say whether every window has ids for all Sq inputs."""
+        return bool(self._source.sizes(self.windows).min() >= self._length)
 
-    Args:
-      boundary_id: the id after which a target does not count, where documents are kept apart.
-    """
-    counts = np.zeros(cache.meta.max_id + 1, np.int64)
-    sizes = {"sequence_length": sequence_length, "batch_size": 64, "limit": limit, "packed": packed}
-    for tokens, weights, *_ in held_out_batches(cache, **sizes):
-        counted = weights > 0 if boundary_id is None else (weights > 0) & inside_documents(tokens, boundary_id)
-        counts += np.bincount(tokens[:, 1:][counted] & ID_BITS, minlength=counts.size)
-    return counts
+    def batches(
+        self, batch_size: int, rows: slice | np.ndarray = slice(None)
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield (tokens, weights, windows, sizes) of the text in its order, every batch of the same shape.
+
+        tokens is int32 [b, Sq + 1], 0 where there is none; weights is float32 [b, Sq], 1 for each target that counts,
+        else 0. Sum of weighted losses over sum of weights, both over all batches and hosts, is the exact mean. windows
+        and sizes are int64 [B], of all rows: the number of each one's window, -1 for none, and how many ids that holds.
+
+        Args:
+          batch_size: B, over all hosts; the last batch is filled up with rows of weight 0.
+          rows: which b of the B global rows. All hosts get the same number of batches.
+        """
+        for first in range(0, len(self.windows), batch_size):
+            windows = np.full(batch_size, -1, np.int64)
+            windows[: len(self.windows) - first] = self.windows[first : first + batch_size]
+            sizes = np.where(windows < 0, 0, self._source.sizes(np.maximum(windows, 0)))
+            numbers = windows[rows]
+            tokens = np.zeros((numbers.size, self._length + 1), np.int32)
+            weights = np.zeros((numbers.size, self._length), np.float32)
+            for i, window in enumerate(numbers.tolist()):
+                if window >= 0:
+                    ids = self._source.read(window)
+                    tokens[i, : ids.size] = ids
+                    weights[i, : ids.size - 1] = ids[1:] & ANSWER > 0 if self._cache.meta.answers else 1
+            yield tokens, weights, windows, sizes
+
+    def counts(self, boundary_id: int | None = None) -> np.ndarray:
+        """Return how often each id is one of the targets that count, int64 [largest id + 1].
+
+        Args:
+          boundary_id: the id after which a target does not count, where documents are kept apart.
+        """
+        counts = np.zeros(self._cache.meta.max_id + 1, np.int64)
+        for tokens, weights, *_ in self.batches(64):
+            counted = weights > 0 if boundary_id is None else (weights > 0) & inside_documents(tokens, boundary_id)
+            counts += np.bincount(tokens[:, 1:][counted] & ID_BITS, minlength=counts.size)
+        return counts
 
 
 def unigram_entropy(counts: np.ndarray) -> float:

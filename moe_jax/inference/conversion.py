@@ -44,6 +44,7 @@ from moe_jax.models.counts import leaf_shapes
 from moe_jax.models.language_model import is_bank, segment_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.storage.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
+from moe_jax.storage.host_data import HostData
 from moe_jax.storage.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import check_base
@@ -128,8 +129,7 @@ def import_folder(
     text = config_text(run, bound={binding for binding, *_ in config_differences("", config_text(run))})
     with new_folder(workdir, () if allow_nonfinite else odd) as folder:
         (folder / "checkpoints").mkdir()
-        host = {"config": text, "parameters_only": True}
-        write_params(folder / "checkpoints", leaves, host)
+        write_params(folder / "checkpoints", leaves, HostData(config=text, parameters_only=True).to_json())
         write_atomically(RunFolder(folder, create=False).config, text)
         carry_files(source, folder)
     return run
@@ -191,7 +191,8 @@ def export_folder(
         raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(DTYPES)}")
     checkpoints = Checkpointer(folder.checkpoints, keep=1)
     step = checkpoints.choose()
-    tokenizer = find_tokenizer(run.data, folder.path, checkpoints.read_host(step).get("tokenizer"))
+    host = HostData.from_json(checkpoints.read_host(step))
+    tokenizer = find_tokenizer(run.data, folder.path, host.tokenizer)
     vocabulary = padded_vocabulary(tokenizer, run.model)
     model = dataclasses.replace(run.model, vocab_size=vocabulary, dtype=dtype)
     family = find_export_family(model, run.moe)
@@ -200,7 +201,7 @@ def export_folder(
     odd: list[str] = []
     refused = () if allow_nonfinite else odd
     if run.lora.rank:
-        adapters, base = Adapters(run, vocabulary, checkpoints, step), checkpoints.read_host(step)["base"]
+        adapters, base = Adapters(run, vocabulary, checkpoints, step), host.base
         if adapter:
             with new_folder(target, refused) as out:
                 named = adapters.peft_tensors(places)
@@ -209,7 +210,7 @@ def export_folder(
                 write_json(out / "adapter_config.json", adapters.peft_config(places))
             return family
         check_base(base)
-        source, at, merged = RunFolder(base["folder"], create=False).checkpoints, base["step"], adapters.merged
+        source, at, merged = RunFolder(base.folder, create=False).checkpoints, base.step, adapters.merged
     elif adapter:
         raise UserError(f"{workdir} holds a whole model and no adapters; write that with --to_hf")
     parts = read_parts(source, at, [(place.leaf, place.index) for place in places])

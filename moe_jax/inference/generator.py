@@ -43,6 +43,7 @@ from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
 from moe_jax.storage.checkpoint import Checkpointer, run_config
+from moe_jax.storage.host_data import HostData
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import restore_params
@@ -103,7 +104,7 @@ def load(
         converted = config.model.vocab_size > 0 and (folder.path / END_FILES[-1]).exists()
         # A conversion of a checkpoint without a tokenizer leaves 'byte', whose ids the model's are not.
         is_known = config.data.tokenizer != "byte" or not converted
-        name = checkpoints.read_host(step).get("tokenizer")
+        name = HostData.from_json(checkpoints.read_host(step)).tokenizer
         tokenizer = find_tokenizer(config.data, folder.path, name) if is_known else None
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
         adapted = dataclasses.replace(model, lora=config.lora)

@@ -9,8 +9,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+import numpy as np
 
 _BAR = ("━", "╸", "─")
 _PLAIN_BAR = ("=", ">", ".")
@@ -44,60 +46,37 @@ class Progress:
         except (UnicodeEncodeError, LookupError):
             self._bar = _PLAIN_BAR
 
-    def update(
-        self,
-        step: int,
-        *,
-        loss: float | None = None,
-        tokens_per_second: float | None = None,
-        device_load: float | None = None,
-        skipped_steps: int = 0,
-        steps_run_again: int = 0,
-        plan: str | None = None,
-    ) -> None:
-        """Show a finished step; what is None, or no step at all, is left out.
+    def update(self, step: int, record: Mapping[str, Any]) -> None:
+        """Show a finished step by its record in metrics.jsonl, and the time left.
 
-        Args:
-          device_load: max over mean of tokens per device, over all layers (1 is balanced).
-          skipped_steps: left out so far because they were not finite; steps_run_again: because a bucket overflowed.
-          plan: what the planner says of its plan.
+        Device load is max over mean of tokens per device, over all layers (1 is balanced).
         """
-        now, left = self._clock(), None
+        now, load = self._clock(), float(np.mean(record["device_load_max_over_mean"]))
         self._step = step
         self._times.append((step, now))
         first_step, first_time = self._times[0]
-        if step >= self._total:
+        last, left = step >= self._total, None
+        if last:
             left = "done"
-        elif step > first_step and now > first_time:  # in the two largest units
-            seconds = round((self._total - step) * (now - first_time) / (step - first_step))
-            if seconds < 60:
-                left = f"{seconds}s left"
-            elif seconds < 3600:
-                left = f"{seconds // 60}m {seconds % 60:02d}s left"
-            elif seconds < 86400:
-                left = f"{seconds // 3600}h {seconds % 3600 // 60:02d}m left"
-            else:
-                left = f"{seconds // 86400}d {seconds % 86400 // 3600:02d}h left"
+        elif step > first_step and now > first_time:
+            seconds = (self._total - step) * (now - first_time) / (step - first_step)
+            left = f"{_in_units(round(seconds))} left"
         numbers = {
-            "loss": None if loss is None else f"loss {loss:.4f}",
-            "skipped": f"skipped {skipped_steps}" if skipped_steps else None,
-            "again": f"run again {steps_run_again}" if steps_run_again else None,
+            "loss": f"loss {record['loss']:.4f}",
+            "skipped": f"skipped {record['skipped_steps']}" if record.get("skipped_steps") else None,
+            "again": f"run again {record['steps_run_again']}" if record.get("steps_run_again") else None,
             "left": left,
-            "speed": None if tokens_per_second is None else f"{with_prefix(tokens_per_second)} tokens/s",
-            "load": None if device_load is None else f"load {device_load:.2f}x",
-            "plan": plan,
+            "speed": f"{with_prefix(record['tokens_per_second'])} tokens/s",
+            "load": f"load {load:.2f}x",
+            "plan": record.get("plan_remark"),
         }
-        last = step >= self._total
         if self.live:
             self._line = self._live_line(numbers)
             if last or now - self._drawn_at >= _SECONDS_BETWEEN_DRAWS:
                 self._draw()
         elif last or step % self._every == 0:
-            words = {"step": f"step {step}/{self._total}", **numbers, "load": None}
-            if device_load is not None:
-                words["load"] = f"device load max/mean {device_load:.2f}"
-            shown = (words[name] for name in ("step", "loss", "skipped", "again", "speed", "load", "plan", "left"))
-            self._emit(" | ".join(word for word in shown if word) + "\n")
+            words = numbers | {"step": f"step {step}/{self._total}", "load": f"device load max/mean {load:.2f}"}
+            self._emit(" | ".join(words[name] for name in ("step", *_SHOWN) if words[name]) + "\n")
 
     def note(self, text: str) -> None:
         """Print a line of its own (an evaluation, a checkpoint) above the updated one."""
@@ -157,6 +136,14 @@ class Progress:
         except (OSError, ValueError) as error:  # a closed pipe or stream, a text that the stream cannot encode
             self._broken = True
             _log.warning("progress is no longer shown: its stream fails (%s)", error)
+
+
+def _in_units(seconds: int) -> str:
+    """Write a duration in its two largest units: 126 -> 2m 06s."""
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if seconds >= size:
+            return f"{seconds // size}{unit} {seconds % size // part:02d}{smaller}"
+    return f"{seconds}s"
 
 
 def with_prefix(value: float) -> str:

@@ -8,6 +8,7 @@ page shows no folders or user names of the machine. Letters: docs/notation.md.
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib.util
 import math
 import os
@@ -76,6 +77,33 @@ def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None
     return write_atomically(run.report, page_of(data)[0])
 
 
+def report_run(run: RunFolder) -> None:
+    """Draw the pictures, write the report, and print where they are and what a finished run has reached."""
+    pictures, summary = draw_all(run), summarize_run(run)
+    page, below = write_report(run, pictures), summary["below_unigram_entropy"]
+    against = "" if below is None else f"; the held-out loss ends {100 * abs(below):.1f}% {_side(below)} it"
+    reached = {name: value for name, value in summary.items() if value or isinstance(value, float)}
+    lines = [("run folder", str(run.path))]
+    for label, text in (
+        ("held-out loss", "{held_out_loss_first:.4f} before, {held_out_loss_last:.4f} after training"),
+        ("", "{held_out_loss_ema:.4f} after training, with averaged parameters"),
+        ("bits per byte", "{bits_per_byte:.4f} of the held-out text, after training"),
+        ("unigram entropy", "{unigram_entropy:.4f} of the held-out text" + against),
+        ("skipped steps", "{skipped_steps}, whose loss or gradient was not finite"),
+        ("steps run again", "{steps_run_again}, because a bucket overflowed"),
+    ):
+        with contextlib.suppress(KeyError):  # what no record states, and counts of nothing
+            lines.append((label, text.format(**reached)))
+    lines += [*(("plot", str(picture)) for picture in pictures), ("report", str(page))]
+    for label, text in lines:
+        print(f"{label:<18}{text}")
+
+
+def _side(below: float) -> str:
+    """Return on which side of the unigram entropy a loss is that lies this share of it below."""
+    return "below" if below >= 0 else "above"
+
+
 def model_facts(environment: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (label, value, remark) of the parameters and the planner that environment.json states."""
     rows = []
@@ -91,7 +119,7 @@ def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:
     """Return (label, value, remark) for each number that the run's records state."""
     below, against = summary["below_unigram_entropy"], ""
     if below is not None:
-        against = f"loss ends {abs(below):.0%} {'below' if below >= 0 else 'above'} it"
+        against = f"loss ends {abs(below):.0%} {_side(below)} it"
     rows = [
         ("held-out loss, before", "held_out_loss_first", ".3f", "nats per token"),
         ("held-out loss, after", "held_out_loss_last", ".3f", "nats per token"),

@@ -1,7 +1,7 @@
 """What a checkpoint holds beside its arrays, as one record: from JSON and back.
 
-Inputs: the host data of a checkpoint, of this or an earlier version. Outputs: the same, typed. What is at its default is
-not written, and what a checkpoint lacks is at its default.
+Inputs: the host data of a checkpoint, of this or an earlier version. Outputs: the same, typed. What is at its default
+is not written, and what a checkpoint lacks is at its default.
 """
 
 from __future__ import annotations
@@ -47,24 +47,15 @@ class HostData:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> HostData:
         """Return the record of what `to_json` returned, in any version."""
-        kinds = {"teacher": ModelIdentity, "base": ModelIdentity, "overflows": Overflows}
-        return _record(cls, data | {name: _record(kinds[name], data[name]) for name in kinds if data.get(name)})
+        known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
+        return cls(**known | {name: kind(**known[name]) for name, kind in _NESTED.items() if known.get(name)})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return _plain(self)
+        told = {name: value for name, value in vars(self).items() if value != getattr(HostData, name)}
+        for name in _NESTED.keys() & told.keys():
+            told[name] = {field: value for field, value in vars(told[name]).items() if value != ""}
+        return told
 
 
-def _record(kind: type, data: dict[str, Any]):
-    """Return a record of this kind from those of the data that are its fields."""
-    return kind(**{field.name: data[field.name] for field in dataclasses.fields(kind) if field.name in data})
-
-
-def _plain(record) -> dict[str, Any]:
-    """Return {field: value} of a record, without those at their defaults."""
-    values = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
-    return {
-        field.name: _plain(value) if dataclasses.is_dataclass(value) else value
-        for field, value in values
-        if value != field.default
-    }
+_NESTED = {"teacher": ModelIdentity, "base": ModelIdentity, "overflows": Overflows}

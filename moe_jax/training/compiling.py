@@ -287,3 +287,17 @@ def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], p
         except OSError:
             raise reason from None
     return lowered.compile({**options, PROFILE_OPTION: str(path)})
+
+
+def memory_counts(devices, name: str) -> list[int]:
+    """Return a count of bytes of each of these devices, 'peak_bytes_in_use' or 'bytes_limit'; none of CPUs."""
+    return [int(stats[name]) for device in devices if name in (stats := device.memory_stats() or {})]
+
+
+def compiled_peak(executable) -> int | None:
+    """Return the most bytes that a program needs on one device, as the compiler counts them."""
+    analysis = executable.memory_analysis()
+    if analysis is None:
+        return None
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + outputs)

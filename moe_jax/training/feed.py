@@ -25,11 +25,9 @@ from moe_jax.data.cache import TokenCache
 from moe_jax.data.chat import ANSWER, FIRST, ID_BITS
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.stream import (
+    HeldOut,
     TokenStream,
     document_numbers,
-    held_out_batches,
-    held_out_counts,
-    held_out_windows,
     inside_documents,
     mask_tokens,
     token_numbers,
@@ -67,17 +65,17 @@ class Feed:
             raise UserError(
                 f"ModelConfig.kind ({model.kind!r}) learns no answers; set it to 'gpt', or DataConfig.kind = 'text'"
             )
-        sizes = {"sequence_length": length, "batch_size": train.batch_size, "packed": model.document_mask}
-        self.stream = TokenStream(cache, **sizes, seed=train.seed, weights=data.weights)
-        self.held_out_sizes = {
-            "sequence_length": length, "limit": train.evaluate_windows, "packed": model.document_mask,
-        }  # fmt: skip
-        source, windows = held_out_windows(cache, **self.held_out_sizes)  # refuses an answer that is cut away
-        self.pads_held_out = bool(len(windows) % rows or source.sizes(windows).min() < length)
+        packed = model.document_mask
+        self.stream = TokenStream(
+            cache, sequence_length=length, batch_size=train.batch_size, seed=train.seed, weights=data.weights,
+            packed=packed,
+        )  # fmt: skip
+        self.evaluated = HeldOut(cache, length, limit=train.evaluate_windows, packed=packed)
+        self.pads_held_out = bool(len(self.evaluated.windows) % rows) or not self.evaluated.are_full()
         self.sharding, self.rows = sharding, rows
         indices = sharding.addressable_devices_indices_map((1, self.rows, length)).values()
         # int64 [b], rows of a microbatch that the devices of this process hold, ascending
-        self.own = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))
+        self.local_rows = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))
 
     def _examples(self, tokens, step, rows) -> Batch:
         """Return the batch [r, Sq] of tokens [r, Sq + 1] of global rows [r]."""
@@ -100,7 +98,7 @@ class Feed:
         return Batch(inputs, targets, weights.astype(self.model.param_dtype), documents=documents)
 
     def read(self, step: int, rows: np.ndarray | None = None) -> Batch:
-        """Return a step's batch as NumPy arrays [Nm, rows, Sq]; [Nm, b, Sq] of the `rows` given, such as `own`."""
+        """Return a step's batch as NumPy arrays [Nm, rows, Sq]; [Nm, b, Sq] of given rows, such as `local_rows`."""
         rows, real = np.arange(self.rows) if rows is None else rows, self.train.microbatch_size
         filled = rows >= real  # each a copy of the last one, of weight 0
         rows = (np.arange(self.train.grad_accum_steps)[:, None] * real + np.minimum(rows, real - 1)[None]).ravel()
@@ -117,10 +115,9 @@ class Feed:
 
     def held_out(self) -> Iterator[Batch]:
         """Yield this process' rows of the evaluation batches, [1, b, Sq]; always the same windows."""
-        batches = held_out_batches(self.cache, batch_size=self.rows, rows=self.own, **self.held_out_sizes)
-        for tokens, real, windows, sizes in batches:
-            examples = self._examples(tokens, 0, np.maximum(windows, 0)[self.own])  # masks are a window's own
-            ids = token_numbers(sizes, self.sequence_length, self.own, PADDING) if self.pads_held_out else None
+        for tokens, real, windows, sizes in self.evaluated.batches(self.rows, self.local_rows):
+            examples = self._examples(tokens, 0, np.maximum(windows, 0)[self.local_rows])  # masks are a window's own
+            ids = token_numbers(sizes, self.sequence_length, self.local_rows, PADDING) if self.pads_held_out else None
             weights = examples.weights * real.astype(self.model.param_dtype)
             examples = dataclasses.replace(examples, weights=weights, token_ids=ids)
             yield jax.tree.map(lambda array: array[None], examples)
@@ -128,7 +125,7 @@ class Feed:
     @functools.cached_property
     def held_out_counts(self) -> np.ndarray:
         """How often each id is a target of an evaluation, int64 [ids]; of a masked language model, as if all were."""
-        return held_out_counts(self.cache, boundary_id=self.boundary_id, **self.held_out_sizes)
+        return self.evaluated.counts(self.boundary_id)
 
     @functools.cached_property
     def held_out_bytes(self) -> int:

@@ -17,9 +17,14 @@ import numpy as np
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
+from moe_jax.models.counts import device_bytes
+from moe_jax.observe.progress import with_prefix
 from moe_jax.parallel.mesh import to_devices
+from moe_jax.storage.host_data import Overflows
+from moe_jax.training.compiling import compiled_peak, memory_counts
 from moe_jax.training.program import Programs, Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
+from moe_jax.training.segments import sizes_of
 from moe_jax.training.teacher import load_teacher
 
 # An optimistic step runs a common program, which has pass 0 of the exchanges alone and no conditional for an overflow;
@@ -54,7 +59,9 @@ class StepInFlight:
 class Stepper:
     """One run that goes on step by step."""
 
-    def __init__(self, session: Session, state: dict, engine: RejitEngine | None = None, overflows: dict | None = None):
+    def __init__(
+        self, session: Session, state: dict, engine: RejitEngine | None = None, overflows: Overflows | None = None
+    ):
         """Start from `state`, and load the teacher where the session has one."""
         self.session, self.engine, self.lag = session, engine, session.lag
         self.state = state  # donated to each step
@@ -67,9 +74,7 @@ class Stepper:
         self.change_state: Callable | None = None  # `run` calls change_state(state, step) -> state before each step
         self.programs: Programs | None = None  # of the newest step
         self.executable: Any = None  # the one of them that ran last
-        # JSON data that a checkpoint holds: numbers, from 0, of the last steps that overflowed, as far as their metrics
-        # were read, and how many of the run were run again
-        self.overflows = overflows or {"steps": [], "run_again": 0}
+        self.overflows = overflows or Overflows(steps=(), run_again=0)
         self.not_halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
         self.halted = self.not_halted
         self.in_flight: collections.deque[StepInFlight] = collections.deque()
@@ -79,6 +84,30 @@ class Stepper:
         self.programs = programs = self.session.compile_programs() if self.engine is None else self.engine.start()
         self.executable = programs.complete.result() if programs.common is None else programs.common
         return programs.seconds
+
+    def describe_memory(self, common: int) -> str:
+        """Return in words what memory a step takes whose common program needs so many bytes, and where it overflows."""
+        session, shape = self.session, None if self.engine is None else self.engine.shape
+        limits = memory_counts(session.roles.mesh.local_devices, "bytes_limit")
+        there = f" of {with_prefix(min(limits))}B" if limits else ""
+        sizes = sizes_of(session.config, session.roles, session.model.vocab_size)
+        complete = common + device_bytes(sizes, shape).overflow
+        return (
+            f"optimistic steps take {with_prefix(common)}B of a device's memory{there}, and where a bucket overflows "
+            f"about {with_prefix(complete)}B, by a program that is being compiled"
+        )
+
+    def complete_program_fault(self) -> str:
+        """Return why a step that overflows could not run the complete program, which is compiled; '' where it can."""
+        complete = self.programs.complete
+        limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
+        if (error := complete.exception()) is not None:
+            why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        elif limits and (needed := compiled_peak(complete.result()) or 0) > min(limits):
+            why = f"needs {with_prefix(needed)}B of each device's memory, which has {with_prefix(min(limits))}B"
+        else:
+            return ""
+        return f"the complete program {why}, so the first bucket that overflows ends the run"
 
     def teacher_leaves(self) -> bool:
         """Say whether the next step is the first without the teacher; then `leave_teacher` comes before it."""
@@ -106,7 +135,7 @@ class Stepper:
         frozen = () if self.teacher_params is None else (self.teacher_params,)
         sent = StepInFlight(self.step, self.programs, (batch, tables, host_signals, *frozen))
         known = self.step - self.lag  # the last step whose metrics are read by now
-        overflowed = sum(known - WINDOW < step <= known for step in self.overflows["steps"])
+        overflowed = sum(known - WINDOW < step <= known for step in self.overflows.steps)
         common = self.programs.common is not None and overflowed <= MOST
         if not common:
             self._settle()
@@ -128,10 +157,10 @@ class Stepper:
             step, metrics = sent.step, sent.metrics
             if sent.programs.common is not None:
                 metrics = {**metrics, "run_again": int(sent.again)}
-                self.overflows["run_again"] += sent.again
+                steps, run_again = self.overflows.steps, self.overflows.run_again + sent.again
                 if int(metrics["most_passes"]) > 1:
-                    newest = [known for known in self.overflows["steps"] if known > step - 2 * WINDOW]
-                    self.overflows["steps"] = [*newest, step]
+                    steps = (*(known for known in steps if known > step - 2 * WINDOW), step)
+                self.overflows = Overflows(steps=steps, run_again=run_again)
             if self.engine is not None:
                 self.engine.observe(step, metrics)
             yield step, metrics

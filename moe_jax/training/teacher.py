@@ -1,4 +1,4 @@
-"""The teacher of a student: found in its run folder, checked against the student, and put on the student's mesh.
+"""The teacher of a student: read from its run folder, checked against the student, and put on the student's mesh.
 
 Inputs: a `RunConfig` whose `DistillationConfig.teacher` names a run folder. Outputs: the model that teaches, its
 parameters on the devices, and its identity, which the student's checkpoints hold instead of its weights.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterator
 
 import jax
@@ -27,6 +26,7 @@ from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import make_schedule
 from moe_jax.parallel.mesh import Roles, mesh_axes, replace_leaf
 from moe_jax.storage.checkpoint import Checkpointer, run_config
+from moe_jax.storage.host_data import ModelIdentity
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.segments import build_model
@@ -41,17 +41,12 @@ def _named(config: DistillationConfig) -> Iterator[None]:
         raise UserError(f"DistillationConfig.teacher ({config.teacher!r}): {error}") from error
 
 
-def read_teacher(config: DistillationConfig) -> RunConfig:
-    """Return the config that the teacher was trained with; UserError where there is no such run."""
+def open_teacher(config: DistillationConfig) -> tuple[RunConfig, Checkpointer, int]:
+    """Return a teacher's config, its checkpoints, and the step of the one that teaches; UserError without one."""
     with _named(config):
-        return run_config(config.teacher)
-
-
-def teacher_checkpoint(config: DistillationConfig) -> tuple[Checkpointer, int]:
-    """Return the teacher's checkpoints, and the step of the one that teaches; UserError where there is none."""
-    with _named(config):
+        run = run_config(config.teacher)
         checkpoints = Checkpointer(RunFolder(config.teacher, create=False).checkpoints, keep=1)
-        return checkpoints, checkpoints.choose(config.teacher_step, "DistillationConfig.teacher_step")
+        return run, checkpoints, checkpoints.choose(config.teacher_step, "DistillationConfig.teacher_step")
 
 
 def mesh_experts(config: RunConfig, devices: int) -> tuple[int, ...]:
@@ -60,15 +55,15 @@ def mesh_experts(config: RunConfig, devices: int) -> tuple[int, ...]:
     Raises:
       UserError: a mesh of another size, or groups of the teacher that cut across the student's.
     """
-    mesh, own = config.mesh.resolve(devices), expert_counts(config.model, config.moe)
+    mesh, counts = config.mesh.resolve(devices), expert_counts(config.model, config.moe)
     if not config.distillation.teacher:
-        return own
-    mesh_axes(mesh, devices, own)  # what does not fit without the teacher is not the teacher's error
-    run = read_teacher(config.distillation)
+        return counts
+    mesh_axes(mesh, devices, counts)  # what does not fit without the teacher is not the teacher's error
+    run, *_ = open_teacher(config.distillation)
     with _named(config.distillation):
-        both = own + expert_counts(run.model, run.moe)
-        mesh_axes(mesh, devices, both)
-    return both
+        counts += expert_counts(run.model, run.moe)
+        mesh_axes(mesh, devices, counts)
+    return counts
 
 
 def teacher_model(
@@ -85,8 +80,7 @@ def teacher_model(
     """
     if not config.distillation.teacher:
         return None
-    run = read_teacher(config.distillation)
-    teacher_checkpoint(config.distillation)  # for its errors
+    run, *_ = open_teacher(config.distillation)
     if config.planner.replica_slots == "memory":
         raise UserError(
             f"PlannerConfig.replica_slots ('memory') does not count DistillationConfig.teacher "
@@ -137,65 +131,71 @@ def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, voca
         )
 
 
-def settle_teacher(config: RunConfig, step: int, past: dict, hosts: Hosts) -> tuple[RunConfig, dict | None]:
-    """Return the config to train with, `step` steps being finished, and the teacher's identity for the checkpoints.
+def settle_teacher(
+    config: RunConfig, step: int | None, before: ModelIdentity | None, hosts: Hosts
+) -> tuple[RunConfig, ModelIdentity | None]:
+    """Return the config to train with from a step on, and the teacher's identity for the checkpoints.
 
-    Past `DistillationConfig.until` the config names no teacher any more, and its folder need not be there. The identity
-    is JSON data: folder and step, and hashes of what it is and of its parameters. `past` is the host data of the
-    checkpoint that the run goes on from, {} for a new run.
+    Past `DistillationConfig.until` the config names no teacher any more, and its folder need not be there.
+
+    Args:
+      step: how many steps are finished, None for a new run.
+      before: the teacher as the checkpoint of that step names it.
 
     Raises:
       UserError: the run would go on with another teacher, without the one it had, or with one that it did not have.
     """
-    named, before = config.distillation, past.get("teacher")
-    bare = dataclasses.replace(config, distillation=DistillationConfig())
+    named, bare = config.distillation, dataclasses.replace(config, distillation=DistillationConfig())
     if not named.teacher:
         if before is not None:
             raise UserError(
-                f"DistillationConfig.teacher ('') was {before['folder']!r} at step {step}; set it back, or start a new "
+                f"DistillationConfig.teacher ('') was {before.folder!r} at step {step}; set it back, or start a new "
                 "run from this one's parameters with --init_from"
             )
         return config, None
-    if past and before is None:
+    if step is not None and before is None:
         raise UserError(
             f"DistillationConfig.teacher ({named.teacher!r}) was '' when this run wrote step {step}; set it to '', or "
             "start a new run from this one's parameters with --init_from"
         )
-    if before is not None and not named.applies(step) and before["folder"] == named.teacher:
+    taught = config if named.applies(step or 0) else bare
+    if before is not None and taught is bare and before.folder == named.teacher:
         return bare, before
-    run, tokenizer = read_teacher(named), build_tokenizer(config.data)
-    with _named(named):  # before its parameters are read, which may take long
-        check_pair(config, run, tokenizer, padded_vocabulary(tokenizer, config.model))
-    # The hash of its config is of the bindings of model and layer that are not defaults and that a run may not change
-    # when it goes on, so neither a new field nor another mesh makes another teacher of it.
+    identity = identify_teacher(config)
+    hosts.agree("teacher", repr(identity), lambda *_: f"DistillationConfig.teacher ({named.teacher!r}) is not the same "
+        "run on all processes; name one folder that all machines share")  # fmt: skip
+    if before is not None and dataclasses.replace(before, folder=named.teacher) != identity:
+        shown = "step {0.step}, config {0.config:.8}, parameters {0.parameters:.8}"
+        now, then = shown.format(identity), shown.format(before)
+        raise UserError(
+            f"DistillationConfig.teacher ({named.teacher!r}) is not the teacher of this run so far: {now} now, {then} "
+            f"of {before.folder!r} before; set DistillationConfig.teacher and DistillationConfig.teacher_step back"
+        )
+    return taught, identity
+
+
+def identify_teacher(config: RunConfig) -> ModelIdentity:
+    """Return the identity of the teacher that a student's config names; a UserError where it cannot teach.
+
+    The hash of its config is of the bindings of model and layer that are not defaults and that a run may not change
+    when it goes on, so neither a new field nor another mesh makes another teacher of it.
+    """
+    named, tokenizer = config.distillation, build_tokenizer(config.data)
+    run, checkpoints, step = open_teacher(named)
     lines = [f"tokenizer = {build_tokenizer(run.data).name!r}"]
     for binding, _, value in config_differences("", config_text(run)):
         if binding.startswith(("ModelConfig.", "MoEConfig.")) and not may_differ(binding):
             lines.append(f"{binding} = {value}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
-    checkpoints, taught_step = teacher_checkpoint(named)
     with _named(named):
-        parameters = checkpoints.digest(taught_step)
-    identity = {"folder": named.teacher, "step": taught_step, "config": digest, "parameters": parameters}
-    seen = hosts.gather_text("teacher", json.dumps(identity, sort_keys=True))
-    if len(set(seen)) > 1:
-        raise UserError(
-            f"DistillationConfig.teacher ({named.teacher!r}) is not the same run on all processes; name one folder "
-            "that all machines share"
-        )
-    if before is not None and any(before[key] != identity[key] for key in ("step", "config", "parameters")):
-        shown = "step {step}, config {config:.8}, parameters {parameters:.8}"
-        now, then = shown.format(**identity), shown.format(**before)
-        raise UserError(
-            f"DistillationConfig.teacher ({named.teacher!r}) is not the teacher of this run so far: {now} now, {then} "
-            f"of {before['folder']!r} before; set DistillationConfig.teacher and DistillationConfig.teacher_step back"
-        )
-    return config if named.applies(step) else bare, identity
+        check_pair(config, run, tokenizer, padded_vocabulary(tokenizer, config.model))
+        parameters = checkpoints.digest(step)  # which may take long
+    return ModelIdentity(folder=named.teacher, step=step, config=digest, parameters=parameters)
 
 
 def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
     """Return the teacher's parameters as `Teacher.held_params` says, on the devices; each holds its own part."""
-    checkpoints, step = teacher_checkpoint(config)
+    _, checkpoints, step = open_teacher(config)
     with _named(config):
         params = checkpoints.restore_params(step, teacher.stored_params(), teacher.model.even_homes)
 

@@ -246,7 +246,7 @@ def print_losses():
     import jax
 
     from moe_jax.data.cache import build_cache
-    from moe_jax.data.stream import held_out_batches
+    from moe_jax.data.stream import HeldOut
     from moe_jax.inference import load
     from moe_jax.parallel.mesh import set_up_devices
     from moe_jax.storage.checkpoint import run_config
@@ -258,9 +258,7 @@ def print_losses():
         generator = load(_WORKDIR.value, bindings=_GIN_BINDINGS.value, quantize=quantize)
         cache = build_cache(data, generator.tokenizer, vocab_size=generator.model.vocab_size)
         total = targets = 0
-        for tokens, weights, *_ in held_out_batches(
-            cache, sequence_length=data.sequence_length, batch_size=32, limit=_HELD_OUT.value
-        ):
+        for tokens, weights, *_ in HeldOut(cache, data.sequence_length, limit=_HELD_OUT.value).batches(32):
             rows = [
                 row[: int(real.sum()) + 1].tolist() for row, real in zip(tokens, weights, strict=True) if real.any()
             ]

@@ -134,5 +134,5 @@ def _run(context, name: str, kind: str):
     from moe_jax.jobs.hosts import Hosts
 
     config = _config(context)
-    with mock.patch.object(training_run, "report"):  # no pictures
+    with mock.patch.object(training_run, "report_run"):  # no pictures
         training_run.run(config, config_text(config), "", Hosts(), workdir=str(_workdir(context, name, kind)))

@@ -40,7 +40,7 @@ def train(context, grouped_matmul: str):
     config = config_of(context, grouped_matmul)
     text = config_text(config)
     workdir = context.scratch / f"whole_{grouped_matmul}"
-    with mock.patch.object(Loop, "save"), mock.patch.object(training_run, "report"):
+    with mock.patch.object(Loop, "save"), mock.patch.object(training_run, "report_run"):
         training_run.run(config, text, "", Hosts(), workdir=str(workdir))
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     resolved = json.loads((workdir / "environment.json").read_text(encoding="utf-8"))["resolved"]

@@ -12,7 +12,7 @@ from support import chat_cases
 from moe_jax.data.cache import build_cache
 from moe_jax.data.chat import ANSWER, FIRST, ID_BITS, ChatTemplate
 from moe_jax.data.corpus import DataConfig, find_documents
-from moe_jax.data.stream import TokenStream, _fit, held_out_batches, held_out_counts
+from moe_jax.data.stream import HeldOut, TokenStream, _fit
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 
@@ -92,7 +92,7 @@ def windows_seen(config, length, packed, cache=None):
     """Return [(ids, answers) of each conversation] of an epoch and of what is held out, from their windows."""
     cache = cache or build_cache(config)
     stream = TokenStream(cache, sequence_length=length, batch_size=1, seed=3, packed=packed)
-    held_out = held_out_batches(cache, sequence_length=length, batch_size=1, packed=packed)
+    held_out = HeldOut(cache, length, packed=packed).batches(1)
     windows = [stream.batch(step)[0][: stream.sizes(step)[0]] for step in range(stream.windows[0])]
     windows += [tokens[0][: sizes[0]] for tokens, _, _, sizes in held_out]
     found = [part for window in windows for part in np.split(window, np.flatnonzero(window & FIRST))[1:]]
@@ -134,12 +134,13 @@ def test_only_answers_count_in_held_out_windows(tmp_path):
     config = config_of(tmp_path, chat_cases.conversations())
     cache = build_cache(config)
     counts = np.zeros(cache.meta.max_id + 1, np.int64)
-    for tokens, weights, *_ in held_out_batches(cache, sequence_length=1500, batch_size=4, packed=True):
+    held_out = HeldOut(cache, 1500, packed=True)
+    for tokens, weights, *_ in held_out.batches(4):
         np.testing.assert_array_equal(weights, tokens[:, 1:] & ANSWER > 0)
         np.add.at(counts, tokens[:, 1:][weights > 0] & ID_BITS, 1)
     held = cache.held_out.read(0, len(cache.held_out))
     assert counts.sum() == np.count_nonzero(held & ANSWER) > 0
-    np.testing.assert_array_equal(held_out_counts(cache, sequence_length=1500, packed=True), counts)
+    np.testing.assert_array_equal(held_out.counts(), counts)
 
 
 def test_fit_takes_the_fullest_box_with_room():

@@ -11,11 +11,10 @@ import pytest
 from moe_jax.data.cache import build_cache, hash64, uniform
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.stream import (
+    HeldOut,
     TokenStream,
     _quotas,
     document_numbers,
-    held_out_batches,
-    held_out_counts,
     inside_documents,
     mask_tokens,
     prefetch,
@@ -165,7 +164,7 @@ def test_shares_of_a_mixture_add_up():
 
 
 def test_held_out_batches_count_each_target_once(eight_held_out):
-    batches = list(held_out_batches(eight_held_out, sequence_length=3, batch_size=2))
+    batches = list(HeldOut(eight_held_out, 3).batches(2))
     # 7 targets: windows mnop, pqrs, s$ and one row of nothing to fill the second batch.
     assert [tokens.tolist() for tokens, *_ in batches] == [
         [[*b"mnop"], [*b"pqrs"]],
@@ -176,14 +175,14 @@ def test_held_out_batches_count_each_target_once(eight_held_out):
     # A "loss" of each target, its square: the mean over m..s$ without the first, whatever the windows.
     expected = np.mean(np.array([*b"nopqrs", END], np.float64) ** 2)
     for length, size in np.ndindex(11, 5):
-        batches = list(held_out_batches(eight_held_out, sequence_length=length + 1, batch_size=size + 1))
+        batches = list(HeldOut(eight_held_out, length + 1).batches(size + 1))
         total = sum((tokens[:, 1:].astype(np.float64) ** 2 * weights).sum() for tokens, weights, *_ in batches)
         assert total / sum(weights.sum() for _, weights, *_ in batches) == pytest.approx(expected, rel=1e-12)
 
 
 def test_held_out_batches_limit_spreads_over_the_text(eight_held_out):
     def starts(limit):
-        batches = held_out_batches(eight_held_out, sequence_length=1, batch_size=8, limit=limit)
+        batches = HeldOut(eight_held_out, 1, limit=limit).batches(8)
         return [bytes([row[0]]).decode() for tokens, *_ in batches for row in tokens.tolist() if row[0]]
 
     # 7 windows of one target each; 3 of them begin at 0, 7 // 3 and 14 // 3.
@@ -194,12 +193,12 @@ def test_held_out_batches_limit_spreads_over_the_text(eight_held_out):
 def test_held_out_counts_and_entropy_are_those_of_the_targets_that_count(long, tmp_path):
     (tmp_path / "half").mkdir()
     half = corpus(tmp_path / "half", "xxxxxxxxbabac", 0.4)  # b a b a c $, of which the first is no target
-    counts = held_out_counts(half, sequence_length=9)  # a twice, b, c, $
+    counts = HeldOut(half, 9).counts()  # a twice, b, c, $
     assert unigram_entropy(counts) == pytest.approx(0.4 * math.log(5 / 2) + 0.6 * math.log(5), rel=1e-12)
     for length, limit, end in ((7, 5, None), (500, 0, None), (7, 0, ord("7"))):  # a 7 as an end
-        batches = held_out_batches(long, sequence_length=length, batch_size=4, limit=limit)
-        counted = [t[:, 1:][(w > 0) & (t[:, :-1] != (-1 if end is None else end))] for t, w, *_ in batches]
-        found = held_out_counts(long, sequence_length=length, limit=limit, boundary_id=end)
+        held_out = HeldOut(long, length, limit=limit)
+        counted = [t[:, 1:][(w > 0) & (t[:, :-1] != (-1 if end is None else end))] for t, w, *_ in held_out.batches(4)]
+        found = held_out.counts(end)
         np.testing.assert_array_equal(found, np.bincount(np.concatenate(counted), minlength=257))
 
 

@@ -56,7 +56,8 @@ def run(steps, total, stream, seconds=2.0, **options):
 def update(progress, clock, steps, seconds=2.0, **more):
     for step in steps:
         clock.now += seconds
-        progress.update(step, loss=6.0 / step, tokens_per_second=1234.5, device_load=1.25, **more)
+        numbers = {"loss": 6.0 / step, "tokens_per_second": 1234.5, "device_load_max_over_mean": [1.0, 1.5]}
+        progress.update(step, numbers | more)
 
 
 def test_live_line_shows_all_numbers(terminal):
@@ -68,7 +69,7 @@ def test_live_line_shows_all_numbers(terminal):
     ]
     progress.note("held-out loss 3.2")
     assert terminal.screen()[0] == "held-out loss 3.2" and terminal.screen()[1].startswith("step  3/10")
-    update(progress, clock, range(4, 11), plan="tau 0")
+    update(progress, clock, range(4, 11), plan_remark="tau 0")
     progress.close()
     last = "step 10/10  " + "━" * 32 + "  loss 0.6000  1.23k tokens/s  load 1.25x  tau 0  done"
     assert terminal.screen() == ["held-out loss 3.2", last, ""]

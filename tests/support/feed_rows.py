@@ -44,11 +44,11 @@ def session_of(folder, name):
 def assert_own_rows(session, process, want, read):
     """A step's batch and every held-out one: right on each device, and no more read than `want` says."""
     feed, microbatches = session.feed, session.config.train.grad_accum_steps
-    assert feed.own.tolist() == list(want)
+    assert feed.local_rows.tolist() == list(want)
     for step in (0, 3):
         whole = feed.read(step)
         read.clear()
-        arrays = feed.to_devices(feed.read(step, feed.own))
+        arrays = feed.to_devices(feed.read(step, feed.local_rows))
         assert len(read) == microbatches * len(want), (process, len(read))
         for array, values in zip(jax.tree.leaves(arrays), jax.tree.leaves(whole), strict=True):
             assert array.shape == values.shape and array.dtype == values.dtype

@@ -1,5 +1,6 @@
 """A student's run: learns from a teacher up to a step, goes on without it, resumes on either side, refuses another."""
 
+import dataclasses
 import gc
 import re
 import shutil
@@ -15,6 +16,7 @@ from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.storage.checkpoint import Checkpointer
+from moe_jax.storage.host_data import HostData
 from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 from moe_jax.training.teacher import load_teacher, settle_teacher
@@ -62,6 +64,21 @@ def test_resume_on_either_side_equals_a_run_that_never_stopped(taught):
     assert set(held) == {"folder", "step", "config", "parameters"}
 
 
+@pytest.mark.slow
+def test_past_a_damaged_checkpoint_the_teacher_is_back(taught, capsys):
+    """The newest is of after the boundary, and the one before it of before: the session is built once more."""
+    workdir = taught / "damaged"
+    shutil.copytree(taught / "whole", workdir)
+    data = max((workdir / "checkpoints" / "00000006").rglob("*"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-200])
+    assert run_here(taught, workdir, *STUDENT, by(taught / "teacher"), "train.steps = 7")
+    out = capsys.readouterr().out
+    assert out.count("is damaged") == 1 and "resuming at step 3" in out and "learning from" in out
+    whole, again = (read_metrics(folder)[:6] for folder in (taught / "whole", workdir))
+    for name in ("loss", "kl"):
+        assert [record.get(name) for record in again] == [record.get(name) for record in whole]
+
+
 def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
     stepper = build_stepper(config_of(taught, *STUDENT, by(taught / "teacher")), jax.devices())
     with_teacher = stepper.executable.memory_analysis().argument_size_in_bytes
@@ -78,16 +95,17 @@ def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
 
 
 def test_another_teacher_is_refused_in_one_line(taught):
-    held = Checkpointer(taught / "whole" / "checkpoints", keep=3).read_host(3)
+    held = HostData.from_json(Checkpointer(taught / "whole" / "checkpoints", keep=3).read_host(3)).teacher
     with pytest.raises(UserError, match=r"DistillationConfig.teacher \(''\) was '.*teacher' at step 3"):
         settle_teacher(config_of(taught), 3, held, Hosts())
     with pytest.raises(UserError, match=r"is not the teacher of this run so far: step 6, .* now, step 3, .* before"):
         run_here(taught, taught / "whole", *STUDENT, by(taught / "whole"), "train.steps = 8")
     with pytest.raises(UserError, match=r"was '' when this run wrote step 3"):
-        settle_teacher(config_of(taught, *STUDENT, by(taught / "teacher")), 3, {"config": ""}, Hosts())
+        settle_teacher(config_of(taught, *STUDENT, by(taught / "teacher")), 3, None, Hosts())
     shutil.copytree(taught / "teacher", taught / "moved")  # only its folder is another
     moved = config_of(taught, *STUDENT, by(taught / "moved"))
-    assert settle_teacher(moved, 3, held, Hosts()) == (moved, {**held["teacher"], "folder": str(taught / "moved")})
+    identity = dataclasses.replace(held, folder=str(taught / "moved"))
+    assert settle_teacher(moved, 3, held, Hosts()) == (moved, identity)
 
 
 @pytest.mark.parametrize(

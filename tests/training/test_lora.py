@@ -1,5 +1,6 @@
 """Adapters: gradients by hand, the same numbers on any mesh, a run that resumes, its base, and what is refused."""
 
+import dataclasses
 import json
 
 import jax
@@ -224,21 +225,25 @@ def test_the_base_is_named_whole_and_hashed_by_one_process(runs, monkeypatch):
     """A relative folder is found from anywhere later; process 0 hashes for all, and all must name one folder."""
     monkeypatch.chdir(runs)
     config, alone = config_of(runs, HALF, EIGHT, *ADAPTED), Hosts()
-    identity = settle_base(config, "model", {}, alone)
-    assert identity["folder"] == str(runs / "model") and len(identity["parameters"]) == 64
+    identity = settle_base(config, "model", None, alone)
+    assert identity.folder == str(runs / "model") and len(identity.parameters) == 64
     with pytest.raises(UserError, match="has the steps 3, and these adapters are for step 4: put that one back"):
-        settle_base(config, "", {"base": {**identity, "step": 4}}, alone)
+        settle_base(config, "", dataclasses.replace(identity, step=4), alone)
 
     class Second(Hosts):
         def gather_text(self, topic, text, *_):
-            return [json.dumps([*first, identity["parameters"]]) if topic == "base" else text, text]
+            return [identity.parameters if topic == "hash of base" else text, text]
+
+        def agree(self, topic, text, difference, *_):
+            if text != first:
+                raise UserError(difference(first, text))
 
     monkeypatch.setattr(Checkpointer, "digest", None)  # is not called
-    second, first = Second(2, 1), [str(runs / "model"), 3]
-    assert settle_base(config, "model", {}, second) == identity
-    first = [str(runs / "other"), 3]
+    second, first = Second(2, 1), f"{runs / 'model'}, step 3"
+    assert settle_base(config, "model", None, second) == identity
+    first = f"{runs / 'other'}, step 3"
     with pytest.raises(UserError, match="is not the same run on all processes"):
-        settle_base(config, "model", {}, second)
+        settle_base(config, "model", None, second)
 
 
 def test_what_cannot_be_is_one_line(runs, tmp_path, monkeypatch):

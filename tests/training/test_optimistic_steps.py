@@ -17,8 +17,8 @@ from moe_jax.models.counts import device_bytes
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.observe.progress import with_prefix
 from moe_jax.storage.checkpoint import Checkpointer
+from moe_jax.training.compiling import compiled_peak
 from moe_jax.training.feed import Feed
-from moe_jax.training.loop import compiled_peak
 from moe_jax.training.program import Program, Session
 from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import Stepper, build_stepper
@@ -101,7 +101,7 @@ def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_i
         assert again == [1] * 4 + [0] * 8
     else:
         assert again == [int(step in alike) for step in range(12)]
-    assert stepper.overflows["run_again"] == sum(again) and "run_again" not in wanted[0]
+    assert stepper.overflows.run_again == sum(again) and "run_again" not in wanted[0]
 
 
 # what the steps in flight must not disturb: homes that move, several segments' router states, a teacher that leaves
@@ -199,7 +199,7 @@ def test_a_complete_program_that_cannot_run_is_noticed_before_an_overflow(
         broken.setattr(Feed, "read", reads)
         fed(broken, alike=(8,))
         if fault == "too_large":
-            broken.setattr("moe_jax.training.loop.memory_counts", lambda devices, name: [1000])
+            broken.setattr("moe_jax.training.stepper.memory_counts", lambda devices, name: [1000])
         said = {
             "fails": r"could not be compiled \(INTERNAL: no such instruction\)",
             "too_large": r"needs \S+B of each device's memory, which has 1.00kB",

@@ -14,14 +14,18 @@ from support.tiny_run import config_of, one_step, run_here, session_of
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import NonFiniteError, UserError
+from moe_jax.jobs import hosts
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.storage.checkpoint import Checkpointer
+from moe_jax.storage.host_data import HostData
 from moe_jax.training import loop
 from moe_jax.training.feed import Feed
-from moe_jax.training.loop import check_finite, step_record
-from moe_jax.training.run import Start, starting_state
+from moe_jax.training.finite import check_finite
+from moe_jax.training.origin import OpenRun, Origin, Start
+from moe_jax.training.recorder import step_record
+from moe_jax.training.run import new_state, resume
 from moe_jax.training.step import first_scale, make_gradients
 from moe_jax.training.stepper import build_stepper
 
@@ -95,6 +99,14 @@ def test_average_follows_the_parameters(tmp_path):
     assert mu["dense"]["embedding"]["tokens"] != session.state_shardings.state["params"]["dense"]["embedding"]["tokens"]
 
 
+def begun(session, checkpointer, step=None, **start):
+    """Return the first state of a run: that of a step, or of another run as `start` says."""
+    opened = OpenRun(session.config, "", Start(**start), None, checkpointer, Hosts())
+    host = HostData() if step is None else HostData.from_json(checkpointer.read_host(step))
+    origin = Origin(config=session.config, step=step, parent=2, host=host)
+    return new_state(opened, origin, session) if step is None else resume(opened, origin, session)
+
+
 def test_average_may_come_and_go(tmp_path, capsys):
     """Saved without, it starts from the parameters of then; saved with, it comes back or is dropped; each is said."""
     without = session_of(tmp_path, 8)
@@ -103,17 +115,17 @@ def test_average_may_come_and_go(tmp_path, capsys):
     checkpointer.save(4, without.fresh_state(), without.home, host)
     checkpointer.wait()
     session = session_of(tmp_path, 8, EMA, "MeshConfig.data = 2")
-    state = starting_state(session, checkpointer, 4, Hosts())
+    state = begun(session, checkpointer, 4)
     assert "train.ema_decay (0.75): the average starts from the parameters of step 4" in capsys.readouterr().out
     jax.tree.map(np.testing.assert_array_equal, state["ema"], state["params"])
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == session.state_shardings.state
     spoiled = {**state, "ema": jax.tree.map(lambda leaf: 2 * leaf, state["ema"])}
     checkpointer.save(5, spoiled, session.home, host)
     checkpointer.wait()
-    back = starting_state(session, checkpointer, 5, Hosts())
+    back = begun(session, checkpointer, 5)
     jax.tree.map(np.testing.assert_array_equal, back, spoiled)
     assert "average" not in capsys.readouterr().out
-    dropped = starting_state(without, checkpointer, 5, Hosts())
+    dropped = begun(without, checkpointer, 5)
     said = "train.ema_decay (0.0): the average that the checkpoint of step 5 holds is dropped"
     assert said in capsys.readouterr().out
     assert dropped.keys() == {"step", "params", "opt_state"}
@@ -128,15 +140,13 @@ def test_mistakes_in_averages_are_one_line(tmp_path):
     session = session_of(tmp_path, 8)
     checkpointer = Checkpointer(tmp_path / "other" / "checkpoints", keep=1)
     with pytest.raises(UserError, match=r"^--init_from_ema needs --init_from=DIR"):
-        starting_state(session, checkpointer, None, Hosts(), Start(init_from_ema=True))
+        run_here(tmp_path, tmp_path / "work", init_from_ema=True)
     checkpointer.save(2, session.fresh_state(), session.home, {})
     checkpointer.close()
     with pytest.raises(
         UserError, match=r"00000002 holds no moving average of its parameters; leave out .*--init_from_ema"
     ):
-        starting_state(
-            session, checkpointer, None, Hosts(), Start(init_from=str(tmp_path / "other"), init_from_ema=True)
-        )
+        begun(session, checkpointer, init_from=str(tmp_path / "other"), init_from_ema=True)
 
 
 # Steps that are not finite.
@@ -329,9 +339,9 @@ def test_step_record():
 def test_a_slow_process_is_named_beside_the_median(monkeypatch):
     """The probe's time comes from a clock that the test turns; its first run, which compiles, counts for nothing."""
     times = iter([0.0, 9.0, 10.0, 10.5, 20.0, 20.25, 30.0, 31.0])
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: next(times)))
-    assert loop.probe_seconds() == 0.25
-    assert loop.slow_processes([1.0, 1.4, 1.0], ["a", "b", "c"]) == loop.slow_processes([2.0], ["a"]) == ""
-    line = loop.slow_processes([1.0, 3.1, 1.0, 0.5], ["a", "b", "c", "d"])
+    monkeypatch.setattr(hosts, "time", types.SimpleNamespace(monotonic=lambda: next(times)))
+    assert hosts.probe_seconds() == 0.25
+    assert hosts.slow_processes([1.0, 1.4, 1.0], ["a", "b", "c"]) == hosts.slow_processes([2.0], ["a"]) == ""
+    line = hosts.slow_processes([1.0, 3.1, 1.0, 0.5], ["a", "b", "c", "d"])
     assert line.startswith("process 1 (b) takes 3.1 times as long as the median for the same work")
-    assert loop.slow_processes([1.0, 2.0], ["a", "b"]).startswith("process 1 (b) takes 2.0 times")
+    assert hosts.slow_processes([1.0, 2.0], ["a", "b"]).startswith("process 1 (b) takes 2.0 times")
