@@ -25,10 +25,10 @@ from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
 from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.replan.planned_segment import build_replanners
+from moe_jax.replan.segments import stated_buckets
 from moe_jax.training.compiling import compile_guided
 from moe_jax.training.program import build_program
-from moe_jax.training.replanner import build_replanners
-from moe_jax.training.segments import stated_buckets
 
 
 @dataclasses.dataclass(frozen=True)

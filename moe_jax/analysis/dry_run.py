@@ -28,9 +28,9 @@ from moe_jax.moe.schedule import find_schedule
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles
+from moe_jax.replan.planned_segment import Replanner
+from moe_jax.replan.segments import segment_runs
 from moe_jax.training.overlap import compare_halves, why_not_halves
-from moe_jax.training.replanner import Replanner
-from moe_jax.training.segments import segment_runs
 from moe_jax.training.teacher import teacher_checkpoint
 
 OPTIMIZER_STATES = {

@@ -30,11 +30,11 @@ from moe_jax.moe.build import check_router, make_schedule
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import build_shape
+from moe_jax.replan.costs import most_shapes, settle_memory
+from moe_jax.replan.planned_segment import Replanner, build_replanners
+from moe_jax.replan.segments import build_model, initial_placement, segment_runs, sizes_of
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
-from moe_jax.training.plan_cost import most_shapes, settle_memory
-from moe_jax.training.replanner import Replanner, build_replanners
-from moe_jax.training.segments import build_model, initial_placement, segment_runs, sizes_of
 from moe_jax.training.teacher import mesh_experts, teacher_model
 
 MOST_SHARE = 0.9  # of a GPU's memory that jax may take: NCCL, CUDA and its graphs take theirs besides

@@ -16,14 +16,15 @@ from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import AFTER_GATE, NAMES, routing
-from moe_jax.planning.auto import plan_session
-from moe_jax.planning.balancer import BALANCERS, Planner, grown, with_late
+from moe_jax.planning.balancer import BALANCERS, Planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
+from moe_jax.planning.growth import grown, with_late
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, placement_sizes, transfer_sizes
+from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, transfer_sizes
+from moe_jax.replan.auto import plan_session
 
 SUFFIX = "_after_gate"
 SHOWN = 8  # lags that a message names
@@ -190,7 +191,7 @@ def follow_transfers(
         in_force, seconds = (0.0, 0.0), 0.0
         if shape.ahead is not None:
             in_force, seconds = tuple(shape.ahead.sent()), cost.shape_seconds(shape.ahead)
-        rows.append((placement_sizes(ahead), in_force, sent, late_seconds, seconds))
+        rows.append((ahead.sizes, in_force, sent, late_seconds, seconds))
     sizes, in_force, sent, late_seconds, seconds = zip(*rows, strict=True)
     newest = shape.ahead or shape.spare
     return Transfers(

@@ -37,14 +37,14 @@ from moe_jax.observe.run_folder import RunFolder, disk_errors_named, environment
 from moe_jax.parallel.exchange import TRANSPORTS
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import NAMES, PlannerConfig
+from moe_jax.replan.costs import base_cost
+from moe_jax.replan.engine import build_engine
+from moe_jax.replan.segments import initial_placement, segment_runs
 from moe_jax.training.compiling import find_target
 from moe_jax.training.expert_check import KERNELS, device_answers, source_digest, verdict_of
 from moe_jax.training.loop import memory_counts
 from moe_jax.training.overlap import compare_halves, why_not_halves
-from moe_jax.training.plan_cost import base_cost
 from moe_jax.training.program import build_session
-from moe_jax.training.rejit import build_engine
-from moe_jax.training.segments import initial_placement, segment_runs
 from moe_jax.training.stepper import Stepper
 from moe_jax.training.teacher import mesh_experts
 

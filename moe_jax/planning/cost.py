@@ -26,7 +26,7 @@ from moe_jax.planning import routing
 from moe_jax.planning.block_schedule import Prefetch, Times, exposed, stage_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes, late_price, placement_sizes, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, late_price, transfer_sizes
 
 PRICES = ("executor", "paper")
 FORMS = ("auto", "flat", "by_node")
@@ -300,7 +300,7 @@ def predicted_layer_seconds(
     if compiled:
         ahead = 0.0 if shape.ahead is None else cost.shape_seconds(shape.ahead)
         trans = np.full(placement.layers, ahead)
-    total = sum(cost.parts(computed, received, placement_sizes(placement), trans=trans).values())
+    total = sum(cost.parts(computed, received, placement.sizes, trans=trans).values())
     if not compiled or shape.late is None or planned is None:
         return total
     late = placement.replicas[planned.find(placement.replicas) < 0]

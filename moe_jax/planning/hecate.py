@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, plan_seconds, register
+from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
 from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.fastermoe import shadow_rates
+from moe_jax.planning.growth import plan_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, transfer_sizes

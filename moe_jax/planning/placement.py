@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.errors import UserError
+from moe_jax.planning.sizes import TransferSizes, transfer_sizes
 
 RULES = ("nearest", "home", "shares")
 SHARE_ONE = 1 << 16
@@ -32,6 +33,15 @@ class Candidates(NamedTuple):
     share_num: np.ndarray  # int64 [m], running sums of shares within a slice
     share_start: np.ndarray  # int32 [L, E, Nn]
     share_count: np.ndarray  # 0 where no shares apply
+
+
+class Needs(NamedTuple):
+    """The least that a compiled step must have room for to run a placement."""
+
+    home_slots: int  # Hs, of a device in a layer
+    bank_rows: int  # Rb, of a device
+    candidates: int  # Q, the longest list of holders between which the tokens of one source choose
+    transfer: TransferSizes | None  # of its replicas, the most of any layer; None without replicas
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,6 +193,27 @@ class Placement:
             )
         of_shares = device, share_num, share_start, share_count
         return Candidates(holder.astype(np.int32), start, count, node_start, node_count, *of_shares)
+
+    @functools.cached_property
+    def sizes(self) -> TransferSizes:
+        """Of the transfer that its replicas need, [L] each."""
+        return transfer_sizes(self.home, self.replicas, self.devices, self.devices_per_node)
+
+    @functools.cached_property
+    def needs(self) -> Needs:
+        """What a compiled step must have room for."""
+        lists, layer = self.candidates, np.arange(self.layers)[:, None]
+        # Where the whole node holds an expert nobody on it has a choice.
+        nearest = np.array([name != "home" for name in self.rule])[:, None]
+        lacks_node = (lists.node_count == 0).any(axis=2)
+        inside = np.where(lists.node_count == self.devices_per_node, 1, lists.node_count).max(axis=2)
+        even = np.where(nearest, np.maximum(inside, np.where(lacks_node, lists.count, 1)), 1)
+        return Needs(
+            home_slots=int(np.bincount((layer * self.devices + self.home).ravel()).max()),
+            bank_rows=most_homes(self),
+            candidates=int(max(even.max(), lists.share_count.max(initial=0))),
+            transfer=TransferSizes(*(int(size.max()) for size in self.sizes)) if len(self.replicas) else None,
+        )
 
     def fingerprint(self) -> str:
         """Hash everything that decides numbers or bytes, so that processes can compare their plans."""

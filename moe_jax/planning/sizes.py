@@ -13,7 +13,6 @@ import typing
 import numpy as np
 
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.placement import Placement
 
 SIZES = ("offers", "slots", "crossing")
 
@@ -61,11 +60,6 @@ def transfer_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices
         most(pair[far] // experts, at[far] * nodes + to[far], nodes * nodes),
         np.bincount(layer, minlength=layers) + np.bincount(travels // experts, minlength=layers),
     )
-
-
-def placement_sizes(placement: Placement) -> TransferSizes:
-    """Return the sizes that each layer of a placement needs, [L] each."""
-    return transfer_sizes(placement.home, placement.replicas, placement.devices, placement.devices_per_node)
 
 
 class RunningSizes:

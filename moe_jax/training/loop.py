@@ -29,9 +29,9 @@ from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_ov
 from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.progress import Progress, with_prefix
 from moe_jax.observe.run_folder import EVALUATIONS, RunFolder, atomic_file
+from moe_jax.replan.segments import sizes_of
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.program import Programs, Session
-from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import NoCompleteProgramError, Stepper
 
 _SLOW = 1.5  # times the median

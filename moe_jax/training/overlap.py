@@ -14,8 +14,8 @@ from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch, stage_seconds
-from moe_jax.training.plan_cost import base_cost, layer_times
-from moe_jax.training.segments import segment_runs
+from moe_jax.replan.costs import base_cost, layer_times
+from moe_jax.replan.segments import segment_runs
 
 MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S, compiled for H200
 

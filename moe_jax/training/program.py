@@ -36,6 +36,7 @@ from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
+from moe_jax.replan.segments import build_model, stated_buckets
 from moe_jax.training.compiling import (
     compared_function,
     compile_for_all,
@@ -45,7 +46,6 @@ from moe_jax.training.compiling import (
 )
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.segments import build_model, stated_buckets
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
 

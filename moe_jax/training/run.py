@@ -36,13 +36,13 @@ from moe_jax.observe.run_folder import (
     write_atomically,
 )
 from moe_jax.parallel.nodes import node_size
+from moe_jax.replan.costs import modelled_layers
+from moe_jax.replan.engine import RejitEngine, build_engine
 from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.frozen_base import load_base, restore_params, settle_base
 from moe_jax.training.loop import Loop, evaluate
-from moe_jax.training.plan_cost import modelled_layers
 from moe_jax.training.program import Session, build_session
-from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.stepper import Stepper
 from moe_jax.training.teacher import settle_teacher
 

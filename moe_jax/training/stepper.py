@@ -18,8 +18,8 @@ import numpy as np
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import to_devices
+from moe_jax.replan.engine import RejitEngine, build_engine
 from moe_jax.training.program import Programs, Session, build_session
-from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.teacher import load_teacher
 
 # An optimistic step runs a common program, which has pass 0 of the exchanges alone and no conditional for an overflow;

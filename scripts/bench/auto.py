@@ -27,11 +27,11 @@ from moe_jax.cluster import read_cluster
 from moe_jax.cluster.layer_seconds import LayerShape, schedule_line
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import NAMES, find_loads, fit_loads
-from moe_jax.planning.auto import AutoSession, Setting, build_settings, config_of, planners, step_seconds
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
+from moe_jax.replan.auto import AutoSession, Setting, build_settings, config_of, planners, step_seconds
 
 _TRACES = flags.DEFINE_list("traces", list(NAMES), "Names of loads.")
 _CLUSTER = flags.DEFINE_string("cluster", "configs/cluster/flat_3gbs_30tflops.gin", "Cluster file.")

@@ -27,8 +27,8 @@ from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import routing
 from moe_jax.planning.sizes import pairs_by_kind
-from moe_jax.training.replanner import build_replanners
-from moe_jax.training.segments import initial_placement
+from moe_jax.replan.planned_segment import build_replanners
+from moe_jax.replan.segments import initial_placement
 
 FLAGS = flags.FLAGS
 

@@ -16,7 +16,8 @@ from support import prefetch_cases as cases
 from moe_jax.moe.after_gate import late_size
 from moe_jax.moe.after_gate_rules import CalibrateRule, ShadowRule, ShareRule
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.plan_shape import build_shape, fill_tables, grow
+from moe_jax.planning.growth import grow
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 
 SLOTS, CONFIG = 2, cases.model_config(layers=2)
 # mesh, and whether transfers go by node: of half the expert-parallel group each

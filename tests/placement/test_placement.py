@@ -15,14 +15,14 @@ from moe_jax.moe import MoEConfig
 from moe_jax.moe.routing import share_of
 from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning import routing
+from moe_jax.planning.growth import grow
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
+from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, misfits, table_shapes
 from moe_jax.planning.sizes import (
     RunningSizes,
     expected_rows,
     overflow_chance,
     pairs_by_kind,
-    placement_sizes,
     sizes_everywhere,
     transfer_sizes,
 )
@@ -202,7 +202,7 @@ def counted(placement, layer):
 @pytest.mark.parametrize("per_node", [1, 4, 8])
 def test_sizes_equal_a_loops(per_node):
     placement = random_placement(3, layers=4, experts=16, devices=8, replica_slots=3, per_node=per_node)
-    sizes = placement_sizes(placement)
+    sizes = placement.sizes
     assert [tuple(int(size[at]) for size in sizes) for at in range(4)] == [counted(placement, at) for at in range(4)]
     # kept by a search
     away, running = placement.holds & ~placement.homes, RunningSizes(4, 8, per_node)

@@ -13,10 +13,10 @@ from moe_jax.moe.build import layer_sizes, router_place
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedules.auto import schedule_lines
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning.auto import AutoSession, Setting, build_settings, step_seconds
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
+from moe_jax.replan.auto import AutoSession, Setting, build_settings, step_seconds
 
 L, D, E = 2, 4, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
@@ -101,7 +101,7 @@ def test_a_schedule_whose_time_no_skew_changes_wins_under_skew():
 
 def test_a_planner_that_needs_steps_to_learn_a_cycle_is_judged_when_it_knows_it(monkeypatch):
     """FlexMoE adds a replica a step: in its first eight steps it is dearer than plain, afterwards it knows all hot."""
-    monkeypatch.setattr("moe_jax.planning.auto.planners", lambda devices: ["flexmoe"])
+    monkeypatch.setattr("moe_jax.replan.auto.planners", lambda devices: ["flexmoe"])
     cost, loads = dataclasses.replace(COST, replica_slots=6, hidden_dim=1024), loads_of("turning", 40)
     session = session_of(cost, steps=16)
     plan = run(session, loads)[-1]

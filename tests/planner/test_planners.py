@@ -18,10 +18,11 @@ from moe_jax.errors import UserError
 from moe_jax.papers.scale import TOKENS, costs, zipf_loads
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import AFTER_GATE, NAMES, routing
-from moe_jax.planning.balancer import NUMPY, build_planner, plan_seconds
+from moe_jax.planning.balancer import NUMPY, build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.eplb import choose_homes, rebalance
+from moe_jax.planning.growth import plan_seconds
 from moe_jax.planning.hecate import (
     best_assignment,
     fill_slots,
@@ -32,9 +33,8 @@ from moe_jax.planning.hecate import (
 )
 from moe_jax.planning.llep import spill, spill_quotas
 from moe_jax.planning.placement import SHARE_ONE, Placement
-from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.shares import FEW_NODES, level_holders, level_quotas, share_rows, with_quotas
-from moe_jax.planning.sizes import placement_sizes
+from moe_jax.replan.session import PlanSession
 
 L, S, E, D = 4, 8, 16, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
@@ -262,7 +262,7 @@ def test_hecates_and_pro_prophets_transfers_stay_within_what_they_declare():
         most = planner.ahead_most(start, cost)
         for newer in loads:
             plan = planner.propose(newer, start, cost)
-            sizes = placement_sizes(plan)
+            sizes = plan.sizes
             assert sizes.offers.max() <= most.offers and sizes.crossing.max() <= most.crossing
     assert (int(hecate.ahead_most(start, cost).offers), int(most.crossing)) == (2, 3)
     assert hecate.counters["transfer_cut"] and len(hecate.propose(loads[1], start, cost).replicas) > 0.95 * 12 * 16 * 4

@@ -26,11 +26,11 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning import routing
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan_shape import fits
-from moe_jax.training import rejit
+from moe_jax.replan import engine as rejit
+from moe_jax.replan.engine import build_engine
+from moe_jax.replan.planned_segment import build_replanners
+from moe_jax.replan.segments import build_model
 from moe_jax.training.bank_order import reshard
-from moe_jax.training.rejit import build_engine
-from moe_jax.training.replanner import build_replanners
-from moe_jax.training.segments import build_model
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
 FLAT = "configs/cluster/flat_3gbs_30tflops.gin"

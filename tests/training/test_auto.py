@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from support.tiny_run import config_of
 
-from moe_jax.planning.auto import AutoSession
+from moe_jax.replan.auto import AutoSession
 from moe_jax.training.stepper import build_stepper
 
 SIZES = (

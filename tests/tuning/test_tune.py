@@ -14,7 +14,7 @@ from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import with_bindings
 from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.rejit import homes_differ
+from moe_jax.replan.engine import homes_differ
 from moe_jax.training.stepper import build_stepper
 
 PLAIN = {"schedule": "a", "remat": "block", "stack": "scan", "rows": 1.5}

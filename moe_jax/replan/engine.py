@@ -35,10 +35,10 @@ from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.cost import predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, Shapes, build_shape, fill_tables, fits
+from moe_jax.replan.planned_segment import TOO_OFTEN, Replanner, build_replanners, is_idle
 from moe_jax.training.bank_order import reshard
 from moe_jax.training.compiling import compared_function
 from moe_jax.training.program import Programs, Session
-from moe_jax.training.replanner import TOO_OFTEN, Replanner, build_replanners, is_idle
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own
 Placements = dict[str, Placement]

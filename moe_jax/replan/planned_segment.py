@@ -26,15 +26,16 @@ from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sparse_all_gather import PARTS
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.auto import plan_session
-from moe_jax.planning.balancer import build_planner, grown, with_late
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Times, shares
 from moe_jax.planning.cost import Cost
+from moe_jax.planning.growth import for_program, grown, with_late
 from moe_jax.planning.placement import Placement, most_homes
-from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, for_program
+from moe_jax.planning.plan_shape import PlanShape, build_shape, fits
 from moe_jax.planning.sizes import expected_rows, pairs_by_kind
-from moe_jax.training.plan_cost import settle_memory
-from moe_jax.training.segments import initial_placement, segment_runs
+from moe_jax.replan.auto import plan_session
+from moe_jax.replan.costs import settle_memory
+from moe_jax.replan.segments import initial_placement, segment_runs
 
 
 def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict[str, float]:

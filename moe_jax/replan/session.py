@@ -13,8 +13,9 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.balancer import BALANCERS, build_planner, plan_seconds
+from moe_jax.planning.balancer import BALANCERS, build_planner
 from moe_jax.planning.cost import Cost
+from moe_jax.planning.growth import plan_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import choose_split, split_evenly
 
