@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.moe.after_gate import JAX, slots_of
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.planning.balancer import falling
@@ -21,9 +21,43 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.fastermoe import ShadowRates, shadow_search
 from moe_jax.planning.hecate import spread_replicas
 from moe_jax.planning.placement import SHARE_ONE
-from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.plan_shape import LateRule, PlanShape
 from moe_jax.planning.shares import level_quotas, node_flow
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, late_room, sizes_everywhere
+
+
+class JaxArrays:
+    """jax.numpy with the operations of `moe_jax.planning.balancer.NUMPY`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+    def put(self, array, index, value):
+        return array.at[index].set(value)
+
+    def repeat(self, step, carry, times, going=None):
+        if going is None:  # a GPU need not ask the host after every turn whether to go on, if `times` is a constant
+            return lax.fori_loop(0, times, step, carry)
+
+        def more(state):
+            return (state[0] < times) & going(state[1])
+
+        return lax.while_loop(more, lambda state: (state[0] + 1, step(*state)), (jnp.int32(0), carry))[1]
+
+    def home_loads(self, totals, home, devices):
+        return jnp.sum((home[:, :, None] == jnp.arange(devices)[None, None]) * totals[:, :, None], axis=1)
+
+
+JAX = JaxArrays()
+
+
+def slots_of(holders, experts: int):
+    """Return int32 [E, D], the slot in which each device holds each expert; -1 where it does not."""
+    devices, slots = holders.shape
+    expert = jnp.where(holders < 0, experts, holders)
+    slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], holders.shape)
+    device = jnp.broadcast_to(jnp.arange(devices, dtype=jnp.int32)[:, None], holders.shape)
+    return jnp.full((experts, devices), -1, jnp.int32).at[expert, device].set(slot, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +217,11 @@ class QuotaRule:
 
 RULES: dict[str, type] = {"calibrate": CalibrateRule, "quotas": QuotaRule, "shadow": ShadowRule, "shares": ShareRule}
 """By the name that a planner gives (`Planner.late_rule`)."""
+
+
+def build_rule(late_rule: LateRule) -> Any:
+    """Return the rule that a plan's shape names."""
+    return RULES[late_rule.name](**dict(late_rule.fields))
 
 
 def fit_late(wanted, order, slot, me, plan: PlanShape):

@@ -180,7 +180,7 @@ def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray
 
 NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat, "home_loads": home_loads})
 """NumPy and the operations that jax.numpy writes differently, for steps that rules after the gate do on the device
-too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""
+too: they take this as `xp`, or `JAX` of `moe/after_gate_rules.py`."""
 
 
 def everywhere(chosen: np.ndarray, placement: Placement) -> np.ndarray:

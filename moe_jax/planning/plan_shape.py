@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Hashable
 
 import numpy as np
 
@@ -18,6 +17,18 @@ from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
 from moe_jax.planning.placement import Placement, bank_rows, numbered
 from moe_jax.planning.routing import candidate_rows
 from moe_jax.planning.sizes import SIZES
+
+
+class LateRule(typing.NamedTuple):
+    """What decides after the gate from the counts of the step: a rule of `moe/after_gate_rules.py`, and its fields."""
+
+    name: str
+    fields: tuple[tuple[str, typing.Any], ...]
+
+    @classmethod
+    def of(cls, name: str, **fields) -> LateRule:
+        """Return the rule with these fields."""
+        return cls(name, tuple(sorted(fields.items())))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +48,7 @@ class PlanShape:
     ahead: TransferShape | None = None  # the transfer of replicas that are planned ahead; None without any
     spare: TransferShape | None = dataclasses.field(default=None, compare=False)  # `ahead` of later plans with replicas
     late: TransferShape | None = None  # the largest transfer after the gate, into slots of its own; None without any
-    after_gate: Hashable = None  # the rule that decides from the counts of the step (`moe/after_gate.py`); None: none
+    after_gate: LateRule | None = None  # None: nothing is decided after the gate
     bucket_rows: BucketRows | None = None  # as the plan predicts them; None: as without a plan (`moe/schedule.py`)
     # how much of Trans and of Agg runs next to attention, in eighths, where a block-wise schedule splits them
     trans_share: float = 0.5

@@ -34,6 +34,7 @@ from moe_jax.planning.auto import config_of, planners
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.growth import grown
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan import Asked
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.shares import padded_seconds, split_evenly
 from moe_jax.planning.sizes import pairs_by_kind
@@ -72,9 +73,7 @@ class Setting:
 
     def begin(self, placement: Placement):
         """Start from the homes of a placement, without replicas, as a change to this setting would."""
-        session = self.session
-        session.placement = placement
-        session.drop_replicas()
+        self.session.restart(placement)
         self.ahead, self.plans = None, ()
 
     def propose(self, iteration: int) -> None:
@@ -236,8 +235,8 @@ class AutoSession(PlanSession):
             predictor.observe(loads, apart)
         self.spent += time.perf_counter() - began
 
-    def propose(self, iteration: int) -> Placement:
-        """Return the placement of the setting in force for `iteration`; decide first, where a round has ended."""
+    def ask(self, iteration: int) -> Asked:
+        """Take the placement of the setting in force for `iteration`; decide first, where a round has ended."""
         began = time.perf_counter()
         if self.judged:
             self._drop_losers()
@@ -251,10 +250,10 @@ class AutoSession(PlanSession):
                 self._begin_round()
         for place in self.judged or self.current[:1]:
             self.settings[place].propose(iteration)
-        self.placement = self.in_force.plans[self.current[1]]
+        self.proposal = dataclasses.replace(self.proposal, placement=self.in_force.plans[self.current[1]])
         self.cost, self.planner = self.in_force.session.cost, self.in_force.session.planner
         self.last_planned, self.spent = iteration, self.spent + time.perf_counter() - began
-        return self.placement
+        return self.asked()
 
     def _drop_losers(self) -> None:
         """Every eight steps stop judging what is dearer than the best, beyond chance and two margins.

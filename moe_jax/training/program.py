@@ -158,6 +158,10 @@ class Program:
         held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state)
         return options | scheduler_memory(self.devices[0], held)
 
+    def compared(self, function: Callable) -> Callable:
+        """Return a jitted function as one that all processes compare at its first call (`compared_function`)."""
+        return compared_function(function, self.compiler_options())
+
     def compile_step(self, shape: Shapes | None = None, common: bool = False):
         """Return (executable, seconds) of what `trace_step` traces."""
         started = time.monotonic()
@@ -270,7 +274,7 @@ class Session(Program):
         given = self.state_shardings
         shardings = (given.state["params"], given.batch, given.tables)
         evaluate = jax.jit(evaluate, in_shardings=shardings, out_shardings=given.replicated)
-        return compared_function(evaluate, self.compiler_options())
+        return self.compared(evaluate)
 
     def host_signals(self, flag: int):
         """Return this process' request to stop, 1 or 0, as the step's input."""

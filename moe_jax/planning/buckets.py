@@ -1,0 +1,122 @@
+"""How many rows the buckets of a segment's exchanges have under a plan: enough for the predicted loads, within a limit.
+
+Inputs: a placement and the loads of a step. Outputs: rows. Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from moe_jax.parallel.bucket_rows import BucketRows, round_up
+from moe_jax.planning import routing
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.sizes import expected_rows, pairs_by_kind
+
+FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
+HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
+TOO_OFTEN = 10.0  # times `chance`: buckets grow when they overflow more often, for the same reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """The rule for the buckets of one exchange of one microbatch, between the members of an expert-parallel group.
+
+    Attributes:
+      devices: D, members; devices_per_node: of them on a node.
+      tokens: t, of an MP group; top_k: K.
+      even: rows of a bucket without a plan; routed: those that a router bounds, None where it bounds nothing.
+      limit: `PlannerConfig.bucket_limit`, most rows over the mean of a bucket that travels.
+      chance: `MoEConfig.overflow_chance`, for a layer's exchange in one data-parallel group; 0 for rows that no
+        predicted pair exceeds.
+      multiple: of which rows are a multiple.
+      summed: how many such exchanges the loads of a step are sums of.
+      parts: halves of a microbatch, each of which has an exchange of its own.
+      one_length: the bucket of the own device is as long as the others, because MP groups cut all of them.
+    """
+
+    devices: int
+    devices_per_node: int
+    tokens: int
+    top_k: int
+    even: int
+    routed: BucketRows | None
+    limit: float
+    chance: float
+    multiple: int
+    summed: float
+    parts: int
+    one_length: bool
+
+    @property
+    def mean(self) -> float:
+        """Rows of a bucket under even loads."""
+        return self.top_k * self.tokens / self.devices
+
+    def worst(self, shape: PlanShape) -> int:
+        """Return the most rows that a device can have for one destination: all its tokens, min(K, G) times."""
+        return self.tokens * min(self.top_k, shape.slots)
+
+    def there(self, shape: PlanShape) -> BucketRows:
+        """Return the rows that buckets have under a shape."""
+        worst, rows = self.worst(shape), shape.bucket_rows or self.routed
+        if self.devices == 1:
+            return BucketRows.even(worst)
+        return (BucketRows.even(self.even) if rows is None else rows.raised()).each(lambda size: min(worst, size))
+
+    def most(self, shape: PlanShape) -> BucketRows:
+        """Return the rows that planned buckets may have: the worst case, or what `limit` allows.
+
+        Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
+        travel; except where others have its length.
+        """
+        worst = self.worst(shape)
+        most = min(max(math.ceil(self.limit * self.mean), min(worst, self.even)), worst)
+        return BucketRows(own=most if self.one_length else worst, node=most, far=most)
+
+    def needed(
+        self, shape: PlanShape, placement: Placement, loads: np.ndarray, error: float, more_often: float = 1.0
+    ) -> BucketRows:
+        """Return the rows that buckets need by prediction.
+
+        A step's loads are sums over microbatches and data-parallel groups, and over the N_ESP devices of a member; a
+        bucket is of one microbatch's tokens of one MP group, which are those of N_MP devices.
+
+        Args:
+          placement: with what is decided after the gate; loads: int [L, S, E], predicted for a step.
+          error: of the loads, relative; more_often: how many times as often as `chance` says buckets may overflow.
+        """
+        if self.chance:
+            # Each kind of bucket has a third of the chance. Where a microbatch travels in two halves, buckets are
+            # twice as long as those of a half.
+            chance, choices = more_often * self.chance * len(loads) / 3, self.top_k * self.tokens // self.parts
+            pairs = routing.pair_loads(placement, loads) * ((1 + error) / self.summed)
+            rows = BucketRows(
+                **{
+                    kind: self.parts * expected_rows(means / self.parts, choices, chance, self.multiple)
+                    if means.size
+                    else 0
+                    for kind, means in pairs_by_kind(pairs, self.devices_per_node).items()
+                }
+            )
+        else:
+            fullest = routing.fullest(placement, loads)
+            rows = fullest.each(lambda pair: round_up(pair / self.summed * (1 + error), self.multiple))
+        fewest = round_up(FEWEST * self.mean, self.multiple)
+        return rows.each(lambda size: max(size, fewest)).at_most(self.most(shape))
+
+    def enlarged(self, shape: PlanShape, needed: BucketRows) -> PlanShape:
+        """Return the shape with headroom for what its buckets have too few rows for, the others as they are.
+
+        The first planned buckets are all by prediction: one that was larger without a plan gets smaller.
+        """
+        if needed.within(self.there(shape)):
+            return shape
+        headroom = 1.0 if self.chance else HEADROOM
+        larger = needed.each(lambda size: math.ceil(headroom * size)).at_most(self.most(shape))
+        larger = larger.each(lambda size: round_up(size, self.multiple))
+        rows = larger if shape.bucket_rows is None else shape.bucket_rows.where_smaller(needed, larger)
+        return dataclasses.replace(shape, bucket_rows=rows)
