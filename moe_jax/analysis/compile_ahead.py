@@ -26,7 +26,7 @@ from moe_jax.models.counts import flops_per_token
 from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.replan.planned_segment import build_planned
+from moe_jax.replan.build import build_sessions
 from moe_jax.replan.segments import stated_buckets
 from moe_jax.training.compiling import compile_guided
 from moe_jax.training.program import build_program
@@ -160,7 +160,7 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
     if config.planner.name == "none":
         return None
     tokens = config.train.batch_size * config.data.sequence_length
-    segments = build_planned(config, roles)
+    segments = build_sessions(config, roles)
     top_k = config.moe.top_k
     return {name: own.planned_for(skewed_loads(own.start, tokens, top_k, skew))[0] for name, own in segments.items()}
 

@@ -28,8 +28,8 @@ from moe_jax.moe.schedule import find_schedule
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles
-from moe_jax.replan.planned_segment import PlannedSegment
 from moe_jax.replan.segments import segment_runs
+from moe_jax.replan.session import PlanSession
 from moe_jax.training.overlap import compare_halves, why_not_halves
 from moe_jax.training.teacher import teacher_checkpoint
 
@@ -75,7 +75,7 @@ def dry_run(
     sections = {
         "Memory": [verdict(plan, needs.held.total, given)],
         "Config": shown,
-        "Choices": _choice_lines(run, roles, described, plan.end_id, plan.planned),
+        "Choices": _choice_lines(run, roles, described, plan.end_id, plan.sessions),
         "Mesh": _mesh_lines(run, roles, given=devices is not None or plan.target is not None),
         "Segments": _segment_lines(run, roles),
         "Schedule": _schedule_lines(run, roles, described),
@@ -88,7 +88,7 @@ def dry_run(
 
 
 def _choice_lines(
-    run: RunConfig, roles: Roles, target: Target | None, end_id: int, planned: dict[str, PlannedSegment]
+    run: RunConfig, roles: Roles, target: Target | None, end_id: int, sessions: dict[str, PlanSession]
 ) -> list[str]:
     """Say what attention is on the target (or without one on CPU devices and on GPUs), what a layer would take in two
     halves, what id keeps packed documents apart, by what prices, and what the planner derives for each segment."""
@@ -115,8 +115,8 @@ def _choice_lines(
         )
     cluster = cluster_named(run.planner.cluster or run.moe.cluster, roles.device_kind)
     lines.append(f"prices of {cluster.name}: {cluster.basis()}")
-    for name, segment in planned.items():
-        remark = segment.session.planner.remark(segment.session.cost)
+    for name, session in sessions.items():
+        remark = session.planner.remark(session.cost)
         lines += [f"PlannerConfig.name {run.planner.name!r} for {name}: {remark}"] if remark else []
     return lines
 

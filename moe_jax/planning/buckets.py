@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +27,8 @@ class Buckets:
     """The rule for the buckets of one exchange of one microbatch, between the members of an expert-parallel group.
 
     Attributes:
+      sizes: `LayerSizes` of `moe/schedule.py`, of a layer without a plan.
       devices: D, members; devices_per_node: of them on a node.
-      tokens: t, of an MP group; top_k: K.
-      even: rows of a bucket without a plan; routed: those that a router bounds, None where it bounds nothing.
       limit: `PlannerConfig.bucket_limit`, most rows over the mean of a bucket that travels.
       chance: `MoEConfig.overflow_chance`, for a layer's exchange in one data-parallel group; 0 for rows that no
         predicted pair exceeds.
@@ -38,12 +38,9 @@ class Buckets:
       one_length: the bucket of the own device is as long as the others, because MP groups cut all of them.
     """
 
+    sizes: Any
     devices: int
     devices_per_node: int
-    tokens: int
-    top_k: int
-    even: int
-    routed: BucketRows | None
     limit: float
     chance: float
     multiple: int
@@ -52,20 +49,14 @@ class Buckets:
     one_length: bool
 
     @property
-    def mean(self) -> float:
-        """Rows of a bucket under even loads."""
-        return self.top_k * self.tokens / self.devices
-
-    def worst(self, shape: PlanShape) -> int:
-        """Return the most rows that a device can have for one destination: all its tokens, min(K, G) times."""
-        return self.tokens * min(self.top_k, shape.slots)
+    def choices(self) -> int:
+        """K t, of an MP group."""
+        return self.sizes.config.top_k * self.sizes.tokens
 
     def there(self, shape: PlanShape) -> BucketRows:
         """Return the rows that buckets have under a shape."""
-        worst, rows = self.worst(shape), shape.bucket_rows or self.routed
-        if self.devices == 1:
-            return BucketRows.even(worst)
-        return (BucketRows.even(self.even) if rows is None else rows.raised()).each(lambda size: min(worst, size))
+        planned = shape.bucket_rows or self.sizes.planned_rows
+        return dataclasses.replace(self.sizes, groups=shape.slots, planned_rows=planned).bucket_rows(self.devices)
 
     def most(self, shape: PlanShape) -> BucketRows:
         """Return the rows that planned buckets may have: the worst case, or what `limit` allows.
@@ -73,8 +64,9 @@ class Buckets:
         Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
         travel; except where others have its length.
         """
-        worst = self.worst(shape)
-        most = min(max(math.ceil(self.limit * self.mean), min(worst, self.even)), worst)
+        sizes = dataclasses.replace(self.sizes, groups=shape.slots)
+        worst, even = sizes.worst_rows(), sizes.even_rows(self.devices)
+        most = min(max(math.ceil(self.limit * (self.choices / self.devices)), even), worst)
         return BucketRows(own=most if self.one_length else worst, node=most, far=most)
 
     def needed(
@@ -92,20 +84,16 @@ class Buckets:
         if self.chance:
             # Each kind of bucket has a third of the chance. Where a microbatch travels in two halves, buckets are
             # twice as long as those of a half.
-            chance, choices = more_often * self.chance * len(loads) / 3, self.top_k * self.tokens // self.parts
+            chance, choices = more_often * self.chance * len(loads) / 3, self.choices // self.parts
             pairs = routing.pair_loads(placement, loads) * ((1 + error) / self.summed)
-            rows = BucketRows(
-                **{
-                    kind: self.parts * expected_rows(means / self.parts, choices, chance, self.multiple)
-                    if means.size
-                    else 0
-                    for kind, means in pairs_by_kind(pairs, self.devices_per_node).items()
-                }
-            )
+            by_kind = pairs_by_kind(pairs, self.devices_per_node)
+            of_part = {kind: means / self.parts for kind, means in by_kind.items() if means.size}
+            rows = {kind: expected_rows(means, choices, chance, self.multiple) for kind, means in of_part.items()}
+            rows = BucketRows(**{kind: self.parts * rows.get(kind, 0) for kind in by_kind})
         else:
             fullest = routing.fullest(placement, loads)
             rows = fullest.each(lambda pair: round_up(pair / self.summed * (1 + error), self.multiple))
-        fewest = round_up(FEWEST * self.mean, self.multiple)
+        fewest = round_up(FEWEST * self.choices / self.devices, self.multiple)
         return rows.each(lambda size: max(size, fewest)).at_most(self.most(shape))
 
     def enlarged(self, shape: PlanShape, needed: BucketRows) -> PlanShape:

@@ -49,23 +49,6 @@ class Proposal:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Layers:
-    """What all plans of a segment of a run are made for.
-
-    Attributes:
-      start: the even homes that the run starts with.
-      buckets: the rule for its buckets, None where capacities rule.
-      groups: data-parallel groups.
-      trial: a planner for what no step does, whose counters nobody reads.
-    """
-
-    start: Placement
-    buckets: Buckets | None
-    groups: int
-    trial: Planner
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Asked:
     """What is asked of a segment's planner before a step.
 
@@ -75,9 +58,12 @@ class Asked:
         summed: planners get the loads of one of them, as one gate counts them.
       error: [L], relative, of such predictions so far.
       last: the newest proposal; due: whether there is to be a new one; reshard: whether homes may move first.
+      trial: a planner for what no step does, whose counters nobody reads.
+      buckets: the rule for the segment's buckets, None where capacities rule; groups: data-parallel groups.
     """
 
     planner: Planner
+    trial: Planner
     config: Any  # a `PlannerConfig`
     cost: Cost
     loads: np.ndarray
@@ -85,7 +71,9 @@ class Asked:
     error: np.ndarray
     last: Proposal
     due: bool
-    reshard: bool = False
+    reshard: bool
+    buckets: Buckets | None
+    groups: int
 
     @property
     def of_one(self) -> np.ndarray:
@@ -133,10 +121,7 @@ def propose(asked: Asked) -> Proposal:
     return Proposal(placement=placement if pays or not moved else homes, split=split, pays=pays)
 
 
-def make_plan(
-    asked: Mapping[str, Asked], layers: Mapping[str, Layers], running: Placements, shape: Shapes,
-    pending: Shapes | None = None,
-) -> Plan:  # fmt: skip
+def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pending: Shapes | None = None) -> Plan:
     """Return the plan of a step.
 
     A placement that fits the step in force changes its tables alone. Another step is compiled, one at a time, where
@@ -145,7 +130,7 @@ def make_plan(
     predicted to be too small.
 
     Args:
-      asked, layers: of each segment.
+      asked: of each segment.
       running: what the last step ran with; shape: the step in force; pending: the one that is being compiled.
     """
     proposals = {name: propose(own) if own.due or own.reshard else own.last for name, own in asked.items()}
@@ -157,8 +142,8 @@ def make_plan(
         return Plan(**common, fits_pending=fits_pending, shape=shape, why="")
     larger, why = shape, ""
     idle = any(is_idle(shape[name], own) for name, own in placement.items())
-    if not fitting or idle or _buckets_are_short(asked, layers, placement, shape):
-        larger = {name: enlarge(own, layers[name], placement[name], shape[name]) for name, own in asked.items()}
+    if not fitting or idle or _buckets_are_short(asked, placement, shape):
+        larger = {name: enlarge(own, placement[name], shape[name]) for name, own in asked.items()}
     if not fitting or idle:
         moved = homes_differ(placement, running)
         moved = moved or any(own.program != shape[name].program for name, own in placement.items())
@@ -168,11 +153,11 @@ def make_plan(
     return Plan(**common, fits_pending=False, shape=larger, why=why or "buckets are predicted to overflow")
 
 
-def _buckets_are_short(asked, layers, placement: Placements, shape: Shapes) -> bool:
+def _buckets_are_short(asked, placement: Placements, shape: Shapes) -> bool:
     """Say whether buckets need more rows by prediction than they have, or overflow much too often."""
     for name, own in asked.items():
-        rows = rows_needed(own, layers[name], shape[name], placement[name], TOO_OFTEN)
-        if rows is not None and not rows.within(layers[name].buckets.there(shape[name])):
+        rows = rows_needed(own, shape[name], placement[name], TOO_OFTEN)
+        if rows is not None and not rows.within(own.buckets.there(shape[name])):
             return True
     return False
 
@@ -201,25 +186,25 @@ def refined(planner: Planner, shape: PlanShape, placement: Placement, loads: np.
     return planner.refine(loads, placement, dataclasses.replace(cost, late=shape.late))
 
 
-def rows_needed(asked: Asked, layers: Layers, shape: PlanShape, placement: Placement, more_often: float = 1.0):
+def rows_needed(asked: Asked, shape: PlanShape, placement: Placement, more_often: float = 1.0):
     """Return the rows that buckets need (`Buckets.needed`), None where capacities rule."""
-    if layers.buckets is None:
+    if asked.buckets is None:
         return None
     loads, error = np.rint(asked.loads).astype(np.int64), min(1.0, float(np.max(asked.error, initial=0.0)))
-    after = refined(layers.trial, shape, placement, loads / asked.exchanges, asked.cost)
-    return layers.buckets.needed(shape, after, loads, error, more_often)
+    after = refined(asked.trial, shape, placement, loads / asked.exchanges, asked.cost)
+    return asked.buckets.needed(shape, after, loads, error, more_often)
 
 
-def enlarge(asked: Asked, layers: Layers, placement: Placement, shape: PlanShape) -> PlanShape:
+def enlarge(asked: Asked, placement: Placement, shape: PlanShape) -> PlanShape:
     """Return a shape that a placement fits and plans like it, with buckets at least as large as predicted."""
     shape = for_program(shape, placement)
     if is_idle(shape, placement) or not fits(shape, placement):
         first, shape = shape.ahead is None, grown(asked.planner, shape, placement, asked.cost)
         if first and shape.ahead is not None:
             shape = dataclasses.replace(shape, **split_of_transfer(asked.cost, shape.ahead))
-        shape = with_rule(asked.planner, shape, asked.cost, layers.groups)
-    needed = rows_needed(asked, layers, shape, placement)
-    return shape if needed is None else layers.buckets.enlarged(shape, needed)
+        shape = with_rule(asked.planner, shape, asked.cost, asked.groups)
+    needed = rows_needed(asked, shape, placement)
+    return shape if needed is None else asked.buckets.enlarged(shape, needed)
 
 
 def split_of_transfer(cost: Cost, transfer: TransferShape) -> dict[str, float]:
@@ -253,17 +238,16 @@ def seconds_of(asked: Mapping[str, Asked], placement: Placements, shape: Shapes)
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Done:
-    """What a finished step's plan came to: its part of a record of metrics.jsonl, layers of all segments in turn."""
+def look_back(asked: Mapping[str, Asked], planned: Placements, shape: Shapes) -> dict[str, Any]:
+    """Return a plan's part of a step's record: what the step made of what was planned ahead of it.
 
-    replicas: int
-    balance: np.ndarray  # [L], the largest of the devices' loads over their mean
-    seconds: np.ndarray  # [L], predicted for the true loads, in one microbatch
+    Args:
+      asked: about the loads of the step itself.
 
-
-def look_back(asked: Mapping[str, Asked], planned: Placements, shape: Shapes) -> Done:
-    """Return what a step made of what was planned ahead of it; the loads that are asked about are its own."""
+    Returns:
+      replicas, after the gate; and by layer [L], all segments in turn, device_load_max_over_mean, the largest of the
+      devices' loads over their mean, and predicted_layer_seconds, in one microbatch.
+    """
     replicas, balance, seconds = 0, [], []
     for name, own in asked.items():
         of_one, cost = own.loads / own.exchanges, own.cost.under(shape[name].schedule)
@@ -272,4 +256,5 @@ def look_back(asked: Mapping[str, Asked], planned: Placements, shape: Shapes) ->
         computed = routing.pair_loads(placement, own.loads).sum(axis=1)
         balance.append(computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9))
         seconds.append(predicted_layer_seconds(placement, of_one, cost, shape[name], planned[name]))
-    return Done(replicas=replicas, balance=np.concatenate(balance), seconds=np.concatenate(seconds))
+    by_layer = {"device_load_max_over_mean": balance, "predicted_layer_seconds": seconds}
+    return {"replicas": replicas, **{what: np.concatenate(parts) for what, parts in by_layer.items()}}

@@ -181,8 +181,8 @@ class AutoSession(PlanSession):
     `cost`, `planner` and `placement` are those of the setting in force.
     """
 
-    def __init__(self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1):
-        super().__init__(config, placement, cost, exchanges_per_step)
+    def __init__(self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1, **given):
+        super().__init__(config, placement, cost, exchanges_per_step, **given)
         self.base_cost = cost
         self.settings = build_settings(config, placement, cost, exchanges_per_step)
         self.predictors: dict[tuple, Predictor] = {}  # settings that look back alike share one
@@ -367,7 +367,6 @@ def _error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def plan_session(config, placement: Placement, cost: Cost, exchanges_per_step: int = 1) -> PlanSession:
+def plan_session(config, *given, **named) -> PlanSession:
     """Return the session of a run's planner, arguments as of `PlanSession`."""
-    made = AutoSession if config.name == "auto" else PlanSession
-    return made(config, placement, cost, exchanges_per_step)
+    return (AutoSession if config.name == "auto" else PlanSession)(config, *given, **named)

@@ -27,15 +27,14 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from moe_jax.config.run_config import RunConfig
-from moe_jax.parallel.mesh import Roles, to_devices
+from moe_jax.parallel.mesh import to_devices
 from moe_jax.planning.plan import Placements, Plan, homes_differ, look_back, make_plan
 from moe_jax.planning.plan_shape import Shapes, build_shape, fill_tables, fits
-from moe_jax.replan.planned_segment import PlannedSegment, build_planned
+from moe_jax.replan.build import build_sessions
 from moe_jax.replan.saved import (
     as_json,
     options_of,
@@ -45,31 +44,10 @@ from moe_jax.replan.saved import (
     read_shapes,
     shape_data,
 )
+from moe_jax.replan.session import PlanSession
 from moe_jax.training.bank_order import reshard
 
 _LOG = logging.getLogger(__name__)
-
-
-class Run(Protocol):
-    """What the engine asks of a run: `training/program.py` has it as `Session`."""
-
-    config: RunConfig
-    roles: Roles
-    model: Any
-    state_shardings: Any
-
-    @property
-    def lag(self) -> int:
-        """How many steps after its dispatch a step's metrics are read."""
-
-    def compile_programs(self, shape: Shapes) -> Any:
-        """Return the executables of the step, `seconds` among their attributes."""
-
-    def evaluation_step(self, shape: Shapes) -> Callable:
-        """Return the jitted evaluation of a shape."""
-
-    def compared(self, function: Callable) -> Callable:
-        """Return a jitted function as one that all processes compare before its first call."""
 
 
 @dataclasses.dataclass
@@ -85,14 +63,13 @@ class Pending:
 class RejitEngine:
     """Plan, compile and swap for one run; called by the `Stepper` around every step."""
 
-    def __init__(self, session: Run, segments: dict[str, PlannedSegment]):
-        self.session, self.config, self.lag = session, session.config.planner, session.lag
-        self.segments, self.layers = segments, {name: own.layers for name, own in segments.items()}
-        self.plans = {name: own.session for name, own in segments.items()}
+    def __init__(self, session: Any, plans: dict[str, PlanSession]):
+        """Take a run, as `Session` of training/program.py, and the session of each segment's planner."""
+        self.session, self.config, self.lag, self.plans = session, session.config.planner, session.lag, plans
         self.remark = "; ".join(filter(None, (plans.planner.remark(plans.cost) for plans in self.plans.values())))
         # placement: what the next step runs with; stored: where the state's experts are now
-        self.placement = self.stored = {name: own.start for name, own in segments.items()}
-        self.first = self.shape = {name: own.first_shape for name, own in segments.items()}
+        self.placement = self.stored = {name: own.start for name, own in plans.items()}
+        self.first = self.shape = {name: own.first_shape for name, own in plans.items()}
         self.pending: Pending | None = None
         self.asked = 0  # shapes requested so far
         self.agreed = 0  # the newest that every process had compiled, as far as metrics were read
@@ -122,11 +99,11 @@ class RejitEngine:
         A predictor that has seen one step doubles the predicted buckets, and buckets never shrink.
         """
         past = [self.session.model.loads_by_segment(loads) for loads in past]
-        planned = {name: own.planned([loads[name] for loads in past], 0) for name, own in self.segments.items()}
+        planned = {name: own.planned([loads[name] for loads in past], 0) for name, own in self.plans.items()}
         self.shape = {name: shape for name, (shape, _) in planned.items()}
         self._adopt({name: placement for name, (_, placement) in planned.items()})
 
-    def leave_teacher(self, session: Run):
+    def leave_teacher(self, session: Any):
         """Go on, from `start`, with a session's step without the teacher: the same state, batches and plans."""
         self.session = session
         self.executables.clear()
@@ -168,7 +145,7 @@ class RejitEngine:
         if all(plans.predictor.seen for plans in self.plans.values()):
             asked = {name: plans.ask(step + 1) for name, plans in self.plans.items()}
             pending = None if self.pending is None else self.pending.shape
-            plan = make_plan(asked, self.layers, self.placement, self.shape, pending)
+            plan = make_plan(asked, self.placement, self.shape, pending)
             for name, plans in self.plans.items():
                 plans.accept(asked[name], plan.proposals[name], step + 1)
             self._take(step + 1, plan)
@@ -207,9 +184,7 @@ class RejitEngine:
         planned, record, shape = self.records.pop(step)
         loads = self.session.model.loads_by_segment(loads)
         asked = {name: plans.asked(loads=loads[name]) for name, plans in self.plans.items()}
-        done = look_back(asked, planned, shape)
-        record["replicas"], record["device_load_max_over_mean"] = done.replicas, done.balance
-        record["predicted_layer_seconds"] = done.seconds
+        record.update(look_back(asked, planned, shape))
         for name in ("shadow_cut", "late_cut"):
             counted = [own.planner.counters[name] for own in self.plans.values() if name in own.planner.counters]
             if counted:
@@ -279,7 +254,7 @@ class RejitEngine:
 
     def at_first_homes(self, state: dict) -> dict:
         """Return the state, which is donated, with its experts where a run starts, for another engine to go on."""
-        return self._move_homes(state, {name: own.start for name, own in self.segments.items()})
+        return self._move_homes(state, {name: own.start for name, own in self.plans.items()})
 
     def _move_homes(self, state: dict, placement: Placements) -> dict:
         """Return the state, which is donated, with its experts where a placement has them."""
@@ -361,14 +336,14 @@ class RejitEngine:
         return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
 
     def _with_rules(self, shape: Shapes) -> Shapes:
-        return {name: self.segments[name].with_rule(own) for name, own in shape.items()}
+        return {name: self.plans[name].with_rule(own) for name, own in shape.items()}
 
     def _homes_alone(self) -> Placements:
         bare = {"replicas": None, "shares": None, "rule": "home", "program": ""}
         return {name: stored.replace(**bare) for name, stored in self.stored.items()}
 
 
-def build_engine(session: Run) -> RejitEngine | None:
+def build_engine(session: Any) -> RejitEngine | None:
     """Return the engine of a run, None where `PlannerConfig.name` is 'none'.
 
     Raises:
@@ -376,4 +351,4 @@ def build_engine(session: Run) -> RejitEngine | None:
     """
     if session.config.planner.name == "none":
         return None
-    return RejitEngine(session, build_planned(session.config, session.roles))
+    return RejitEngine(session, build_sessions(session.config, session.roles))

@@ -9,15 +9,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import BALANCERS, build_planner
+from moe_jax.planning.buckets import Buckets
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan import Asked, Proposal, propose
+from moe_jax.planning.plan import Asked, Proposal, enlarge, propose, with_rule
+from moe_jax.planning.plan_shape import PlanShape, build_shape
 
 
 class Predictor:
@@ -93,11 +96,15 @@ class Predictor:
 class PlanSession:
     """One planner of a run, which goes on."""
 
-    def __init__(self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1):
+    def __init__(
+        self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1, buckets: Buckets | None = None,
+        groups: int = 1,
+    ):  # fmt: skip
         """Plan from `placement` on; its replicas are those that the planner goes on from, whether they run or not.
 
         Args:
           exchanges_per_step: microbatches times data-parallel groups, over which a step's loads are summed.
+          buckets, groups: as `Asked` has them.
         """
         self.planner = build_planner(config)
         most = self.planner.most_devices
@@ -107,6 +114,7 @@ class PlanSession:
                 f"planner {config.name!r} plans for at most {most} devices, not {placement.devices}; use {fitting}"
             )
         self.config, self.cost, self.exchanges_per_step = self.planner.config, cost, exchanges_per_step
+        self.start, self.buckets, self.groups, self.trial = placement, buckets, groups, build_planner(config)
         self.predictor = Predictor(self.config)
         self.proposal = Proposal(placement=placement)
         self.last_planned: int | None = None
@@ -141,6 +149,7 @@ class PlanSession:
         """Return what a planner is asked, by default for nothing new; loads: of a step, None for those predicted."""
         return Asked(
             planner=self.planner,
+            trial=self.trial,
             config=self.config,
             cost=self.cost,
             loads=self.predictor.predict() if loads is None else loads,
@@ -149,6 +158,8 @@ class PlanSession:
             last=self.proposal,
             due=due or reshard,
             reshard=reshard,
+            buckets=self.buckets,
+            groups=self.groups,
         )
 
     def accept(self, asked: Asked, proposal: Proposal, iteration: int) -> None:
@@ -164,6 +175,26 @@ class PlanSession:
             asked = self.ask(iteration)
             self.accept(asked, propose(asked) if asked.due else self.proposal, iteration)
         return self.proposal.adopted
+
+    @property
+    def first_shape(self) -> PlanShape:
+        """What a run's first step is compiled for: the first homes, and slots for what is decided after the gate."""
+        return self.with_rule(build_shape(self.start))
+
+    def with_rule(self, shape: PlanShape) -> PlanShape:
+        """Return the shape with what this planner decides after the gate."""
+        return with_rule(self.planner, shape, self.cost, self.groups)
+
+    def planned(self, past: Iterable[np.ndarray], step: int) -> tuple[PlanShape, Placement]:
+        """Return the first shape and placement of a run that goes on from steps with these loads [L, S, E]."""
+        for loads in past:
+            self.observe(loads)
+        placement = self.propose(step)
+        return enlarge(self.asked(), placement, self.first_shape), placement
+
+    def planned_for(self, loads: np.ndarray) -> tuple[PlanShape, Placement]:
+        """Return what a run would compile after steps with these loads each, as often as its predictor looks back."""
+        return self.planned([loads] * self.config.window, self.config.interval)
 
     def refine(
         self, loads: np.ndarray, placement: Placement | None = None, late: TransferShape | None = None

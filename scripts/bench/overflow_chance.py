@@ -27,7 +27,7 @@ from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import routing
 from moe_jax.planning.sizes import pairs_by_kind
-from moe_jax.replan.planned_segment import build_planned
+from moe_jax.replan.build import build_sessions
 from moe_jax.replan.segments import initial_placement
 
 FLAGS = flags.FLAGS
@@ -52,7 +52,7 @@ def overflow_rate(config: RunConfig, roles: Roles, skew: float, draws: int, seed
     if config.planner.name == "none":
         shares, shape, placement = np.full((layers, experts), 1 / experts), None, initial_placement(config, roles)
     else:
-        segment = build_planned(config, roles)["segment_0"]
+        segment = build_sessions(config, roles)["segment_0"]
         loads = skewed_loads(segment.start, step_tokens, config.moe.top_k, skew)
         shape, placement = segment.planned_for(loads)
         shares = loads.sum(axis=1) / loads.sum(axis=(1, 2))[:, None]  # [L, E]
@@ -68,7 +68,7 @@ def overflow_rate(config: RunConfig, roles: Roles, skew: float, draws: int, seed
             loads = np.stack([random.multinomial(choices, share, size=members) for share in shares])
             placed = placement
             if shape is not None and shape.after_gate is not None:
-                placed = segment.session.refine(loads, placement, shape.late)
+                placed = segment.refine(loads, placement, shape.late)
             for kind, pairs in pairs_by_kind(routing.pair_loads(placed, loads), near).items():
                 most = int(pairs.max(initial=0))
                 overflows[step] |= most > getattr(rows, kind)

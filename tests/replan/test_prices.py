@@ -16,8 +16,8 @@ from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
+from moe_jax.replan.build import split_shares
 from moe_jax.replan.costs import base_cost, modelled_layers, most_shapes, settle_memory
-from moe_jax.replan.planned_segment import split_shares
 from moe_jax.training import overlap
 from moe_jax.training.overlap import compare_halves, why_not_halves
 

@@ -28,8 +28,8 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan import enlarge, rows_needed
 from moe_jax.planning.plan_shape import fits
 from moe_jax.replan import engine as engine_module
+from moe_jax.replan.build import build_sessions
 from moe_jax.replan.engine import build_engine
-from moe_jax.replan.planned_segment import build_planned
 from moe_jax.replan.segments import build_model
 from moe_jax.training.bank_order import reshard
 
@@ -306,10 +306,10 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
         loads[:, device, expert : expert + 2] = 64
     for limit, rows in want.items():
         session = session_of(name="hecate", bucket_limit=limit)
-        segment = build_planned(session.config, session.roles)[ONE]
-        segment.session.observe(loads)
-        asked = segment.session.asked()
-        assert enlarge(asked, segment.layers, segment.start, segment.first_shape).bucket_rows == rows
+        segment = build_sessions(session.config, session.roles)[ONE]
+        segment.observe(loads)
+        asked = segment.asked()
+        assert enlarge(asked, segment.start, segment.first_shape).bucket_rows == rows
     with pytest.raises(UserError, match=r"PlannerConfig.bucket_limit \(0.5\) must be at least 1"):
         PlannerConfig(bucket_limit=0.5)
 
@@ -317,12 +317,12 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
 def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard=2, model=4):
     """A member's counts are of its N_ESP devices, a bucket is of N_MP devices: even loads: the mean."""
     session = session_of(name="hecate", expert_shard=expert_shard, model=model)
-    segment = build_planned(session.config, session.roles)[ONE]
+    segment = build_sessions(session.config, session.roles)[ONE]
     choices = 2 * 8 * 32 // (DEVICES * EXPERTS)  # top_k, batch and length, by member and expert
     for _ in range(2):
-        segment.session.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
+        segment.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
     mean = 2 * 8 * 32 * model // (DEVICES * expert_shard) // DEVICES
-    rows = rows_needed(segment.session.asked(), segment.layers, segment.first_shape, segment.start)
+    rows = rows_needed(segment.asked(), segment.first_shape, segment.start)
     assert rows.own == rows.node == mean  # there is no other node
 
 
@@ -403,7 +403,7 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes(started):
 def test_which_planners_have_slots_for_late_replicas(settings, rule):
     """From the start, next to those of replicas ahead where there are any."""
     session = session_of(**{**LATE, **settings})
-    shape = build_planned(session.config, session.roles)[ONE].first_shape
+    shape = build_sessions(session.config, session.roles)[ONE].first_shape
     assert shape.late_slots == (2 if rule else 0) and (shape.after_gate.name if shape.after_gate else None) == rule
 
 

@@ -193,7 +193,7 @@ def test_programs_of_planners_and_memory_share_one_state(tmp_path):
     answer = bench.time(rivals, alone["loss"])
     assert answer["status"] == "timed" and answer["loss"] == alone["loss"]
     engine = bench.steppers["moves"].engine
-    start = {name: own.start for name, own in engine.segments.items()}
+    start = {name: own.start for name, own in engine.plans.items()}
     assert engine.frozen and engine.plan_id and not homes_differ(engine.stored, start)
     assert int(bench.warm[0]["step"]) == bench.warm[1] > tuning.WARM_UP
     bench.memory = 1000

@@ -1,14 +1,12 @@
-"""The planners of a run, one for each segment with experts: a session, and what its plans are made for.
+"""The planners of a run: one session for each segment with experts, with its prices and the rule for its buckets.
 
-Inputs: a run's config and mesh. Outputs: the first shape of the compiled step, what to ask before a step, and for
-tools a plan of given loads. Host side only. Letters: docs/notation.md.
+Inputs: a run's config and mesh. Outputs: sessions. Host side only. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -23,54 +21,16 @@ from moe_jax.moe.schedule import find_schedule
 from moe_jax.moe.schedules.auto import schedule_lines
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.buckets import Buckets
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan import Layers, enlarge, with_rule
-from moe_jax.planning.plan_shape import PlanShape, build_shape
-from moe_jax.replan.auto import AutoSession
+from moe_jax.replan.auto import plan_session
 from moe_jax.replan.costs import settle_memory
 from moe_jax.replan.segments import initial_placement, segment_runs
 from moe_jax.replan.session import PlanSession
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlannedSegment:
-    """The planner of a segment, `session`, and what all of its plans are made for, `layers`."""
-
-    session: PlanSession
-    layers: Layers
-
-    @property
-    def start(self) -> Placement:
-        """The even homes that the run starts with."""
-        return self.layers.start
-
-    @property
-    def first_shape(self) -> PlanShape:
-        """What the first step is compiled for: even homes, and slots for what is decided after the gate."""
-        return self.with_rule(build_shape(self.start))
-
-    def with_rule(self, shape: PlanShape) -> PlanShape:
-        """Return the shape with what this planner decides after the gate."""
-        return with_rule(self.session.planner, shape, self.session.cost, self.layers.groups)
-
-    def planned(self, past: Iterable[np.ndarray], step: int) -> tuple[PlanShape, Placement]:
-        """Return the first shape and placement of a run that is to go on from steps with these loads [L, S, E]."""
-        for loads in past:
-            self.session.observe(loads)
-        placement = self.session.propose(step)
-        return enlarge(self.session.asked(), self.layers, placement, self.first_shape), placement
-
-    def planned_for(self, loads: np.ndarray) -> tuple[PlanShape, Placement]:
-        """Return what a run would compile after steps with these loads each, as often as its predictor looks back."""
-        config = self.session.config
-        return self.planned([loads] * config.window, config.interval)
-
-
-def build_planned(config: RunConfig, roles: Roles) -> dict[str, PlannedSegment]:
-    """Return {segment: its planner}, first layers first, of a run that has one.
+def build_sessions(config: RunConfig, roles: Roles) -> dict[str, PlanSession]:
+    """Return {segment: session of its planner}, first layers first, of a run that has one.
 
     Raises:
       UserError: a planner that this mesh, schedule or cluster file cannot serve: experts on one device, transfers by
@@ -80,13 +40,12 @@ def build_planned(config: RunConfig, roles: Roles) -> dict[str, PlannedSegment]:
     runs = segment_runs(config, roles)
     _check(config, runs)
     config, costs = settle_memory(config, roles)
-    found = {name: _planned_segment(*run, costs[name]) for name, run in segment_runs(config, roles).items()}
-    for own in found.values():
+    sessions = {name: _build_session(*run, costs[name]) for name, run in segment_runs(config, roles).items()}
+    for own in sessions.values():
         # plan once, for even loads: a figure that a price needs and the cluster lacks is named before a step compiles
         own.first_shape  # noqa: B018
-        even = np.ones((own.start.layers, own.start.devices, own.start.experts))
-        own.layers.trial.propose(even, own.start, own.session.cost)
-    return found
+        own.trial.propose(np.ones((own.start.layers, own.start.devices, own.start.experts)), own.start, own.cost)
+    return sessions
 
 
 def _check(config: RunConfig, runs: dict[str, tuple[RunConfig, Roles]]) -> None:
@@ -109,17 +68,13 @@ def _check(config: RunConfig, runs: dict[str, tuple[RunConfig, Roles]]) -> None:
         )
 
 
-def _planned_segment(config: RunConfig, roles: Roles, cost: Cost) -> PlannedSegment:
-    """Return the planner of a segment: its config, roles and cost, with memory settled."""
-    start = initial_placement(config, roles)
+def _build_session(config: RunConfig, roles: Roles, cost: Cost) -> PlanSession:
+    """Return the session of a segment: its config, roles and cost, with memory settled."""
     if config.moe.schedule == "auto":
         cost = dataclasses.replace(cost, schedules=_lines(config, roles))
-    made = AutoSession if config.planner.name == "auto" else PlanSession
-    groups = roles.size(roles.data)
-    return PlannedSegment(
-        session=made(config.planner, start, cost, config.train.grad_accum_steps * groups),
-        layers=Layers(start=start, buckets=_buckets(config, roles), groups=groups, trial=build_planner(config.planner)),
-    )
+    groups, start = roles.size(roles.data), initial_placement(config, roles)
+    exchanges, buckets = config.train.grad_accum_steps * groups, _buckets(config, roles)
+    return plan_session(config.planner, start, cost, exchanges, buckets=buckets, groups=groups)
 
 
 def _tokens(config: RunConfig, roles: Roles) -> int:
@@ -145,17 +100,13 @@ def _buckets(config: RunConfig, roles: Roles) -> Buckets | None:
     if not moe.dropless:
         return None
     sizes, data_groups = layer_sizes(moe, roles, _tokens(config, roles)), roles.size(roles.data)
-    fullest = moe.top_k * sizes.tokens * -(-moe.num_experts // members) / moe.num_experts
     schedule = find_schedule(moe.schedule)
     cuts = any(find_schedule(name).cuts_buckets for name in (schedule.name, *schedule.chooses_from))
     exchanges = config.train.grad_accum_steps * data_groups
     return Buckets(
+        sizes=sizes,
         devices=members,
         devices_per_node=roles.members_per_node,
-        tokens=sizes.tokens,
-        top_k=moe.top_k,
-        even=sizes.rows_of(fullest, sizes.sources * members),
-        routed=sizes.planned_rows,
         limit=config.planner.bucket_limit,
         chance=moe.overflow_chance / data_groups,
         multiple=math.lcm(8, mp_size),
