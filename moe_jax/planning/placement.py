@@ -119,6 +119,10 @@ class Placement:
         """Return this placement with some fields changed, checked again."""
         return dataclasses.replace(self, **fields)
 
+    def moves(self, other: Placement) -> bool:
+        """Say whether an expert's home is not its home in the other."""
+        return bool((self.home != other.home).any())
+
     def bare(self) -> Placement:
         """Return the homes alone."""
         return self.replace(replicas=None, shares=None, rule="nearest")

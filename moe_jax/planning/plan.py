@@ -21,7 +21,7 @@ from moe_jax.planning.buckets import TOO_OFTEN, Buckets
 from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.growth import for_program, grown, plan_seconds, with_late
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import LateRule, PlanShape, Shapes, fits
+from moe_jax.planning.plan_shape import LateRule, PlanShape, Shapes, Tables, fill_tables, fits
 from moe_jax.planning.shares import choose_split, split_evenly
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own
@@ -87,6 +87,7 @@ class Plan:
 
     Attributes:
       proposals: of each planner; placement: what of them runs.
+      tables: of the placement, where it fits the step in force and is not what ran last.
       fits: whether the step in force runs the placement; fits_pending: whether the one that is being compiled does.
       shape: the step to compile, equal to the one in force where there is nothing to compile.
       why: in words, what the step in force lacks, '' for nothing.
@@ -94,6 +95,7 @@ class Plan:
 
     proposals: dict[str, Proposal]
     placement: Placements
+    tables: dict[str, Tables] | None
     fits: bool
     fits_pending: bool
     shape: Shapes
@@ -136,7 +138,9 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
     proposals = {name: propose(own) if own.due or own.reshard else own.last for name, own in asked.items()}
     placement = {name: proposal.adopted for name, proposal in proposals.items()}
     fitting = all(fits(shape[name], own) for name, own in placement.items())
-    common = {"proposals": proposals, "placement": placement, "fits": fitting}
+    new = fitting and placement != running
+    tables = {name: fill_tables(shape[name], own) for name, own in placement.items()} if new else None
+    common = {"proposals": proposals, "placement": placement, "tables": tables, "fits": fitting}
     if pending is not None:
         fits_pending = all(fits(pending[name], own) for name, own in placement.items())
         return Plan(**common, fits_pending=fits_pending, shape=shape, why="")
@@ -145,8 +149,7 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
     if not fitting or idle or _buckets_are_short(asked, placement, shape):
         larger = {name: enlarge(own, placement[name], shape[name]) for name, own in asked.items()}
     if not fitting or idle:
-        moved = homes_differ(placement, running)
-        moved = moved or any(own.program != shape[name].program for name, own in placement.items())
+        moved = any(own.moves(running[n]) or own.program != shape[n].program for n, own in placement.items())
         if not moved and not _pays(asked, running, shape, placement, larger):
             larger = shape
         why = "the placement needs more room" if not fitting else "a transfer is idle"
@@ -172,11 +175,6 @@ def _pays(asked, running: Placements, shape: Shapes, placement: Placements, larg
 def is_idle(shape: PlanShape, placement: Placement) -> bool:
     """Say whether a step of this shape sends replicas ahead that the placement does not have."""
     return shape.ahead is not None and not (len(placement.replicas) or placement.program)
-
-
-def homes_differ(placement: Placements, other: Placements) -> bool:
-    """Say whether an expert's home in one is not its home in the other."""
-    return any((own.home != other[name].home).any() for name, own in placement.items())
 
 
 def refined(planner: Planner, shape: PlanShape, placement: Placement, loads: np.ndarray, cost: Cost) -> Placement:

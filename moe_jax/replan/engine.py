@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from moe_jax.parallel.mesh import to_devices
-from moe_jax.planning.plan import Placements, Plan, homes_differ, look_back, make_plan
-from moe_jax.planning.plan_shape import Shapes, build_shape, fill_tables, fits
+from moe_jax.planning.plan import Placements, Plan, look_back, make_plan
+from moe_jax.planning.plan_shape import Shapes, Tables, build_shape, fill_tables, fits
 from moe_jax.replan.build import build_sessions
 from moe_jax.replan.saved import (
     as_json,
@@ -81,7 +81,8 @@ class RejitEngine:
         self.evaluations: dict[tuple[int, ...], object] = {}
         self.compared = functools.cache(lambda move: self.session.compared(move))
         self.thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="rejit")
-        self.tables, self.hash = None, 0
+        self.tables = self.filled = None  # of the placement: on the devices; on the host
+        self.hash = 0
         self.frozen = False  # plan no more: what times steps of one plan sets it
 
     # Around a step.
@@ -120,12 +121,13 @@ class RejitEngine:
         record = {"rejit_stall_seconds": 0.0, "planner_seconds": self.next_planner_seconds}
         if self.pending is not None and self._is_due(step, self.pending):
             record |= self._swap(self.pending)
-        if homes_differ(self.placement, self.stored):
+        if any(own.moves(self.stored[name]) for name, own in self.placement.items()):
             began = time.perf_counter()
             state = self._move_homes(state if settle is None else settle(), self.placement)
             record["reshard_seconds"] = time.perf_counter() - began
         if self.tables is None:
-            self.tables = self._on_devices(self.shape, self.placement)
+            tables = self.filled or self._filled(self.shape, self.placement)
+            self.tables, self.filled = self._on_devices(tables), None
             text = "".join(own.fingerprint() for own in self.placement.values()) + repr(shape_data(self.shape))
             self.hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
         record["plan_id"] = self.plan_id
@@ -156,16 +158,17 @@ class RejitEngine:
         if plan.fits_pending:
             self.pending.placement = plan.placement
         if plan.fits:
-            self._adopt(plan.placement)
+            self._adopt(plan.placement, plan.tables)
         if plan.shape != self.shape and self.pending is None:
             _LOG.info("step %d: another step is compiled: %s", step + 1, plan.why)
             self.asked += 1
             self.pending = Pending(number=self.asked, step=step, shape=plan.shape, placement=plan.placement)
             self._compile(plan.shape)
 
-    def _adopt(self, placement: Placements):
+    def _adopt(self, placement: Placements, filled: dict[str, Tables] | None = None):
+        """Run with a placement from the next step on; filled: its tables for the shape in force, if they are there."""
         if placement != self.placement:
-            self.placement, self.tables = placement, None
+            self.placement, self.tables, self.filled = placement, None, filled
             self.plan_id += 1
 
     def observe(self, step: int, metrics: dict):
@@ -220,7 +223,7 @@ class RejitEngine:
         began = time.perf_counter()
         programs = self._compile(pending.shape).result()
         record = {"compile_seconds": programs.seconds, "rejit_stall_seconds": time.perf_counter() - began}
-        self.shape, self.tables, self.pending = pending.shape, None, None
+        self.shape, self.tables, self.filled, self.pending = pending.shape, None, None, None
         self.executables.move_to_end(tuple(self.shape.values()))
         self._adopt(pending.placement)
         while len(self.executables) > self.config.executables:
@@ -234,12 +237,15 @@ class RejitEngine:
         slots = tuple(own.home_slots for own in shape.values())
         if slots not in self.evaluations:
             self.evaluations[slots] = self.session.evaluation_step(shape)
-        return self.evaluations[slots], self._on_devices(shape, bare)
+        return self.evaluations[slots], self._on_devices(self._filled(shape, bare))
 
-    def _on_devices(self, shape: Shapes, placement: Placements):
-        """Return the tables of a placement as the step takes them."""
+    def _filled(self, shape: Shapes, placement: Placements) -> dict[str, Tables]:
+        return {name: fill_tables(own, placement[name]) for name, own in shape.items()}
+
+    def _on_devices(self, tables: dict[str, Tables]):
+        """Return tables as the step takes them."""
         shardings = self.session.state_shardings.tables
-        return {name: to_devices(fill_tables(own, placement[name]), shardings[name]) for name, own in shape.items()}
+        return {name: to_devices(own, shardings[name]) for name, own in tables.items()}
 
     def close(self):
         """End the thread; a running compilation cannot be stopped, so this waits for it."""
@@ -259,7 +265,7 @@ class RejitEngine:
     def _move_homes(self, state: dict, placement: Placements) -> dict:
         """Return the state, which is donated, with its experts where a placement has them."""
         for name, old in self.stored.items():
-            if (old.home != placement[name].home).any():
+            if old.moves(placement[name]):
                 rows = self.shape[name].bank_rows
                 state = reshard(state, old, placement[name], rows, name, self.compared)
         self.stored = placement

@@ -115,7 +115,7 @@ class PlanSession:
             )
         self.config, self.cost, self.exchanges_per_step = self.planner.config, cost, exchanges_per_step
         self.start, self.buckets, self.groups, self.trial = placement, buckets, groups, build_planner(config)
-        self.predictor = Predictor(self.config)
+        self.predictor, self.reshard_every = Predictor(self.config), self.planner.reshard_every
         self.proposal = Proposal(placement=placement)
         self.last_planned: int | None = None
         self.last_sharded = 0
@@ -140,7 +140,7 @@ class PlanSession:
 
     def ask(self, iteration: int) -> Asked:
         """Return what to ask the planner before `iteration`, by what was observed so far; at least one step was."""
-        every, shard = self.config.interval, self.planner.reshard_every
+        every, shard = self.config.interval, self.reshard_every
         due = self.last_planned is None or iteration // every != self.last_planned // every
         reshard = bool(shard) and iteration // shard != self.last_sharded // shard
         return self.asked(due, reshard)
