@@ -20,7 +20,7 @@ from absl import flags, logging
 
 from moe_jax.config.command_line import define_job_flags, parse_flags, run_command
 from moe_jax.errors import UserError
-from moe_jax.observe.run_folder import write_atomically
+from moe_jax.storage.run_folder import write_atomically
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder whose newest checkpoint generates.")
 _STEP = flags.DEFINE_integer("step", None, "Another checkpoint of it, by its step.")
@@ -87,7 +87,7 @@ def generate(prompts, sampling, hosts) -> None:
     from moe_jax.data.chat import ChatTemplate
     from moe_jax.inference import load
     from moe_jax.parallel.nodes import node_size
-    from moe_jax.training.checkpoint import run_config
+    from moe_jax.storage.checkpoint import run_config
 
     config, bindings = run_config(_WORKDIR.value, _GIN_BINDINGS.value), list(_GIN_BINDINGS.value)
     if config.model.dtype == "float64":

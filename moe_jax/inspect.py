@@ -151,7 +151,7 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
     from moe_jax.analysis.compile_ahead import without_places
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.timeline import play
-    from moe_jax.observe.run_folder import disk_errors_named, environment_record
+    from moe_jax.storage.run_folder import disk_errors_named, environment_record
 
     module = parse_module(text, buckets)
     timeline = play(module, prices)

@@ -19,9 +19,9 @@ from absl import flags
 
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
-from moe_jax.observe.run_folder import disk_errors_named
 from moe_jax.papers import PAPERS, tables_of
 from moe_jax.papers.table import Inputs, MissingResults, Table, counted, text_of
+from moe_jax.storage.run_folder import disk_errors_named
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("paper", None, PAPERS, "paper whose tables are computed")

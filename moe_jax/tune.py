@@ -46,8 +46,8 @@ def command(argv: list[str]) -> int:
 
     from moe_jax.analysis import tuning
     from moe_jax.jobs.start import find_place
-    from moe_jax.observe.run_folder import write_atomically
     from moe_jax.parallel.mesh import set_up_devices
+    from moe_jax.storage.run_folder import write_atomically
     from moe_jax.training.compiling import set_up_compilation_cache
 
     if find_place((None, None, None))[0][1] != 1:

@@ -30,8 +30,8 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from moe_jax.observe.metrics_file import read_metrics  # noqa: E402
-from moe_jax.observe.run_folder import RunFolder, environment_record  # noqa: E402
-from moe_jax.training.checkpoint import Checkpointer  # noqa: E402
+from moe_jax.storage.checkpoint import Checkpointer  # noqa: E402
+from moe_jax.storage.run_folder import RunFolder, environment_record  # noqa: E402
 
 KINDS = ("saving", "training", "starting")
 SAVE_EVERY = 3

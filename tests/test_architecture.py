@@ -23,8 +23,11 @@ BELOW = {
     "papers": ("analysis",),
     "analysis": ("training",),
     "inference": ("training",),
-    "training": ("jobs",),
-    "jobs": ("config", "observe"),
+    "training": ("jobs", "replan"),
+    "replan": ("storage",),
+    "jobs": ("observe",),
+    "observe": ("storage",),
+    "storage": ("config",),
     "config": ("models", "data"),
     "models": ("moe",),
     "moe": ("moe.schedules",),
@@ -37,7 +40,6 @@ BELOW = {
     "parallel": (),
     "cluster": (),
     "data": (),
-    "observe": (),
     "foundation": (),
 }
 MOE_PARTS = ("routing", "permute")  # what the layer and the routers are built from

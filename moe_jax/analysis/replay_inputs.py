@@ -18,7 +18,7 @@ from moe_jax.cluster import UNNAMED, Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import matrices_of, preceding_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsOrigin, LoadsTrace, read_loads
-from moe_jax.observe.run_folder import RunFolder
+from moe_jax.storage.run_folder import RunFolder
 
 # of a layer, and of what precedes it, where neither a flag nor the trace says; a dense FFN then has 4 M
 LAYER = {"model_dim": 1024, "hidden_dim": 2048, "dtype_bytes": 4, "activation": "gelu", "expert_shards": 1}

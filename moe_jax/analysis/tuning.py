@@ -33,13 +33,13 @@ from moe_jax.models.config import CHOICES
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedule import find_schedule, schedules
 from moe_jax.observe.loads import read_loads
-from moe_jax.observe.run_folder import RunFolder, disk_errors_named, environment_record
 from moe_jax.parallel.exchange import TRANSPORTS
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import NAMES, PlannerConfig
 from moe_jax.replan.costs import base_cost
 from moe_jax.replan.engine import build_engine
 from moe_jax.replan.segments import initial_placement, segment_runs
+from moe_jax.storage.run_folder import RunFolder, disk_errors_named, environment_record
 from moe_jax.training.compiling import find_target
 from moe_jax.training.expert_check import KERNELS, device_answers, source_digest, verdict_of
 from moe_jax.training.loop import memory_counts

@@ -24,7 +24,7 @@ from moe_jax.models.lora import is_adapter
 from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe.experts import LORA_A, LORA_B
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 
 PREFIX = "base_model.model."
 

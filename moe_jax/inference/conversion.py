@@ -43,8 +43,8 @@ from moe_jax.models.config import ModelConfig, segments_of
 from moe_jax.models.counts import leaf_shapes
 from moe_jax.models.language_model import is_bank, segment_of
 from moe_jax.moe.config import MoEConfig
-from moe_jax.observe.run_folder import RunFolder, disk_errors_named, write_atomically
-from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
+from moe_jax.storage.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
+from moe_jax.storage.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import check_base
 

@@ -36,14 +36,14 @@ from moe_jax.models.lora import adapters_of, base_of, joined, merged_model
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
-from moe_jax.observe.run_folder import RunFolder
 from moe_jax.parallel.mesh import build_mesh, replace_leaf, to_devices
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
-from moe_jax.training.checkpoint import Checkpointer, run_config
+from moe_jax.storage.checkpoint import Checkpointer, run_config
+from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import restore_params
 

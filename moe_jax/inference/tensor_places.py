@@ -17,7 +17,7 @@ import numpy as np
 from moe_jax.inference.families import Family
 from moe_jax.models.config import ModelConfig, Segment, segments_of
 from moe_jax.moe.config import MoEConfig
-from moe_jax.training.checkpoint import Index
+from moe_jax.storage.checkpoint import Index
 
 # an FFN's matrices: SwiGLU's gate half, its other half, the matrix back
 OURS, FFN, BACK = ("w_gate", "w_in", "w_out"), ("gate_proj", "up_proj", "down_proj"), 2

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 
 from moe_jax.errors import UserError
-from moe_jax.observe.run_folder import OpenFolder, RunFolder, disk_errors_named
 from moe_jax.parallel.nodes import machine_id
+from moe_jax.storage.run_folder import OpenFolder, RunFolder, disk_errors_named
 
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0  # without a beat, after which a job counts as dead; network file systems show changes late

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.observe.run_folder import RunFolder, disk_errors_named
+from moe_jax.storage.run_folder import RunFolder, disk_errors_named
 
 PROJECT = "WANDB_PROJECT"
 # the first word of a tag; what no group names belongs to plans

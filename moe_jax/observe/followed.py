@@ -20,7 +20,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.observe.metrics_file import column, parse_line, reading
-from moe_jax.observe.run_folder import RunFolder
+from moe_jax.storage.run_folder import RunFolder
 
 MOST_POINTS = 1000  # even: when they are used up, two neighbours become one
 MOST_PLANS = 100

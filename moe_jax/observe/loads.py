@@ -26,8 +26,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.observe.run_folder import TEMPORARY_SUFFIX, RunFolder, atomic_file, disk_errors_named
 from moe_jax.shipped import here_or_shipped
+from moe_jax.storage.run_folder import TEMPORARY_SUFFIX, RunFolder, atomic_file, disk_errors_named
 
 SCALARS = {
     "model_dim": "M",

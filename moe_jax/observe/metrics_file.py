@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.observe.run_folder import EVALUATIONS, METRICS, RunFolder, disk_errors_named, readable
+from moe_jax.storage.run_folder import EVALUATIONS, METRICS, RunFolder, disk_errors_named, readable
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 MOST_RECORDS = 10_000  # that a report reads

@@ -23,7 +23,7 @@ from moe_jax.observe.loads import LoadsTrace, read_loads
 from moe_jax.observe.metrics_file import MOST_RECORDS, column, read_metrics, summarize_run
 from moe_jax.observe.page import page_of
 from moe_jax.observe.progress import with_prefix
-from moe_jax.observe.run_folder import (
+from moe_jax.storage.run_folder import (
     EVALUATIONS,
     METRICS,
     RunFolder,

@@ -24,8 +24,8 @@ import scipy.optimize
 
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace, read_loads
-from moe_jax.observe.run_folder import RunFolder
 from moe_jax.shipped import here_or_shipped, shipped
+from moe_jax.storage.run_folder import RunFolder
 
 OF_64 = "top_2_of_64"
 SHIPPED = ("top_1", "top_2", OF_64)

@@ -45,7 +45,7 @@ from moe_jax.replan.saved import (
     shape_data,
 )
 from moe_jax.replan.session import PlanSession
-from moe_jax.training.bank_order import reshard
+from moe_jax.storage.bank_order import reshard
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Training: the step, the loop, checkpoints, and one run from its folder to its report. See README.md."""
+"""Training: the step, the loop, the optimizer, and one run from its folder to its report. See README.md."""

@@ -15,9 +15,9 @@ from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.models import LanguageModel
 from moe_jax.models.lora import base_of, joined
-from moe_jax.observe.run_folder import RunFolder
-from moe_jax.training.bank_order import Homes
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.bank_order import Homes
+from moe_jax.storage.checkpoint import Checkpointer
+from moe_jax.storage.run_folder import RunFolder
 
 _HASHING_SECONDS = 1800.0  # that the others wait while process 0 reads a model: about a GB a second
 

@@ -28,9 +28,9 @@ from moe_jax.observe.dashboards import Dashboards
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, sample_every
 from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.progress import Progress, with_prefix
-from moe_jax.observe.run_folder import EVALUATIONS, RunFolder, atomic_file
 from moe_jax.replan.segments import sizes_of
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
+from moe_jax.storage.run_folder import EVALUATIONS, RunFolder, atomic_file
 from moe_jax.training.program import Programs, Session
 from moe_jax.training.stepper import NoCompleteProgramError, Stepper
 

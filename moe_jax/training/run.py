@@ -27,7 +27,11 @@ from moe_jax.models.counts import parameter_counts
 from moe_jax.models.lora import joined
 from moe_jax.observe.metrics_file import summarize_run
 from moe_jax.observe.report import draw_all, has_report, write_report
-from moe_jax.observe.run_folder import (
+from moe_jax.parallel.nodes import node_size
+from moe_jax.replan.costs import modelled_layers
+from moe_jax.replan.engine import RejitEngine, build_engine
+from moe_jax.storage.checkpoint import Checkpointer, DamagedCheckpointError
+from moe_jax.storage.run_folder import (
     RunFolder,
     atomic_file,
     disk_errors_named,
@@ -35,10 +39,6 @@ from moe_jax.observe.run_folder import (
     read_text,
     write_atomically,
 )
-from moe_jax.parallel.nodes import node_size
-from moe_jax.replan.costs import modelled_layers
-from moe_jax.replan.engine import RejitEngine, build_engine
-from moe_jax.training.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.frozen_base import load_base, restore_params, settle_base
 from moe_jax.training.loop import Loop, evaluate

@@ -249,7 +249,7 @@ def print_losses():
     from moe_jax.data.stream import held_out_batches
     from moe_jax.inference import load
     from moe_jax.parallel.mesh import set_up_devices
-    from moe_jax.training.checkpoint import run_config
+    from moe_jax.storage.checkpoint import run_config
 
     set_up_devices(_HOST_DEVICES.value)
     data = run_config(_WORKDIR.value, _GIN_BINDINGS.value).data

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from moe_jax.observe.metrics_file import read_metrics
-from moe_jax.observe.run_folder import EVALUATIONS
+from moe_jax.storage.run_folder import EVALUATIONS
 
 Curve = list[tuple[int, float]]
 

@@ -143,7 +143,7 @@ def our_side(model: str, folder: pathlib.Path):
     from moe_jax.inference.conversion import import_folder
     from moe_jax.models import Batch
     from moe_jax.parallel.mesh import to_devices
-    from moe_jax.training.checkpoint import Checkpointer
+    from moe_jax.storage.checkpoint import Checkpointer
     from moe_jax.training.program import build_session
 
     import_folder(folder / "model", folder / "run")

@@ -24,7 +24,7 @@ from held_out_curves import train
 
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.models.counts import flops_per_token, parameter_counts
-from moe_jax.training.checkpoint import run_config
+from moe_jax.storage.checkpoint import run_config
 from moe_jax.training.feed import padded_vocabulary
 
 _OUT = flags.DEFINE_string("out", None, "Folder of the runs.", required=True)

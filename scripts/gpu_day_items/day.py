@@ -137,7 +137,7 @@ def host() -> dict:
 def commit() -> dict:
     """Return the commit of this checkout, or where git is not there the version of the package."""
     from moe_jax import __version__
-    from moe_jax.observe.run_folder import git_state
+    from moe_jax.storage.run_folder import git_state
 
     state = git_state()
     if state["commit"] is not None:

@@ -88,8 +88,8 @@ def resumed(context, kind: str):
     """Go on with the killed run, and compare it with the straight one."""
     import numpy as np
 
-    from moe_jax.observe.run_folder import RunFolder
-    from moe_jax.training.checkpoint import Checkpointer
+    from moe_jax.storage.checkpoint import Checkpointer
+    from moe_jax.storage.run_folder import RunFolder
 
     _run(context, "killed", kind)
     lines, states = {}, {}  # a state: {leaf: array} of the last checkpoint, the optimizer's among them

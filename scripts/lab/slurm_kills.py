@@ -27,7 +27,7 @@ import time
 from slurm_jobs import Job, Lab
 
 from moe_jax.observe.metrics_file import read_metrics
-from moe_jax.observe.run_folder import environment_record
+from moe_jax.storage.run_folder import environment_record
 
 KINDS = ("node of process 0", "node of process 1", "process 0", "process 1")
 MOMENTS = ("steps", "save", "compilation")

@@ -13,7 +13,7 @@ import pytest
 from moe_jax.errors import UserError
 from moe_jax.jobs import lock
 from moe_jax.jobs.lock import FolderLock
-from moe_jax.observe.run_folder import RunFolder
+from moe_jax.storage.run_folder import RunFolder
 
 FAR = {"host": "far", "pid": 5, "machine": "far", "id": "later", "beats": 0}
 

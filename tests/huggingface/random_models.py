@@ -23,7 +23,7 @@ from moe_jax.inference.families import EXPERT_KEYS, LATENT_KEYS, REQUIRED, read_
 from moe_jax.inference.tensor_places import tensor_places
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 
 HERE = Path(__file__).parent
 CLASSES = HERE / "class_defaults.json"

@@ -22,7 +22,7 @@ from moe_jax.models.config import LoraConfig
 from moe_jax.models.lora import is_adapter
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.replan.segments import build_model
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 
 load_file = pytest.importorskip("safetensors.numpy").load_file
 tokenizers = pytest.importorskip("tokenizers")

@@ -16,7 +16,7 @@ from moe_jax.errors import UserError
 from moe_jax.inference.conversion import TensorFolder, export_folder, import_folder, write_tensors
 from moe_jax.inference.families import read_config, write_config
 from moe_jax.models.counts import parameter_counts
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 
 V3_FOLDER = Path(__file__).parent / "golden" / "deepseek_v3"
 YARN = {

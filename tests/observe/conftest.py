@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.observe.loads import LoadsRecorder
 from moe_jax.observe.metrics_file import MetricsWriter
-from moe_jax.observe.run_folder import EVALUATIONS, RunFolder, write_atomically
+from moe_jax.storage.run_folder import EVALUATIONS, RunFolder, write_atomically
 
 
 def write_run(path, *, layers: int, experts: int, steps: int = 30) -> RunFolder:

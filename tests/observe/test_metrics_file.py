@@ -8,7 +8,7 @@ import pytest
 
 from moe_jax.errors import UserError
 from moe_jax.observe.metrics_file import MetricsWriter, column, read_metrics, summarize_run
-from moe_jax.observe.run_folder import EVALUATIONS
+from moe_jax.storage.run_folder import EVALUATIONS
 
 
 def write_steps(folder, steps, **options):

@@ -22,7 +22,7 @@ from moe_jax.observe.report import (
     without_absolute_paths,
     write_report,
 )
-from moe_jax.observe.run_folder import RunFolder, write_atomically
+from moe_jax.storage.run_folder import RunFolder, write_atomically
 
 from .conftest import write_run
 

@@ -13,7 +13,7 @@ import pytest
 from moe_jax.config.run_config import bindings_as_begun
 from moe_jax.errors import UserError
 from moe_jax.observe.metrics_file import MetricsWriter
-from moe_jax.observe.run_folder import (
+from moe_jax.storage.run_folder import (
     RunFolder,
     atomic_file,
     disk_errors_named,

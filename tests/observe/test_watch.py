@@ -16,7 +16,7 @@ import pytest
 from moe_jax.errors import UserError
 from moe_jax.observe.followed import MOST_PLANS, MOST_POINTS, FollowedRun
 from moe_jax.observe.metrics_file import MetricsWriter
-from moe_jax.observe.run_folder import RunFolder
+from moe_jax.storage.run_folder import RunFolder
 from moe_jax.watch import WatchServer
 
 

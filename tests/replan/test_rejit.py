@@ -31,7 +31,7 @@ from moe_jax.replan import engine as engine_module
 from moe_jax.replan.build import build_sessions
 from moe_jax.replan.engine import build_engine
 from moe_jax.replan.segments import build_model
-from moe_jax.training.bank_order import reshard
+from moe_jax.storage.bank_order import reshard
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
 FLAT = "configs/cluster/flat_3gbs_30tflops.gin"

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement, bank_rows
-from moe_jax.training.bank_order import _mover, move_tables, reshard
+from moe_jax.storage.bank_order import _mover, move_tables, reshard
 
 LAYERS, EXPERTS = 3, 8
 

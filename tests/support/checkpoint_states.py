@@ -19,7 +19,7 @@ from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import abstract_state, build_state_shardings
 

@@ -14,7 +14,7 @@ from moe_jax.jobs.hosts import Hosts
 from moe_jax.jobs.start import start_hosts
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.parallel.mesh import to_devices
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training.program import build_session
 from moe_jax.training.run import Start, evaluate_run, run
 

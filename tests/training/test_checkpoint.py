@@ -19,8 +19,8 @@ from support.tiny_run import finish_pair, start_pair
 
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
-from moe_jax.training.bank_order import home_of, to_file
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.bank_order import home_of, to_file
+from moe_jax.storage.checkpoint import Checkpointer
 
 
 @pytest.fixture(scope="module")

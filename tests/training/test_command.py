@@ -10,7 +10,7 @@ import pytest
 from support.tiny_run import command, finish, finish_pair, start, start_pair
 
 from moe_jax.observe.metrics_file import read_metrics
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 
 
 def wait_for_steps(work, steps, process, seconds=120):

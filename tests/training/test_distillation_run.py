@@ -14,7 +14,7 @@ from moe_jax.analysis.dry_run import dry_run
 from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 from moe_jax.training.teacher import load_teacher, settle_teacher

@@ -19,8 +19,8 @@ from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.language_model import flatten
 from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training import loop
-from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.stepper import Stepper
 
 FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")

@@ -20,7 +20,7 @@ from moe_jax.models.lora import base_of, is_adapter, joined
 from moe_jax.moe import MoEConfig
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training.frozen_base import settle_base
 from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper

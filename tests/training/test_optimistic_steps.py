@@ -17,7 +17,7 @@ from moe_jax.models.counts import device_bytes
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.observe.progress import with_prefix
 from moe_jax.replan.segments import sizes_of
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
 from moe_jax.training.loop import compiled_peak
 from moe_jax.training.program import Program, Session

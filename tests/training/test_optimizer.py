@@ -15,8 +15,8 @@ from moe_jax.models.language_model import is_bank
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement, bank_rows
-from moe_jax.training.bank_order import reshard
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.bank_order import reshard
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training.optimizer import (
     build_learning_rate,
     build_optimizer,

@@ -19,8 +19,8 @@ from moe_jax.data.tokenizer import find_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
+from moe_jax.storage.checkpoint import Checkpointer, run_config
 from moe_jax.training import program, step
-from moe_jax.training.checkpoint import Checkpointer, run_config
 
 WITHOUT = "DataConfig.add_special_tokens = False"
 EMA = "train.ema_decay = 0.75"

@@ -11,7 +11,7 @@ from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics
-from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.storage.checkpoint import Checkpointer
 
 LAYERS = ("layers=1 num_experts=2 top_k=1", "layers=2 num_experts=8 hidden_dim=8 dense_hidden_dim=24")
 PYRAMID = (

@@ -17,8 +17,8 @@ from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.parallel.mesh import to_devices
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training import loop
-from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
 from moe_jax.training.loop import check_finite, step_record
 from moe_jax.training.run import Start, starting_state

@@ -53,8 +53,8 @@ from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig, bindings_as_begun
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
-from moe_jax.observe.run_folder import OpenFolder, RunFolder, disk_errors_named, readable
-from moe_jax.training.bank_order import Homes, copied, home_of, in_host_memory, read_leaves
+from moe_jax.storage.bank_order import Homes, copied, home_of, in_host_memory, read_leaves
+from moe_jax.storage.run_folder import OpenFolder, RunFolder, disk_errors_named, readable
 
 FORMAT, UNCHECKED_FORMAT = "moe_jax checkpoint 2", "moe_jax checkpoint 1"  # the older one has no CRC, and is still read
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
