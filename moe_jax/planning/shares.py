@@ -11,7 +11,7 @@ import numpy as np
 from moe_jax.cluster import group_of, uniform_seconds
 from moe_jax.parallel.bucket_rows import BucketRows, carried
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, home_loads
+from moe_jax.planning.balancer import NUMPY
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import SHARE_ONE, Placement
 
@@ -20,7 +20,7 @@ FEW_NODES = 64  # up to so many nodes each has share rows of its own for every r
 STAY = 1.25  # how much dearer the split in use may get before the other one takes over
 
 
-def level_quotas(xp, totals, held, homes, sweeps: int):
+def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
     """Even out device loads over fixed holders: totals [L, E], held, homes bool [L, E, D] -> quota [L, E, D].
 
     Every token starts at its expert's home; one expert after the other fills its holders to a common level, the others
@@ -29,8 +29,10 @@ def level_quotas(xp, totals, held, homes, sweeps: int):
 
     Args:
       xp: `NUMPY` (balancer.py), or the same of jax.numpy.
+      error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
+        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
-    layers, _, devices = held.shape
+    (layers, _, devices), stiff = held.shape, 1.0 + error**2
     rows, upto = xp.arange(layers), xp.arange(1, devices + 1)[None]
     replicated = held.sum(axis=2) > 1
     count, order = replicated.sum(axis=1), xp.argsort(~replicated, axis=1, stable=True)
@@ -43,10 +45,10 @@ def level_quotas(xp, totals, held, homes, sweeps: int):
         # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
         ground = xp.sort(xp.where(holders, base, xp.inf), axis=1)
         dry = xp.isinf(ground)
-        level = (totals[rows, expert][:, None] + xp.where(dry, 0.0, ground).cumsum(axis=1)) / upto
+        level = (totals[rows, expert][:, None] * stiff + xp.where(dry, 0.0, ground).cumsum(axis=1)) / upto
         wet = ~dry & ((level > ground) | (upto == 1))
         level = level[rows, devices - 1 - wet[:, ::-1].argmax(axis=1)]
-        new = xp.where(holders, xp.maximum(level[:, None] - base, 0.0), 0.0)
+        new = xp.where(holders, xp.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
         new = xp.where((going & (turn < count))[:, None], new, mine)
         return xp.put(quota, (rows, expert), new), base + new, going
 
@@ -79,59 +81,13 @@ def node_flow(xp, supply, demand, node):
     return xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), plain)
 
 
-def level_holders(totals: np.ndarray, placement: Placement, sweeps: int, error=0.0) -> np.ndarray:
-    """Do what `level_quotas` does over the holders of a placement, in time linear in them: -> quota [h].
-
-    Args:
-      totals: [L, E]; sweeps: as there.
-      error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
-        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
-    """
-    layers, experts = totals.shape
-    pair, device = placement.holders
-    (layer, expert), rows = np.divmod(pair, experts), np.arange(layers)
-    stiff = np.broadcast_to(1.0 + np.square(error), (layers, 1))
-    start, count = placement.candidates.start, placement.candidates.count
-    quota = np.where(device == placement.home[layer, expert], totals[layer, expert], 0.0)
-    load = np.zeros((layers, placement.devices + 1))  # the last place is for rows beyond an expert's holders
-    load[:, :-1] = home_loads(totals, placement.home, placement.devices)
-    device, quota = np.append(device, placement.devices), np.append(quota, 0.0)
-    order, going = np.argsort(count == 1, axis=1, kind="stable"), np.full(layers, True)
-    for _ in range(sweeps):
-        before = load.copy()
-        for turn in range((count > 1).sum(axis=1).max(initial=0)):
-            at = rows, order[:, turn]
-            many = np.where(going & (count[at] > 1), count[at], 0)
-            upto = np.arange(1, many.max(initial=1) + 1)
-            there = upto <= many[:, None]
-            row = np.where(there, start[at][:, None] + upto - 1, -1)
-            place = rows[:, None], device[row]
-            base = np.where(there, load[place] - quota[row], np.inf)
-            # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
-            ground = np.sort(base, axis=1)
-            level = (totals[at][:, None] * stiff + np.where(there, ground, 0.0).cumsum(axis=1)) / upto
-            wet = there & ((level > ground) | (upto == 1))
-            level = level[rows, len(upto) - 1 - wet[:, ::-1].argmax(axis=1)]
-            new = np.where(there, np.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
-            load[place] = np.where(there, base + new, 0.0)
-            quota[row] = new
-        change = np.abs(load - before)[:, :-1].max(axis=1)
-        going &= change > 1e-3 * load[:, :-1].mean(axis=1)
-        if not going.any():
-            break
-    return quota[:-1]
-
-
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Write quotas of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
+    """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
 
     A node's tokens of loads [L, S, E] first use the quota of the node's own holders; what is over goes to nodes with
     quota left, in proportion (`node_flow`). Beyond `FEW_NODES` nodes, where that is a row for each holder and node, a
     node keeps its tokens if its own holders have quota for all of them, and all other nodes share what is left of the
     quotas, by the same rows.
-
-    Args:
-      quota: [h], by the rows of `placement.holders`.
     """
     if not len(placement.replicas):
         return np.zeros((0, 5), np.int32)
@@ -139,7 +95,8 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     pair, device = placement.holders
     kept = placement.replicated.ravel()[pair]
     pairs, p = np.unique(pair[kept], return_inverse=True)
-    device, mine, (pair_layer, pair_expert) = device[kept], quota[kept], np.divmod(pairs, experts)
+    mine, device = quota.reshape(-1, placement.devices)[pair[kept], device[kept]], device[kept]
+    pair_layer, pair_expert = np.divmod(pairs, experts)
     supply = loads.reshape(len(loads), nodes, per_node, experts).sum(axis=2)[pair_layer, :, pair_expert]  # [p, Nn]
     # An expert without predicted tokens goes where its home is.
     at_home = device == placement.home.ravel()[pairs[p]]
@@ -173,17 +130,10 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     return np.stack([pair_layer[at], pair_expert[at], device[row], units, source], axis=1).astype(np.int32)
 
 
-def with_quotas(placement: Placement, moves: np.ndarray, tokens: np.ndarray, at_home, loads: np.ndarray) -> Placement:
-    """Return a placement with the shares of what its replicas take from the homes, for loads [L, S, E].
-
-    Args:
-      moves: int [n, 3], rows (layer, expert, device), some of the replicas; tokens: [n], what they take.
-      at_home: [L, E], what homes keep.
-    """
-    pair, device = placement.holders
-    quota = np.where(device == placement.home.ravel()[pair], at_home.ravel()[pair], 0.0)
-    quota[placement.find(moves)] = tokens
-    return placement.replace(shares=share_rows(placement, quota, loads), rule="shares")
+def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray) -> Placement:
+    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E]."""
+    placement = bare.replace(replicas=np.argwhere((quota > 0) & ~bare.homes), rule="shares")
+    return placement.replace(shares=share_rows(placement, quota, loads))
 
 
 def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
@@ -196,7 +146,7 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     if not len(placement.replicas):
         return placement
     pair, device = placement.holders
-    mine = routing.held_loads(placement, loads).astype(np.float64)
+    mine = routing.expert_loads(placement, loads).reshape(-1, placement.devices)[pair, device].astype(np.float64)
     alone = np.bincount(pair, mine)[pair] == 0  # without tokens: where its home is
     mine = np.where(alone, device == placement.home.ravel()[pair], mine)
     kept = (mine > 0) & placement.replicated.ravel()[pair]
