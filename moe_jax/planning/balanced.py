@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_jax.planning.balancer import NUMPY, Planner, home_loads, knob, register
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.shares import level_quotas, share_rows
+from moe_jax.planning.shares import level_quotas, share_rows, with_quotas
 
 SWEEPS = 8
 TOLERANCE = 0.1  # the largest effect of one expert's error on a device's load, as a share of the mean load
@@ -43,8 +43,7 @@ class BalancedPlanner(Planner):
                     spared,
                     level_quotas(NUMPY, totals, spared, bare.homes, SWEEPS, np.reshape(error, (-1, 1))),
                 )
-        plan = bare.replace(replicas=np.argwhere(held & ~bare.homes))
-        return plan.replace(shares=share_rows(plan, quota, loads), rule="shares")
+        return with_quotas(bare, quota, loads, held)
 
     def late_rule(self, shape, cost, groups):
         if self.config.when != "after_gate" or not shape.replica_slots:

@@ -127,12 +127,26 @@ def _summed(at: tuple[np.ndarray, np.ndarray], tokens: np.ndarray, shape: tuple[
     return np.bincount(np.ravel_multi_index(at, shape), tokens, math.prod(shape)).astype(np.int64).reshape(shape)
 
 
-def owned(placement: Placement) -> np.ndarray:
-    """Return bool [L, E, Nn]: the node has share rows of its own for the expert."""
-    found = np.zeros((*placement.home.shape, placement.nodes), bool)
-    layer, expert, _, _, node = placement.shares[placement.shares[:, 4] >= 0].T
-    found[layer, expert, node] = True
-    return found
+def nearest_loads(xp, loads, held, per_node: int):
+    """Return what each device computes of its tokens, and of others', by the rule 'nearest' without its rounding.
+
+    Args:
+      xp: `NUMPY` (balancer.py), or the same of jax.numpy.
+      loads: [L, S, E], real; held: bool [L, E, D]; per_node: devices of a node.
+
+    Returns:
+      (tokens of the device itself [L, E, D], tokens that it receives [L, E, D]).
+    """
+    layers, experts, devices = held.shape
+    by_node = (layers, experts, devices // per_node, per_node)
+    mine = xp.swapaxes(loads, 1, 2)
+    local = xp.where(held, mine, 0.0)
+    away = (mine - local).reshape(by_node).sum(axis=3)  # tokens of each node whose device lacks the expert
+    on_node = held.reshape(by_node).sum(axis=3)
+    inside = xp.where(on_node > 0, away / xp.maximum(on_node, 1), 0.0)
+    outside = xp.where(on_node > 0, 0.0, away).sum(axis=2) / held.sum(axis=2)
+    came = (inside + outside[:, :, None])[..., None] * held.reshape(by_node)
+    return local, came.reshape(held.shape)
 
 
 def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -140,30 +154,25 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
 
     Planners judge placements with this; it differs from the counted rule by less than one token per (source, expert).
     """
-    layers, devices, per_node = placement.layers, placement.devices, placement.devices_per_node
-    lists, (at, device) = placement.candidates, placement.holders
-    at = (*np.divmod(at, placement.experts), device // per_node)  # [L, E, Nn]
-    at_home = device == placement.home[at[:2]]
-    by_node = loads.reshape(layers, placement.nodes, per_node, -1).sum(axis=2).swapaxes(1, 2)  # [L, E, Nn]
-    shared = lists.share_count > 0
-    local = np.where(shared[at], 0.0, loads[at[0], device, at[1]])
-    away = np.where(shared, 0.0, by_node)  # tokens of each node whose device lacks the expert
-    away -= np.bincount(np.ravel_multi_index(at, away.shape), local, away.size).reshape(away.shape)
-    outside = np.where(lists.node_count > 0, 0.0, away).sum(axis=2) / lists.count
-    tokens = local + away[at] / lists.node_count[at] + outside[at[:2]]
-    home_rule = np.array([name == "home" for name in placement.rule])[at[0]]
-    tokens = np.where(home_rule, local + at_home * away.sum(axis=2)[at[:2]], tokens)
-    place = at[0] * devices + device
-    if len(placement.shares):
+    per_node, shared, mine = placement.devices_per_node, placement.candidates.share_count > 0, loads.swapaxes(1, 2)
+    if shared.any():
+        loads = np.where(np.repeat(shared, per_node, axis=2), 0, mine).swapaxes(1, 2)
+    local, came = nearest_loads(np, loads, placement.holds, per_node)
+    home_rule = np.array([name == "home" for name in placement.rule])[:, None, None]
+    if home_rule.any():
+        came = np.where(home_rule, came.sum(axis=2, keepdims=True) * placement.homes, came)
+    computed, received = (local + came).sum(axis=1), came.sum(axis=1)
+    if shared.any():
         layer, expert, device, units, node = placement.shares.T
-        own, part, here = owned(placement), units / SHARE_ONE, device // per_node
-        rest = np.where(own, 0.0, by_node).sum(axis=2)  # of nodes that take the rows for all
+        own, part, here = np.zeros(shared.shape, bool), units / SHARE_ONE, device // per_node
+        own[tuple(placement.shares[node >= 0][:, [0, 1, 4]].T)] = True  # nodes with rows of their own
+        by_node = mine.reshape(*shared.shape, per_node).sum(axis=3)
+        rest = np.where(own, 0, by_node).sum(axis=2)  # of nodes that take the rows for all
         given = part * np.where(node < 0, rest[layer, expert], by_node[layer, expert, node])
-        kept = np.where(node < 0, ~own[layer, expert, here], node == here) * part * loads[layer, device, expert]
-        place = np.concatenate([place, layer * devices + device])
-        tokens, local = np.concatenate([tokens, given]), np.concatenate([local, kept])
-    computed, local = (np.bincount(place, of, layers * devices).reshape(layers, devices) for of in (tokens, local))
-    return computed, computed - local
+        kept = np.where(node < 0, ~own[layer, expert, here], node == here) * part * mine[layer, expert, device]
+        np.add.at(computed, (layer, device), given)
+        np.add.at(received, (layer, device), given - kept)
+    return computed, received
 
 
 def whole(loads: np.ndarray) -> np.ndarray:

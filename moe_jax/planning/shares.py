@@ -81,6 +81,25 @@ def node_flow(xp, supply, demand, node):
     return xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), plain)
 
 
+def node_edges(xp, supply, quota, home, node):
+    """Return running shares [p, D] of one node's tokens (`node_flow`) over rising devices, whole units of 2^-16.
+
+    Args:
+      xp, node: as in `node_flow`; supply: [p, Nn], tokens of all nodes; quota: [p, D], alike in sum; home: bool [p, D].
+    """
+    quota = xp.where(quota.sum(axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
+    by_node = quota.reshape(*supply.shape, -1)
+    demand = by_node.sum(axis=2)
+    there = node_flow(xp, supply, demand, node) / xp.where(demand > 0, demand, 1.0)
+    return edges(xp, (there[:, :, None] * by_node).reshape(quota.shape))
+
+
+def edges(xp, share):
+    """Round running sums of shares [..., n] to units of 2^-16, of which the last is 2^16; not all are 0."""
+    upto = share.cumsum(axis=-1)
+    return xp.rint(upto / upto[..., -1:] * SHARE_ONE)
+
+
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
     """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
 
@@ -89,50 +108,49 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     node keeps its tokens if its own holders have quota for all of them, and all other nodes share what is left of the
     quotas, by the same rows.
     """
-    if not len(placement.replicas):
+    nodes, pairs = placement.nodes, np.argwhere(placement.replicated)
+    if not len(pairs):
         return np.zeros((0, 5), np.int32)
-    nodes, per_node, experts = placement.nodes, placement.devices_per_node, placement.experts
-    pair, device = placement.holders
-    kept = placement.replicated.ravel()[pair]
-    pairs, p = np.unique(pair[kept], return_inverse=True)
-    mine, device = quota.reshape(-1, placement.devices)[pair[kept], device[kept]], device[kept]
-    pair_layer, pair_expert = np.divmod(pairs, experts)
-    supply = loads.reshape(len(loads), nodes, per_node, experts).sum(axis=2)[pair_layer, :, pair_expert]  # [p, Nn]
+    layer, expert = pairs.T
+    supply = loads.reshape(len(loads), nodes, -1, placement.experts).sum(axis=2)[layer, :, expert]  # [p, Nn]
+    mine, at_home, whole = quota[layer, expert], placement.homes[layer, expert], supply.sum(axis=1, keepdims=True)
+    total = mine.sum(axis=1, keepdims=True)
     # An expert without predicted tokens goes where its home is.
-    at_home = device == placement.home.ravel()[pairs[p]]
-    total, whole = np.bincount(p, mine)[p], supply.sum(axis=1)[p]
     mine = np.where(total > 0, mine * (whole / np.where(total > 0, total, 1.0)), at_home * whole)
-    mine = np.where(whole > 0, mine, at_home)
-    wet = mine > 0
-    p, device, mine, node = p[wet], device[wet], mine[wet], device[wet] // per_node
-    key, group = np.unique(p * nodes + node, return_inverse=True)
-    blocks = np.zeros((len(key), per_node))
-    blocks[group, device % per_node] = mine
-    demand = np.zeros(supply.shape)
-    demand.ravel()[key] = blocks.sum(axis=1)
     if nodes <= FEW_NODES:
-        part = np.stack([node_flow(NUMPY, supply, demand, node) for node in range(nodes)], axis=1)  # [p, from, to]
-        share = part[p, :, node] * (mine / demand[p, node])[:, None]  # [h, Nn]
-        units = _units(share, np.r_[True, p[1:] != p[:-1]])
-        row, source = np.nonzero(units)
-        units = units[row, source]
-    else:
-        keeps = (demand > 0) & (supply <= demand)
-        left = np.where(keeps, demand - supply, demand)
-        left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
-        left = mine * (left / np.where(demand > 0, demand, 1.0))[p, node]
-        own = np.flatnonzero(keeps[p, node])
-        row, source = np.r_[np.arange(len(p)), own], np.r_[np.full(len(p), -1), node[own]]
-        share, run = np.r_[left, mine[own]][:, None], np.r_[p, len(pairs) + p[own] * nodes + node[own]]
-        units = _units(share, np.diff(run, prepend=-1) != 0)[:, 0]
-        row, source, units = row[units > 0], source[units > 0], units[units > 0]
-    at = p[row]
-    return np.stack([pair_layer[at], pair_expert[at], device[row], units, source], axis=1).astype(np.int32)
+        tables = [unit_rows(pairs, node_edges(NUMPY, supply, mine, at_home, node), node) for node in range(nodes)]
+        return np.concatenate(tables)
+    mine = np.where(whole > 0, mine, at_home).reshape(len(pairs), nodes, -1)
+    demand = mine.sum(axis=2)
+    keeps = (demand > 0) & (supply <= demand)
+    left = np.where(keeps, demand - supply, demand)
+    left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
+    left = mine * (left / np.where(demand > 0, demand, 1.0))[:, :, None]
+    p, node = np.nonzero(keeps)
+    own = unit_rows(pairs[p], edges(NUMPY, mine[keeps]), node, node * placement.devices_per_node)
+    return np.concatenate([unit_rows(pairs, edges(NUMPY, left.reshape(len(pairs), -1)), -1), own])
 
 
-def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray) -> Placement:
-    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E]."""
-    placement = bare.replace(replicas=np.argwhere((quota > 0) & ~bare.homes), rule="shares")
+def unit_rows(pairs: np.ndarray, upto: np.ndarray, source, first=0) -> np.ndarray:
+    """Write running shares [p, n] of pairs int [p, 2] as rows (layer, expert, device, share, source node): int [m, 5].
+
+    Args:
+      source: the node, int or int [p]; -1 for every one; first: the device of the first share, int or int [p].
+    """
+    units = np.diff(upto, axis=1, prepend=0).astype(np.int32)
+    row, nth = np.nonzero(units)
+    source, first = (np.broadcast_to(of, len(pairs))[row] for of in (source, first))
+    return np.column_stack([pairs[row], first + nth, units[row, nth], source])
+
+
+def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray | None = None) -> Placement:
+    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
+
+    Args:
+      held: bool [L, E, D], holders of which some may have no quota; None: those with a quota.
+    """
+    held = quota > 0 if held is None else held
+    placement = bare.replace(replicas=np.argwhere(held & ~bare.homes), rule="shares")
     return placement.replace(shares=share_rows(placement, quota, loads))
 
 
@@ -145,28 +163,9 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     """
     if not len(placement.replicas):
         return placement
-    pair, device = placement.holders
-    mine = routing.expert_loads(placement, loads).reshape(-1, placement.devices)[pair, device].astype(np.float64)
-    alone = np.bincount(pair, mine)[pair] == 0  # without tokens: where its home is
-    mine = np.where(alone, device == placement.home.ravel()[pair], mine)
-    kept = (mine > 0) & placement.replicated.ravel()[pair]
-    pair, device = pair[kept], device[kept]
-    units = _units(mine[kept, None], np.diff(pair, prepend=-1) != 0)[:, 0]
-    rows = np.stack([*np.divmod(pair, placement.experts), device, units, np.full(len(pair), -1)], axis=1)[units > 0]
-    return placement.replace(shares=rows.astype(np.int32), rule="shares")
-
-
-def _units(share: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Round shares to units of 2^-16, one in sum per run: share [h, Nn], start of a run bool [h] -> int [h, Nn]."""
-    upto = share.cumsum(axis=0)
-    start = np.flatnonzero(first)
-    run = first.cumsum() - 1
-    before = np.where(start[:, None] > 0, upto[start - 1], 0.0)
-    upto = upto - before[run]
-    whole = upto[np.r_[start[1:], len(share)] - 1]
-    edge = np.rint(upto / whole[run] * SHARE_ONE).astype(np.int64)
-    earlier = np.concatenate([np.zeros((1, share.shape[1]), np.int64), edge[:-1]])
-    return edge - np.where(first[:, None], 0, earlier)
+    kept, computed = placement.replicated, routing.expert_loads(placement, loads)
+    computed = np.where(computed.sum(axis=2, keepdims=True) > 0, computed, placement.homes)[kept]
+    return placement.replace(shares=unit_rows(np.argwhere(kept), edges(NUMPY, computed), -1), rule="shares")
 
 
 def padded_seconds(rows: BucketRows, placement: Placement, cost: Cost) -> float:
