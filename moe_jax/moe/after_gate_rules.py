@@ -22,7 +22,8 @@ from moe_jax.planning.fastermoe import ShadowRates, shadow_search
 from moe_jax.planning.hecate import spread_replicas
 from moe_jax.planning.placement import SHARE_ONE
 from moe_jax.planning.plan_shape import LateRule, PlanShape
-from moe_jax.planning.shares import level_quotas, node_flow
+from moe_jax.planning.routing import nearest_loads
+from moe_jax.planning.shares import level_quotas, node_edges
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, late_room, sizes_everywhere
 
 
@@ -144,16 +145,8 @@ class CalibrateRule:
 
     def seconds(self, counts, held, per_node: int):
         """Return the layer's seconds without its transfers, by expected loads: held bool [E, D] -> []."""
-        devices, experts = counts.shape
-        split = (experts, devices // per_node, per_node)
-        own = jnp.where(held, counts.T, 0.0)
-        away = jnp.sum((counts.T - own).reshape(split), axis=2)  # [E, Nn], tokens whose device lacks the expert
-        on_node = jnp.sum(held.reshape(split), axis=2)
-        inside = jnp.where(on_node > 0, away / jnp.maximum(on_node, 1), 0.0)
-        outside = jnp.sum(jnp.where(on_node > 0, 0.0, away), axis=1) / jnp.sum(held, axis=1)
-        came = jnp.repeat(inside + outside[:, None], per_node, axis=1) * held
-        received = jnp.sum(came, axis=0)
-        return self.compute * jnp.max(jnp.sum(own, axis=0) + received) + self.exchange * jnp.max(received)
+        local, came = (jnp.sum(of[0], axis=0) for of in nearest_loads(JAX, counts[None], held[None], per_node))
+        return self.compute * jnp.max(local + came) + self.exchange * jnp.max(came)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,23 +288,11 @@ def share_tables(tables, counts, quota, slot, me, shape):
     """Return the tables of this source by which tokens are split as quotas [E, D] say; slot int32 [E, D], -1: none."""
     devices, experts = counts.shape
     at_home = (slot >= 0) & (slot < shape.home_slots)
-    device = jnp.arange(devices, dtype=jnp.int32)
+    device, per_node = jnp.arange(devices, dtype=jnp.int32), shape.devices_per_node
+    supply = jnp.sum(counts.reshape(-1, per_node, experts), axis=1).T  # [E, Nn]
     return dataclasses.replace(
         tables,
         dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
-        dest_num=edges_of(counts, quota, at_home, me // shape.devices_per_node, shape.devices_per_node),
+        dest_num=node_edges(JAX, supply, quota, at_home, me // per_node).astype(jnp.uint32),
         dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
     )
-
-
-def edges_of(counts, quota, home, node, devices_per_node: int):
-    """Return uint32 [E, D], running shares of one node's tokens (`node_flow`) over rising devices, units of 2^-16."""
-    devices, experts = counts.shape
-    nodes = devices // devices_per_node
-    supply = jnp.sum(counts.reshape(nodes, devices_per_node, experts), axis=1).T  # [E, Nn]
-    quota = jnp.where(jnp.sum(quota, axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
-    demand = jnp.sum(quota.reshape(experts, nodes, devices_per_node), axis=2)
-    part = node_flow(JAX, supply, demand, node)
-    there = jnp.repeat(part / jnp.where(demand > 0, demand, 1.0), devices_per_node, axis=1)
-    upto = jnp.cumsum(there * quota, axis=1)
-    return jnp.rint(upto / upto[:, -1:] * SHARE_ONE).astype(jnp.uint32)

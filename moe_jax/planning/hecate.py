@@ -5,6 +5,8 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from moe_jax.planning import routing
@@ -65,13 +67,13 @@ class HecatePlanner(Planner):
         order = falling(totals)[:, : tau_of(placement, cost, placement.devices)]
         if not order.size or slots <= 0:
             return placement
-        added = fill_slots(placement, totals, order, np.full((placement.layers, placement.devices), slots))
+        free = np.full((placement.layers, placement.devices), slots)
+        added = spread_replicas(NUMPY, totals, placement.holds, order, free, placement.devices_per_node)
         if cost.late is not None:
-            wanted = np.zeros((*placement.home.shape, placement.devices), bool)
-            wanted[tuple(added.T)] = True
-            fitting, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
-            self.counters["late_cut"] += int((wanted & ~fitting).any(axis=2).sum())
-            added = np.argwhere(fitting)
+            wanted = added
+            added, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
+            self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
+        added = np.argwhere(added)
         rates = shadow_rates(cost)  # those of the rule on the device
         seconds = []
         more = placement.replace(replicas=np.concatenate([placement.replicas, added]))
@@ -139,11 +141,12 @@ def materialized(bare: Placement, totals: np.ndarray, tau: int, slots: int) -> t
         np.put_along_axis(chosen, order, True, axis=1)
         return bare.replace(replicas=everywhere(chosen, bare)), 0
     # what a device sends, and what a node sends one other, stays even, or one more a device
-    free = np.full((bare.layers, bare.devices), most.slots)
-    plan, cut = bare.replace(replicas=fill_slots(bare, totals, order, free, most)), int(free.sum())
-    if cut:  # what did not fit the transfer leaves slots to others: share them by what is left per holder
-        plan = plan.replace(replicas=np.concatenate([plan.replicas, fill_slots(plan, totals, order, free, most)]))
-    return plan, cut
+    free, limits = np.full((bare.layers, bare.devices), most.slots), SendLimits(bare.home, most)
+    added = spread_replicas(NUMPY, totals, bare.holds, order, free, bare.devices_per_node, limits)
+    free = free - added.sum(axis=1)
+    if free.any():  # what did not fit the transfer leaves slots to others: share them by what is left per holder
+        added |= spread_replicas(NUMPY, totals, bare.holds | added, order, free, bare.devices_per_node, limits)
+    return bare.replace(replicas=np.argwhere(added)), int(free.sum())
 
 
 def most_sent(placement: Placement, tau: int, slots: int) -> TransferSizes | None:
@@ -181,114 +184,86 @@ def slots_by_load(xp, loads, slots, most):
     return count - xp.diff(over, axis=1, prepend=0)
 
 
-def spread_replicas(xp, totals, held, order, free, per_node: int):
-    """Place replicas one by one: nodes that lack the expert first, then nodes and devices with most free slots.
+class SendLimits(NamedTuple):
+    """The most that a transfer may send of one layer."""
 
-    The slots are shared by load per holder: replicas that stand already serve a part of it.
+    home: np.ndarray  # int [L, E], who sends
+    most: TransferSizes  # of offers and crossings
+
+    def sent(self, held: np.ndarray, per_node: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return what replicas bool [L, E, D] send so far: experts by device int [L, D], and by pair of nodes."""
+        layers, _, devices = held.shape
+        nodes = devices // per_node
+        offers, crossing = np.zeros((layers, devices), int), np.zeros((layers, nodes, nodes), int)
+        layer, expert = np.nonzero(held.sum(axis=2) > 1)
+        home = self.home[layer, expert]
+        np.add.at(offers, (layer, home), 1)
+        at, to = np.nonzero(held[layer, expert].reshape(len(layer), nodes, per_node).any(axis=2))
+        np.add.at(crossing, (layer[at], home[at] // per_node, to), 1)
+        return offers, crossing
+
+
+def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLimits | None = None):
+    """Give slots to experts by falling load: nodes that lack one first, then nodes and devices with most free slots.
+
+    The slots are shared by load per holder: replicas that stand already serve a part of it. An expert's turn takes
+    nodes that lack it, by falling free slots, a device of each; then what devices are left on nodes that have it, each
+    of which counts the slots that those before it on its node take.
 
     Args:
       xp: `NUMPY`, or the same of jax.numpy.
       totals: [L, E], loads; held: bool [L, E, D], holders so far.
       order: int [L, Et], experts by falling load; free: int [L, D], free replica slots, of NumPy for either.
       per_node: devices of a node.
+      limits: of the replicas that stand and the new ones together; None for no limit.
 
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
     """
-    layers, experts, devices = held.shape
-    nodes, rows, device = devices // per_node, xp.arange(layers), xp.arange(devices)[None]
-    node_of, before, holders = device[0] // per_node, held, held.sum(axis=2)
+    layers, _, devices = held.shape
+    rows, before, holders = xp.arange(layers), held, held.sum(axis=2)
     weight, lacking = (xp.take_along_axis(of, order, axis=1) for of in (totals / holders, devices - holders))
-    ends = slots_by_load(xp, weight, free.sum(axis=1), lacking).cumsum(axis=1)
-    most = free.max() + 1
-    in_node = most * per_node * most  # outweighs all free slots of a node
+    wanted = slots_by_load(xp, weight, free.sum(axis=1), lacking)
+    high = int(free.max(initial=0)) + 1  # outweighs the free slots of a device
 
     def by_node(of):
-        return of.reshape(*of.shape[:-1], nodes, per_node)
+        return of.reshape(layers, -1, per_node)
 
-    def place(turn, carry):
-        held, free = carry
-        expert = order[rows, xp.minimum((ends <= turn).sum(axis=1), order.shape[1] - 1)]
-        mine = held[rows, expert]
-        score = by_node(free).sum(axis=2) * most + ~by_node(mine).any(axis=2) * in_node
-        score = xp.where((free > 0) & ~mine, score[:, node_of] + free, -1)
-        ok = (score.max(axis=1) >= 0) & (turn < ends[:, -1])
-        new = ok[:, None] & (device == score.argmax(axis=1)[:, None])
-        return xp.put(held, (rows, expert), mine | new), free - new
-
-    return xp.repeat(place, (held.copy(), free), int(free.sum(axis=1).max()))[0] & ~before
-
-
-def fill_slots(
-    placement: Placement, totals: np.ndarray, order: np.ndarray, free: np.ndarray, most: TransferSizes | None = None
-) -> np.ndarray:
-    """Do what `spread_replicas` does, all replicas of an expert at once: -> the new ones, int [n, 3].
-
-    An expert's turn takes nodes that lack it, by falling free slots, a device of each; then what devices are left on
-    nodes that have it, each of which counts the slots that those before it on its node take.
-
-    Args:
-      free: int [L, D], free replica slots; those that are filled are taken off.
-      most: of the replicas that stand and the new ones together, offers and crossings at most; None for no limit.
-    """
-    layers, devices, per_node, nodes = placement.layers, placement.devices, placement.devices_per_node, placement.nodes
-    rows, lists = np.arange(layers), placement.candidates
-    weight, lacking = (np.take_along_axis(of, order, axis=1) for of in (totals / lists.count, devices - lists.count))
-    wanted = slots_by_load(np, weight, free.sum(axis=1), lacking)
-    high, slots, added = free.max(initial=0) + 1, free.reshape(layers, nodes, per_node), []
-    spare, top, mine = slots.sum(axis=2), slots.max(axis=2), np.zeros((layers, devices), bool)
-    offers, crossing = np.zeros((layers, devices), int), np.zeros((layers, nodes, nodes), np.int32)
-    if most is not None:
-        layer, expert = np.nonzero(placement.replicated)
-        home = placement.home[layer, expert]
-        np.add.at(offers, (layer, home), 1)
-        at, to = np.nonzero(lists.node_count[layer, expert] > 0)
-        np.add.at(crossing, (layer[at], home[at] // per_node, to), 1)
-
-    def fill(layer, device):
-        node = device // per_node
-        free[layer, device] -= 1
-        spare[layer, node], top[layer, node] = slots[layer, node].sum(axis=1), slots[layer, node].max(axis=1)
-        added.append(np.stack([layer, expert[layer], device], axis=1))
-        return np.bincount(layer, minlength=layers)
-
-    for turn in np.flatnonzero(wanted.any(axis=0)):
+    def fill(turn, carry):
+        held, free, sent = carry
         expert, left = order[:, turn], wanted[:, turn]
-        home, on_node = placement.home[rows, expert], lists.node_count[rows, expert] > 0
-        node, travels, reach = home // per_node, lists.count[rows, expert] > 1, ~on_node
-        if most is not None:
-            left = np.where(travels | (offers[rows, home] < most.offers), left, 0)
-            reach &= crossing[rows, node] < most.crossing
-        layer, to = _highest(np.where(reach & (top > 0), spare * high + top, 0), left)
-        device = to * per_node + slots[layer, to].argmax(axis=1)
-        crossing[layer, node[layer], to] += 1
-        placed = fill(layer, device)
-        on_node[layer, to] = True
-        at, near = np.nonzero(on_node & (spare > 0) & (left > placed)[:, None])
-        if len(at):
-            count = lists.count[rows, expert]
-            held = np.repeat(lists.start[rows, expert] - count.cumsum() + count, count) + np.arange(count.sum())
-            held = np.append(np.repeat(rows, count), layer), np.append(lists.holder[held], device)
-            mine[held] = True
-            room = np.where(mine.reshape(slots.shape)[at, near], 0, slots[at, near])
-            mine[held] = False
-            nth = np.argsort(np.argsort(-room, axis=1, kind="stable"), axis=1)
-            score = np.zeros(slots.shape, int)
-            score[at, near] = np.where(room > 0, (spare[at, near][:, None] - nth) * high + room, 0)
-            placed += fill(*_highest(score.reshape(free.shape), left - placed))
-        offers[rows, home] += ~travels & (placed > 0)
-    return np.concatenate([np.zeros((0, 3), int), *added])
+        mine, slots = held[rows, expert], by_node(free)
+        on_node = by_node(mine).any(axis=2)
+        reach, travels = ~on_node, mine.sum(axis=1) > 1
+        if limits is not None:
+            at, (offers, crossing) = limits.home[rows, expert], sent
+            left = xp.where(travels | (offers[rows, at] < limits.most.offers), left, 0)
+            reach = reach & (crossing[rows, at // per_node] < limits.most.crossing)
+        score = slots.sum(axis=2) * high + slots.max(axis=2)
+        to = highest(xp, xp.where(reach, score, 0), left)
+        first = to[:, :, None] & (xp.arange(per_node) == slots.argmax(axis=2)[:, :, None])
+        room = xp.where(by_node(mine) | first | ~(on_node | to)[:, :, None], 0, slots)
+        nth = xp.argsort(xp.argsort(-room, axis=2, stable=True), axis=2)
+        score = xp.where(room > 0, ((slots.sum(axis=2) - to)[:, :, None] - nth) * high + room, 0)
+        more = highest(xp, score.reshape(layers, devices), left - to.sum(axis=1))
+        new = first.reshape(layers, devices) | more
+        if limits is not None:
+            sent = (
+                xp.put(offers, (rows, at), offers[rows, at] + (~travels & new.any(axis=1))),
+                xp.put(crossing, (rows, at // per_node), crossing[rows, at // per_node] + to),
+            )
+        return xp.put(held, (rows, expert), mine | new), free - new, sent
+
+    start = held.copy(), free, None if limits is None else limits.sent(held, per_node)
+    return xp.repeat(fill, start, order.shape[1])[0] & ~before
 
 
-def _highest(score: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (row, column) of the `count` [r] highest scores above 0 in rows [r, n], of equal ones the lowest ids."""
+def highest(xp, score, count):
+    """Return bool [L, n], the `count` [L] highest scores above 0 of int [L, n], of equal ones the lowest ids."""
     size = score.shape[1]
-    key = score * size + np.arange(size)[::-1]
-    most = min(int(count.max()), size)
-    best = np.argpartition(key, max(size - most, 1) - 1, axis=1)[:, size - most :]
-    best = np.take_along_axis(best, np.argsort(-np.take_along_axis(key, best, axis=1), axis=1), axis=1)
-    row, nth = np.nonzero((np.take_along_axis(score, best, axis=1) > 0) & (np.arange(most) < count[:, None]))
-    return row, best[row, nth]
+    key = score * size + xp.arange(size)[::-1]
+    least = xp.take_along_axis(xp.sort(key, axis=1), xp.clip(size - count, 0, size - 1)[:, None], axis=1)
+    return (key >= least) & (score > 0) & (count > 0)[:, None]
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:

@@ -1,7 +1,6 @@
 """Least-loaded expert parallelism: what is too much for a device goes to the least-loaded ones, with its experts.
 
-No device computes more than a capacity, as far as the slots allow: `spill` on the host, move by move, and
-`spill_quotas` on the device.
+No device computes more than a capacity, as far as the slots allow.
 Source: Nguyen et al., Least-Loaded Expert Parallelism, arXiv 2601.17111 (2026). Theirs are alpha = `capacity`, m =
 `least_chunk`, lambda = `uneven_from`. What finds no device with room stays at home here, where theirs goes to the least
 loaded all the same; and which tokens of an expert travel is ours: those nearest to a holder stay there.
@@ -10,11 +9,9 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
-from moe_jax.planning.balancer import NUMPY, Planner, falling, home_loads, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
 from moe_jax.planning.shares import with_quotas
 from moe_jax.planning.sizes import fit_replicas
 
@@ -73,47 +70,6 @@ def spill_quotas(xp, totals, home, slots: int, devices: int, config):
     return xp.repeat(step, start, devices + 2 * experts, lambda carry: (next_expert(carry)[0] > 0).any())[0]
 
 
-def spill(totals: np.ndarray, home: np.ndarray, slots: int, devices: int, config):
-    """Do what `spill_quotas` does, a move at a time: -> (moves int [n, 3], tokens [n], what homes keep [L, E]).
-
-    Moves are rows (layer, expert, device), each once. As a device is filled to the capacity or the expert has given
-    all, the least-loaded device is one that has none of the expert yet, or no device has room.
-    """
-    moves, tokens, at_home = [], [], totals.copy()
-    for layer, loads in enumerate(home_loads(totals, home, devices)):
-        total, homes = totals[layer], home[layer].tolist()
-        mean = loads.sum() / devices
-        full, least = config.capacity * mean, max(config.least_chunk, 1e-9) * mean
-        if not loads.max() > config.uneven_from * mean:
-            continue
-        load, used, sent = loads.tolist(), [0] * devices, [0] * devices
-        heap = [(tokens, device) for device, tokens in enumerate(load) if slots and full - tokens >= least]
-        heapq.heapify(heap)
-        for expert in falling(total).tolist():
-            source, mine = homes[expert], float(total[expert])
-            gives = False
-            while mine > 0 and load[source] > full and (gives or sent[source] < slots) and heap:
-                surplus, (lowest, target) = min(mine, load[source] - full), heap[0]
-                chunk = min(surplus, full - lowest)
-                if chunk < least:
-                    break
-                moves.append((layer, expert, target))
-                tokens.append(chunk)
-                sent[source] += not gives
-                gives, mine = True, max(mine - chunk, 0.0)
-                load[source] -= chunk
-                load[target] += chunk
-                used[target] += 1
-                if used[target] < slots and full - load[target] >= least:
-                    heapq.heapreplace(heap, (load[target], target))
-                else:
-                    heapq.heappop(heap)
-                if chunk == surplus:
-                    break
-            at_home[layer, expert] = mine
-    return np.array(moves, np.int64).reshape(-1, 3), np.array(tokens), at_home
-
-
 @register("llep", after_gate=True)
 class LlepPlanner(Planner):
     """Spill by predicted loads ahead, or by those of the step after the gate, when every replica comes late."""
@@ -137,16 +93,14 @@ class LlepPlanner(Planner):
         totals, late = loads.sum(axis=1).astype(np.float64), cost.late if self.config.when == "after_gate" else None
         slots = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
         bare = placement.replace(replicas=None, shares=None, rule="shares")
-        moves, tokens, at_home = spill(totals, bare.home, slots, bare.devices, self.config)
+        quota = spill_quotas(NUMPY, totals, bare.home, slots, bare.devices, self.config)
         if late is not None:
-            wanted = np.zeros((*bare.home.shape, bare.devices), bool)
-            wanted[tuple(moves.T)] = True
+            wanted = (quota > 0) & ~bare.homes
             added, *_ = fit_replicas(NUMPY, wanted, falling(totals), bare.home, late)
             stays = (wanted & ~added).any(axis=2)
             self.counters["late_cut"] += int(stays.sum())
-            at_home, goes = np.where(stays, totals, at_home), ~stays[tuple(moves[:, :2].T)]
-            moves, tokens = moves[goes], tokens[goes]
-        return with_quotas(bare.replace(replicas=moves), moves, tokens, at_home, loads)
+            quota = np.where(stays[:, :, None], bare.homes * totals[:, :, None], quota)
+        return with_quotas(bare, quota, loads)
 
     def late_rule(self, shape, cost, groups):
         return None if shape.late is None else ("quotas", {"plan": spill_quotas, "config": self.config})

@@ -23,7 +23,8 @@ from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
-from moe_jax.moe.after_gate_rules import RULES, ShareRule, edges_of
+from moe_jax.moe.after_gate import JAX
+from moe_jax.moe.after_gate_rules import RULES, ShareRule
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.sparse_all_gather import shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
@@ -33,7 +34,7 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
-from moe_jax.planning.shares import level_quotas
+from moe_jax.planning.shares import level_quotas, node_edges
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_size, transfer_sizes
 
 DEVICES, EXPERTS, SLOTS, NODE, HOMES = 8, 16, 3, 4, 4
@@ -342,7 +343,8 @@ def test_one_kernel_decides_what_the_loops_do(sizes):
             want, got = loops(totals, held, home), np.asarray(kernel(jnp.asarray(totals), held, home))
             np.testing.assert_array_equal(together[at], want)
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-10 * max(totals.max(), 1))
-            edges = [np.asarray(edges_of(jnp.asarray(counts), jnp.asarray(q), home, 0, NODE)) for q in (want, got)]
+            supply = counts.reshape(-1, NODE, len(totals)).sum(axis=1).T
+            edges = [np.asarray(node_edges(JAX, supply, jnp.asarray(q), home, 0)) for q in (want, got)]
             np.testing.assert_array_equal(*edges)
     counts, held, home = case(*sizes, "random", 0)
     totals = counts.sum(axis=0)
