@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_jax.cluster import exchange_seconds
+from moe_jax.cluster import Links
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.parallel.transfer_shape import TransferShape
@@ -115,6 +115,7 @@ def simulate(
     samples = judged(trace.iterations, lag)[::every]
     apart = np.maximum(1, np.diff(trace.iterations, prepend=trace.iterations[0]) // least_lag(trace.iterations))
     rows: list[dict] = []
+    links = Links.of(cost.cluster, placement.devices, "replay", cost.shards)
     plans: list[tuple[Placement, Placement]] = []
     before, seen = placement, 0
     for sample in samples.tolist():
@@ -131,7 +132,7 @@ def simulate(
         plans.append((ahead, plan))
         pairs = routing.pair_loads(plan, trace.loads[sample])
         computed, held = pairs.sum(axis=1), plan.holds & ~plan.homes
-        exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay", cost.shards)
+        exchange = links.exchange(pairs * cost.exchanged_bytes)
         row = {
             "computed": computed,
             "received": computed - np.einsum("ldd->ld", pairs),

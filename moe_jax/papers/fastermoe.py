@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.cluster import exchange_seconds
+from moe_jax.cluster import Links
 from moe_jax.papers.loads import OF_64, find_loads
 from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import Model, Setting, machine
@@ -120,7 +120,8 @@ def shadows(setting: Setting, loads: np.ndarray, artifact: bool) -> np.ndarray:
 
 def exchange(setting: Setting, pairs: np.ndarray) -> np.ndarray:
     """Return T_comm of one all-to-all, link by link: tokens [..., D, D] -> seconds [...]."""
-    return exchange_seconds(setting.cluster, pairs * (setting.model.model_dim * ITEM), "an exchange")
+    links = Links.of(setting.cluster, pairs.shape[-1], "an exchange")
+    return links.exchange(pairs * (setting.model.model_dim * ITEM))
 
 
 def in_turn(setting: Setting, pairs: np.ndarray, moved=0.0) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.cluster import group_of, uniform_seconds
+from moe_jax.cluster import Links
 from moe_jax.parallel.bucket_rows import BucketRows, carried
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import NUMPY
@@ -172,8 +172,8 @@ def padded_seconds(rows: BucketRows, placement: Placement, cost: Cost) -> float:
     """Return the seconds of one exchange of buckets of so many rows between all devices of the placement."""
     sent = carried(rows, placement.devices, placement.devices_per_node)
     inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
-    group = group_of(cost.cluster, placement.devices, stride=cost.shards)
-    return float(uniform_seconds(cost.cluster, group, inside, across, "the split of tokens"))
+    links = Links.of(cost.cluster, placement.devices, "the split of tokens", cost.shards)
+    return float(links.uniform(inside, across))
 
 
 def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str = "") -> tuple[Placement, str]:
