@@ -63,7 +63,7 @@ class Links:
     @property
     def fit(self) -> Fit | None:
         """What the user's calibration has for an all-to-all of this group."""
-        if self.group.kind != "all-to-all":
+        if not self.cluster.fits or self.group.kind != "all-to-all":
             return None
         return dict(self.cluster.fits).get(fit_name("all_to_all", self.group.members, stride=self.group.stride))
 

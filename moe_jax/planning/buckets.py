@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.parallel.bucket_rows import BucketRows, round_up
+from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
@@ -27,7 +27,7 @@ class Buckets:
     """The rule for the buckets of one exchange of one microbatch, between the members of an expert-parallel group.
 
     Attributes:
-      sizes: `LayerSizes` of `moe/schedule.py`, of a layer without a plan.
+      sizes: `LayerSizes` of `moe/schedule.py`, of a layer without a plan; even: the rows of its buckets.
       devices: D, members; devices_per_node: of them on a node.
       limit: `PlannerConfig.bucket_limit`, most rows over the mean of a bucket that travels.
       chance: `MoEConfig.overflow_chance`, for a layer's exchange in one data-parallel group; 0 for rows that no
@@ -39,6 +39,7 @@ class Buckets:
     """
 
     sizes: Any
+    even: int
     devices: int
     devices_per_node: int
     limit: float
@@ -55,7 +56,7 @@ class Buckets:
 
     def there(self, shape: PlanShape) -> BucketRows:
         """Return the rows that buckets have under a shape."""
-        planned = shape.bucket_rows or self.sizes.planned_rows
+        planned = shape.bucket_rows or self.sizes.planned_rows or BucketRows.even(self.even)
         return dataclasses.replace(self.sizes, groups=shape.slots, planned_rows=planned).bucket_rows(self.devices)
 
     def most(self, shape: PlanShape) -> BucketRows:
@@ -64,9 +65,8 @@ class Buckets:
         Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
         travel; except where others have its length.
         """
-        sizes = dataclasses.replace(self.sizes, groups=shape.slots)
-        worst, even = sizes.worst_rows(), sizes.even_rows(self.devices)
-        most = min(max(math.ceil(self.limit * (self.choices / self.devices)), even), worst)
+        worst = dataclasses.replace(self.sizes, groups=shape.slots).worst_rows()
+        most = min(max(math.ceil(self.limit * (self.choices / self.devices)), self.even), worst)
         return BucketRows(own=most if self.one_length else worst, node=most, far=most)
 
     def needed(
@@ -92,9 +92,9 @@ class Buckets:
             rows = BucketRows(**{kind: self.parts * rows.get(kind, 0) for kind in by_kind})
         else:
             fullest = routing.fullest(placement, loads)
-            rows = fullest.each(lambda pair: round_up(pair / self.summed * (1 + error), self.multiple))
-        fewest = round_up(FEWEST * self.choices / self.devices, self.multiple)
-        return rows.each(lambda size: max(size, fewest)).at_most(self.most(shape))
+            rows = fullest.each(lambda pair: pair / self.summed * (1 + error)).rounded(self.multiple)
+        fewest = BucketRows.even(FEWEST * self.choices / self.devices).rounded(self.multiple)
+        return rows.at_least(fewest).at_most(self.most(shape))
 
     def enlarged(self, shape: PlanShape, needed: BucketRows) -> PlanShape:
         """Return the shape with headroom for what its buckets have too few rows for, the others as they are.
@@ -105,6 +105,6 @@ class Buckets:
             return shape
         headroom = 1.0 if self.chance else HEADROOM
         larger = needed.each(lambda size: math.ceil(headroom * size)).at_most(self.most(shape))
-        larger = larger.each(lambda size: round_up(size, self.multiple))
+        larger = larger.rounded(self.multiple)
         rows = larger if shape.bucket_rows is None else shape.bucket_rows.where_smaller(needed, larger)
         return dataclasses.replace(shape, bucket_rows=rows)

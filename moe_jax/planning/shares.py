@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.cluster import Links
-from moe_jax.parallel.bucket_rows import BucketRows, carried
+from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import NUMPY
 from moe_jax.planning.cost import Cost
@@ -170,7 +170,7 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
 
 def padded_seconds(rows: BucketRows, placement: Placement, cost: Cost) -> float:
     """Return the seconds of one exchange of buckets of so many rows between all devices of the placement."""
-    sent = carried(rows, placement.devices, placement.devices_per_node)
+    sent = rows.carried(placement.devices, placement.devices_per_node)
     inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
     links = Links.of(cost.cluster, placement.devices, "the split of tokens", cost.shards)
     return float(links.uniform(inside, across))

@@ -105,6 +105,7 @@ def _buckets(config: RunConfig, roles: Roles) -> Buckets | None:
     exchanges = config.train.grad_accum_steps * data_groups
     return Buckets(
         sizes=sizes,
+        even=dataclasses.replace(sizes, groups=moe.num_experts).even_rows(members),  # the worst case bounds them later
         devices=members,
         devices_per_node=roles.members_per_node,
         limit=config.planner.bucket_limit,

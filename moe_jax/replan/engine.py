@@ -125,16 +125,11 @@ class RejitEngine:
             began = time.perf_counter()
             state = self._move_homes(state if settle is None else settle(), self.placement)
             record["reshard_seconds"] = time.perf_counter() - began
-        if self.tables is None:
-            tables = self.filled or self._filled(self.shape, self.placement)
-            self.tables, self.filled = self._on_devices(tables), None
-            text = "".join(own.fingerprint() for own in self.placement.values()) + repr(shape_data(self.shape))
-            self.hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
         record["plan_id"] = self.plan_id
         if self.remark:
             record["plan_remark"] = self.remark
         self.records[step] = (self.placement, record, self.shape)
-        return self._compile(self.shape).result(), self.tables, self._host_signals(flag), state
+        return self._compile(self.shape).result(), *self._inputs(flag), state
 
     def after_dispatch(self, step: int):
         """Plan for step `step` + 1 while the devices work on `step`."""
@@ -203,14 +198,22 @@ class RejitEngine:
             self.executables[key] = self.thread.submit(self.session.compile_programs, shape)
         return self.executables[key]
 
-    def _host_signals(self, flag: int):
-        """Return the step's input int32 [devices, 3], of this process: stop, newest shape ready here, hash of plan."""
+    def _inputs(self, flag: int) -> tuple[dict[str, Tables], Any]:
+        """Return the step's tables and host signals int32 [devices, 3]: stop, newest shape ready here, hash of plan."""
+        places, new = self.session.state_shardings, {}
+        if self.tables is None:
+            new = {"tables": self.filled or self._filled(self.shape, self.placement)}
+            text = "".join(own.fingerprint() for own in self.placement.values()) + repr(shape_data(self.shape))
+            self.hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
         ready = 0
         if self.pending is not None and (future := self._compile(self.pending.shape)).done():
             future.result()  # a failed compilation ends the run now, not at a swap that others may never reach
             ready = self.pending.number
         rows = np.tile(np.array([flag, ready, self.hash], np.int32), (self.session.roles.num_devices, 1))
-        return to_devices(rows, self.session.state_shardings.host_signals)
+        sent = {"host_signals": rows, **new}
+        sent = to_devices(sent, {name: getattr(places, name) for name in sent})
+        self.tables, self.filled = sent.get("tables", self.tables), None
+        return self.tables, sent["host_signals"]
 
     def _is_due(self, step: int, pending: Pending) -> bool:
         """Say whether step `step` is to run with the pending shape, which may still be compiling here."""
@@ -237,15 +240,10 @@ class RejitEngine:
         slots = tuple(own.home_slots for own in shape.values())
         if slots not in self.evaluations:
             self.evaluations[slots] = self.session.evaluation_step(shape)
-        return self.evaluations[slots], self._on_devices(self._filled(shape, bare))
+        return self.evaluations[slots], to_devices(self._filled(shape, bare), self.session.state_shardings.tables)
 
     def _filled(self, shape: Shapes, placement: Placements) -> dict[str, Tables]:
         return {name: fill_tables(own, placement[name]) for name, own in shape.items()}
-
-    def _on_devices(self, tables: dict[str, Tables]):
-        """Return tables as the step takes them."""
-        shardings = self.session.state_shardings.tables
-        return {name: to_devices(own, shardings[name]) for name, own in tables.items()}
 
     def close(self):
         """End the thread; a running compilation cannot be stopped, so this waits for it."""
