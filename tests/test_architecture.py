@@ -221,7 +221,7 @@ def test_gin_stays_in_one_file():
 def test_what_concerns_several_processes_stays_in_one_package():
     alone = {"socket", "selectors", "ctypes", "signal"}
     for module, names in imports(everywhere=True).items():
-        if package_of(module) != "jobs" and module not in ("moe_jax.watch", "moe_jax.tune"):
+        if package_of(module) != "jobs" and module != "moe_jax.watch":
             assert not alone & {name.split(".")[0] for name in names}, module
     variables = re.compile(r"SLURM_|OMPI_|JAX_(COORDINATOR|NUM_PROCESSES|PROCESS_ID|LOCAL_DEVICE_IDS)|JOB_COMPLETION")
     read = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if variables.search(path.read_text())}

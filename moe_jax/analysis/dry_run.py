@@ -172,8 +172,8 @@ def _segment_lines(run: RunConfig, roles: Roles) -> list[str]:
 
 
 def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
-    """Say what is in float8, and what the schedule chooses for itself before there is a plan with buckets of its own,
-    and by what; nothing of those that choose nothing."""
+    """Say whether rows travel in float8, and what the schedule chooses for itself before there is a plan with buckets
+    of its own, and by what; nothing of those that choose nothing."""
     lines, runs = [], segment_runs(run, roles)
     for name, (own, own_roles) in runs.items():
         moe, model, said = own.moe, own.model, []
@@ -182,11 +182,6 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
             said.append(
                 f"rows travel to experts in {E4M3}, {moe.sent_bytes(model.model_dim)} bytes each instead of "
                 f"{model.model_dim * item}; back, and their gradients, in {model.dtype}"
-            )
-        if moe.expert_dtype == E4M3:
-            said.append(
-                f"experts multiply in {E4M3}, forward and for the gradients of rows; gradients of weights in "
-                f"{model.dtype}"
             )
         tokens = rows_of(model, own_roles, own.train.microbatch_size) * own.data.sequence_length  # of an MP group
         if moe.schedule == "pairwise":
@@ -275,13 +270,12 @@ def _byte_lines(run: RunConfig, needs: Needs) -> list[str]:
         ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {needs.attention!r}"),
         ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
-        ("float8", held.float8, "copies of experts' weights, the most of them"),
         ("teacher", held.teacher, "its parameters and one layer's forward, estimate"),
         ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]
     lines = [needs.stages]
     for name, size, note in rows:
-        if size or name not in ("averaged parameters", "float8", "teacher"):
+        if size or name not in ("averaged parameters", "teacher"):
             binary = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
             lines.append(f"{name:22}{size:>20,}  {binary}  ({note})")
     return lines

@@ -19,7 +19,6 @@ from moe_jax.cluster.targets import MEMORY_SHARE, Target, parse_target
 from moe_jax.config.run_config import RunConfig, with_bindings
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8 import E4M3
 from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
@@ -116,7 +115,7 @@ def count_bytes(plan: Plan) -> Needs:
     """Return what each device holds, with as many replicas as the planner may have."""
     run, roles, target = plan.run, plan.roles, plan.target
     resolved, moe = resolve_attention(run.model, target), run.moe
-    if target is not None and moe.expert_dtype != E4M3:
+    if target is not None:
         dims = (run.model.model_dim, run.model.hidden_dim // roles.size(roles.expert_shard))
         chosen = choose_implementation(moe.grouped_matmul, target, jnp.dtype(run.model.dtype), dims)
         moe = dataclasses.replace(moe, grouped_matmul=chosen)

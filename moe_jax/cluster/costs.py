@@ -270,7 +270,6 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
     if name.startswith("mosaic_gpu"):
         # a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]
         floats = [array for array in arrays if not array.dtype.startswith(("s", "u", "pred"))]
-        floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # next to their scales
         rows = [array for array in floats if len(array.dims) == 2]
         product = None
         weights = [array for array in floats if len(array.dims) == 3]

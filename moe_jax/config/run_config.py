@@ -56,6 +56,7 @@ BEFORE = {"DataConfig.add_special_tokens": "False"}
 # Bindings that are gone: (the default that they had, what serves instead). Files that runs wrote down have them all.
 REMOVED = {
     "train.copy_every": ("0", "set train.checkpoint_every lower: checkpoints are written beside the steps"),
+    "MoEConfig.expert_dtype": ("'compute'", "experts multiply in ModelConfig.dtype; MoEConfig.dispatch_dtype stays"),
     "train.min_dim_size_to_factor": ("128", "it was of 'adafactor': take train.optimizer = 'adamw' or 'muon'"),
 }
 ABSENT = "(absent)"

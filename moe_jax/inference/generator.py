@@ -74,7 +74,7 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
     # generated next to it, on its batch's padding, and on whether a token is read with its prompt or by itself.
     # float8 is how a run trains faster, and is not how single tokens are decoded.
     changes = {"capacity_factor": None, "gate_noise": 0.0, "balance_over": "batch", "record_choices": False}
-    moe = dataclasses.replace(moe, expert_dtype=COMPUTE, dispatch_dtype=COMPUTE, **changes)
+    moe = dataclasses.replace(moe, dispatch_dtype=COMPUTE, **changes)
     changes = {"remat": "none", "prefetch": "none", "refetch_replicas": False, "sequence_parallel": False}
     return dataclasses.replace(model, **changes), moe
 

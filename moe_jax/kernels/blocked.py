@@ -194,14 +194,6 @@ def clear_unowned_rows(array: Array, group_sizes: Array) -> Array:
     return jnp.where(rows_in_use(group_sizes, array.shape[0]), array, jnp.zeros((), array.dtype))
 
 
-LINES = 8  # rows of a swizzled tile of Hopper's shared memory: a copy into one starts at a multiple of them
-
-
-def fill_lines(rows: Array) -> Array:
-    """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
-    return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
-
-
 @register("reference")
 class ReferenceMatmul:
     """Every group multiplies every row, and a mask selects its own: G times the FLOPs, and simple."""

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from moe_jax.errors import UserError
 from moe_jax.parallel.varying import match_varying
 
 Array = jax.Array
@@ -48,14 +49,11 @@ class GroupedWeights:
 Operands = tuple[GroupedWeights, ...]  # the groups of the first come first
 
 _REGISTRY: dict[str, Any] = {}
-FLOAT8 = "float8:"  # and the name of the implementation below (`float8.py`)
 HOPPER = "9.0"  # compute capability: the kernels of `hopper.py` use instructions of this generation alone
 
 
 def register(name: str) -> Callable:
-    """Declare the decorated class, or what makes an instance of one, as the grouped matmul `name`.
-
-    One whose name holds a colon stands over another one: a config does not name it, another field asks for it. It has
+    """Declare the decorated class, or what makes an instance of one, as the grouped matmul `name`. It has
 
         multiply(lhs [R, K], group_sizes, operands) -> [R, N] in the dtype of lhs
         gradients(lhs, dout [R, N], group_sizes, operands) -> (gradient of lhs, zero past the last group,
@@ -67,7 +65,6 @@ def register(name: str) -> Callable:
         ffn(activation, rows [R, M], group_sizes, ins, outs, saved) -> ([R, M], residuals, () where not `saved`)
         ffn_gradients(activation, rows, residuals, dout, group_sizes, ins, outs) -> gradients of rows, ins, and outs
 
-    and, if it multiplies e4m3 itself, `multiply_float8`, which `float8.py` calls where all dims are multiples of 128;
     and, if it gathers the weights of all groups and casts them to the dtype of lhs, `gathers = True`.
     """
 
@@ -80,8 +77,8 @@ def register(name: str) -> Callable:
 
 
 def implementations() -> tuple[str, ...]:
-    """Return the registered names that a config may choose, sorted."""
-    return tuple(sorted(name for name in _REGISTRY if ":" not in name))
+    """Return the registered names, sorted."""
+    return tuple(sorted(_REGISTRY))
 
 
 def find_implementation(name: str) -> Any:
@@ -97,23 +94,32 @@ def find_implementation(name: str) -> Any:
     return _REGISTRY[name]
 
 
-def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_float8: bool = False) -> str:
+def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:
     """Return the configured name, or what 'auto' is: never one that multiplies every row by every group's weights.
 
     Args:
-      device: `jax.Device`, real or described.
+      device: `jax.Device`, real or described; None, which 'auto' does not take, checks nothing.
       dtype: of the rows.
       dims: model and hidden dim of the weights on this device.
-      in_float8: take that of `float8.py` over the chosen one.
+
+    Raises:
+      UserError: 'hopper' by name on another device.
     """
-    if wanted == "auto":
-        # TPUs have a kernel for `lax.ragged_dot`. XLA for GPUs expands it to G matmuls of all rows, in FLOPs and
-        # memory, or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
-        wanted = "ragged" if device.platform == "tpu" else "fused"
-        of_hopper = str(getattr(device, "compute_capability", "")) == HOPPER and dtype in (jnp.bfloat16, jnp.float16)
-        if of_hopper and not any(dim % 64 for dim in dims):
-            wanted = "hopper"
-    return FLOAT8 + wanted if in_float8 else wanted
+    capability = str(getattr(device, "compute_capability", ""))
+    if wanted == "hopper" and device is not None and capability != HOPPER:
+        raise UserError(
+            f"MoEConfig.grouped_matmul ('hopper') needs a GPU of compute capability {HOPPER}, not "
+            f"{capability or device.platform}; set MoEConfig.grouped_matmul = 'auto'"
+        )
+    if wanted != "auto":
+        return wanted
+    # On Hopper, in 16 bits, 'auto' is the kernels that ship with JAX, whose tests hold them to plain matmuls; no GPU
+    # has run them for this project, where they are compiled for one, and scripts/gpu_day.py compares them on one.
+    if capability == HOPPER and dtype in (jnp.bfloat16, jnp.float16) and not any(dim % 64 for dim in dims):
+        return "hopper"
+    # TPUs have a kernel for `lax.ragged_dot`. XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory,
+    # or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
+    return "ragged" if device.platform == "tpu" else "fused"
 
 
 def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implementation: str) -> Array:

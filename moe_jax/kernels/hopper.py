@@ -1,7 +1,7 @@
-"""Grouped matmul for Hopper GPUs: `hopper`, the Pallas kernels that ship with JAX, and e4m3 numbers by our own.
+"""Grouped matmul for Hopper GPUs: `hopper`, the Pallas kernels that ship with JAX.
 
 See `grouped.py` for inputs and outputs; 16-bit floats, K and N multiples of 64. No GPU has run them for this project:
-training compares them with plain matmuls before it starts. Only a program that uses these loads Pallas.
+JAX's tests hold them to plain matmuls, and so does scripts/gpu_day.py. Only a program that uses these loads Pallas.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.blocked import clear_unowned_rows, fill_lines, gather_weights, split_gradient
+from moe_jax.kernels.blocked import clear_unowned_rows, gather_weights, split_gradient
 from moe_jax.kernels.grouped import Operands, register
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 Array = jax.Array
 
 TILE = 64  # the least tile: rows of a warpgroup's matmul, and one swizzled line of 16-bit floats
+LINES = 8  # rows of a swizzled tile of Hopper's shared memory: a copy into one starts at a multiple of them
 HOPPER_CORES = 132
 
 
@@ -27,7 +28,6 @@ class HopperMatmul:
     """The shipped `ragged_dot` and `transposed_ragged_dot` kernels; gradients of weights are rounded to 16 bits."""
 
     gathers = True
-    interpret = None  # of the kernel for e4m3: tests set the parameters of Pallas' interpreter
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands, transposed: bool = False) -> Array:
         """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
@@ -71,14 +71,10 @@ class HopperMatmul:
         dweight = cast_varying(dweight, varying_axes(lhs))  # the kernel's outputs are typed as equal on all devices
         return dlhs, split_gradient(dweight, operands)
 
-    def multiply_float8(self, rows: Array, group_sizes: Array, weights: Array, scales: Array) -> Array:
-        """Return rows [R, K] times their groups' weights e4m3 [G, N, K], with the scales of `quantise`: [R, N]."""
-        from moe_jax.kernels.float8_kernel import rows_by_weights
 
-        check_tiles(rows, weights.shape[1:])
-        cores = getattr(jax.devices()[0], "core_count", HOPPER_CORES) if self.interpret is None else 2
-        out = rows_by_weights(rows, group_sizes, weights, scales, cores=cores, interpret=self.interpret)
-        return cast_varying(out, varying_axes(rows))  # as above
+def fill_lines(rows: Array) -> Array:
+    """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
+    return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
 
 
 def check_tiles(rows: Array, dims: tuple[int, ...]) -> None:

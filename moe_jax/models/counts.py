@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
-from moe_jax.kernels.float8 import E4M3
 from moe_jax.models.config import LoraConfig, ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
 from moe_jax.models.model_group import rows_of
@@ -141,7 +140,6 @@ class DeviceBytes:
       ema: the moving average of the parameters, where one is kept.
       replicas: parameters and gradients of a plan's replicas, 0 without a plan; overflow: what later passes hold.
       teacher: of a student, all that its teacher needs; 0 without one.
-      float8: copies of experts' weights around their matmuls in float8; 0 without `MoEConfig.expert_dtype`.
     """
 
     parameters: int
@@ -153,7 +151,6 @@ class DeviceBytes:
     replicas: int = 0
     overflow: int = 0
     teacher: int = 0
-    float8: int = 0
 
     @property
     def total(self) -> int:
@@ -235,13 +232,12 @@ def device_bytes(
     cast, own = 0, {segment.name: None if plan is None else plan[segment.name] for segment in model.expert_segments}
     if compute_itemsize != param_itemsize:  # but where a named kernel reads the bank as it is
         named = {s.name: s.moe for s in model.expert_segments if s.moe.grouped_matmul != "auto"}
-        named = {name: moe for name, moe in named.items() if moe.expert_dtype != E4M3}
         split = layout.dp_stage == 3 and model.roles.size(model.roles.data) > 1
         read = {name for name, moe in named.items() if reads_as_stored(moe.grouped_matmul, own[name], split)}
         banks = (shapes["bank"], layout.params["bank"])
         banks = ({name: of[name] for name in of if name not in read} for of in banks)
         cast = _held(*banks, model, model.config.dtype)
-    replicas, overflow, float8 = _around_experts(sizes, plan)
+    replicas, overflow = _around_experts(sizes, plan)
     return DeviceBytes(
         parameters=_held(shapes, layout.params, model),
         optimizer=MOMENTS * moments if optimizer is None else optimizer,
@@ -252,7 +248,6 @@ def device_bytes(
         replicas=replicas,
         overflow=overflow,
         teacher=0 if teacher is None else teacher_bytes(teacher),
-        float8=float8,
     )
 
 
@@ -298,11 +293,11 @@ def _gathered(model: LanguageModel) -> int:
     return count
 
 
-def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
-    """Return the bytes of replicas, of what later passes hold, and of copies of experts' weights in float8."""
+def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int]:
+    """Return the bytes of replicas, and of what later passes hold."""
     model, roles = sizes.model, sizes.model.roles
     param_itemsize, compute_itemsize = _itemsizes(model.config)
-    replicas, overflow, brought_back, copies, largest = 0, 0, max(4, compute_itemsize), 0, 0
+    replicas, overflow = 0, 0
     matrices = matrices_of(model.config.activation)
     group_tokens = sizes.group_tokens // (2 if model.config.overlap == "halves" else 1)
     for segment in model.expert_segments:
@@ -326,16 +321,6 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
                     by_node = max(ends, 2 * transfer.places / transfer.inside)
                     travelling += by_node if transfer.by_node else ends
             replicas += int(expert * parameters + max(gradients, expert * travelling * compute_itemsize))
-        if moe.expert_dtype == E4M3:
-            # Each matrix of a layer, all groups of a device together, is gathered, quantised and brought back, in
-            # float32 where the compute dtype is smaller and no kernel multiplies 8 bits; one of them at a time is also
-            # transposed, looked at as integers, and copied once more (by jax 0.12). A scan holds the copies of one
-            # matrix. Layers that are written out may hold those of all: they depend on parameters alone, so the
-            # compiler is free to make them early, and shares those of forward and backward.
-            groups = own.most_homes(moe.num_experts) if shape is None else shape.slots
-            one = groups * matrix * (compute_itemsize + 1 + brought_back)
-            copies = max(copies, one) if config.stack == "scan" else copies + config.moe_layers * matrices * one
-            largest = max(largest, groups * matrix)
         if find_schedule(moe.schedule).moves_tokens:
             layer = layer_sizes(moe, own, group_tokens * roles.size(roles.model), shape)
             buckets = layout_of(own, layer.bucket_rows(own.size(own.expert)))
@@ -346,7 +331,7 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int, int]:
                 groups = own.most_homes(moe.num_experts) + (shape.replica_slots if shape else 0)
                 summed = 2 * param_itemsize * groups * matrices * matrix
                 overflow = max(overflow, summed + 2 * compute_itemsize * buckets.total * row)
-    return replicas, overflow, copies + 3 * brought_back * largest
+    return replicas, overflow
 
 
 def _activations(sizes: Sizes, plan: Shapes | None) -> int:

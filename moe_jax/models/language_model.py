@@ -195,7 +195,7 @@ class LanguageModel:
                     f"set MoEConfig.shared_hidden_dim to a multiple of {parts}"
                 )
             check_hidden_dim("ModelConfig.hidden_dim", segment.config.hidden_dim, self.roles)
-            check_float8(segment.moe, segment.config.model_dim, segment.config.hidden_dim, self.roles)
+            check_float8(segment.moe, segment.config.model_dim)
             layer_sizes(segment.moe, self.roles_of(segment), 1)
 
     @functools.cached_property

@@ -18,7 +18,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8 import E4M3
 from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models.attention import document_positions
 from moe_jax.models.config import Segment
@@ -149,7 +148,7 @@ def _as_read(bank: dict, segment: Segment, roles: Roles, plan: PlanShape | None,
     moe, bank = segment.moe, lax.stop_gradient(bank)
     device = roles.mesh.devices.flat[0] if moe.grouped_matmul == "auto" else None
     dims = bank["w_in"].shape[1:]
-    implementation = choose_implementation(moe.grouped_matmul, device, dtype, dims, moe.expert_dtype == E4M3)
+    implementation = choose_implementation(moe.grouped_matmul, device, dtype, dims)
     if reads_as_stored(implementation, plan, layout.dp_stage == 3 and roles.size(roles.data) > 1):
         return bank
     return {name: leaf.astype(dtype) for name, leaf in bank.items()}

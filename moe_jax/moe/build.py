@@ -136,8 +136,8 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
         )
 
 
-def check_float8(config: MoEConfig, model_dim: int, hidden_dim: int, roles: Roles) -> None:
-    """Raise a UserError where `expert_dtype` or `dispatch_dtype` ask for float8 and sizes or schedule forbid it."""
+def check_float8(config: MoEConfig, model_dim: int) -> None:
+    """Raise a UserError where `dispatch_dtype` asks for float8 and the model dim or the schedule forbids it."""
     if config.dispatch_dtype == E4M3:
         records = map(find_schedule, schedules())
         possible = [record.name for record in records if record.one_piece and record.moves_tokens]
@@ -147,8 +147,4 @@ def check_float8(config: MoEConfig, model_dim: int, hidden_dim: int, roles: Role
                 f"{config.schedule!r}, which sends no rows in one exchange; choose one of {', '.join(possible)}, or "
                 "MoEConfig.dispatch_dtype = 'compute'"
             )
-        check_blocks("MoEConfig.dispatch_dtype", "the model dim", model_dim)
-    if config.expert_dtype == E4M3:
-        check_blocks("MoEConfig.expert_dtype", "the model dim", model_dim)
-        part = hidden_dim // roles.size(roles.expert_shard)
-        check_blocks("MoEConfig.expert_dtype", "the experts' hidden dim on a device", part)
+        check_blocks(model_dim)

@@ -41,10 +41,9 @@ class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIss
         steps are run again, or straight by the complete program: for routers that are kept even, or planned for.
       shared_experts: n, experts that every token goes to, besides those it chooses; 0 is none.
       shared_hidden_dim: hidden dim of each of them; 0 takes that of the routed ones.
-      expert_dtype: of the operands of the experts' matmuls: 'compute', ModelConfig.dtype; or 'float8_e4m3' with a scale
-        for each block of 128, forward and for the gradients of rows (`kernels/float8.py`).
-      dispatch_dtype: of the rows that travel to experts: 'compute', or 'float8_e4m3', about half of bfloat16's bytes;
-        the way back and all gradients travel in the compute dtype (`moe/schedule.py`).
+      dispatch_dtype: of the rows that travel to experts: 'compute', ModelConfig.dtype; or 'float8_e4m3' with a scale
+        for each block of 128, about half of bfloat16's bytes; the way back and all gradients travel in the compute
+        dtype (`moe/schedule.py`).
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
         token.
     """
@@ -60,7 +59,6 @@ class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIss
     overflow_chance: float = 0.0
     shared_experts: int = 0
     shared_hidden_dim: int = 0
-    expert_dtype: str = COMPUTE
     dispatch_dtype: str = COMPUTE
     residual: str = "sum"
 
@@ -96,9 +94,8 @@ class MoEConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralTypeIss
                 f"MoEConfig.shared_hidden_dim ({self.shared_hidden_dim}) needs MoEConfig.shared_experts of at least 1, "
                 "not 0"
             )
-        for name in ("expert_dtype", "dispatch_dtype"):
-            if getattr(self, name) not in DTYPES:
-                raise UserError(f"MoEConfig.{name} ({getattr(self, name)!r}) must be one of {', '.join(DTYPES)}")
+        if self.dispatch_dtype not in DTYPES:
+            raise UserError(f"MoEConfig.dispatch_dtype ({self.dispatch_dtype!r}) must be one of {', '.join(DTYPES)}")
         if self.residual not in RESIDUALS:
             raise UserError(f"MoEConfig.residual ({self.residual!r}) must be one of {', '.join(RESIDUALS)}")
         if self.residual == "learned" and not self.shared_experts:

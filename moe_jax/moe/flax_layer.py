@@ -66,7 +66,7 @@ class MoELayer(nnx.Module):
         devices = roles.size(roles.expert)
         layer_sizes(config, roles, 1)
         check_hidden_dim("hidden_dim", hidden_dim, roles)
-        check_float8(config, model_dim, hidden_dim, roles)
+        check_float8(config, model_dim)
         bank = init_bank(
             rngs.params(),
             1,

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.kernels.float8 import E4M3
 from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.moe.after_gate import decide
 from moe_jax.moe.bank import ExpertWeights
@@ -129,7 +128,7 @@ class MoE:
             # an abstract mesh has no devices to ask; an implementation that is named needs none
             device = self.roles.mesh.devices.flat[0] if wanted == "auto" else None
             dims = operands["w_in"][0].bank.shape[1:]
-            chosen = choose_implementation(wanted, device, rows.dtype, dims, self.config.expert_dtype == E4M3)
+            chosen = choose_implementation(wanted, device, rows.dtype, dims)
             how = {"activation": self.activation, "implementation": chosen}
             return expert_ffn(rows, group_sizes, operands, row_weights, **how)
 

@@ -24,10 +24,10 @@ from moe_jax.config.command_line import COMPILING
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data.cache import build_cache, check_vocabulary
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
-from moe_jax.kernels.float8 import E4M3
 from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.attention import resolve_attention
+from moe_jax.models.config import Segment
 from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.models.lora import joined
 from moe_jax.models.model_group import rows_of
@@ -93,26 +93,20 @@ class Program:
     def resolved(self) -> dict[str, str | bool]:
         """Return what the bindings that depend on devices come to on these, under their names."""
         model = self.model.config
+        multiplied = dict.fromkeys(map(self.grouped_matmul_of, self.model.expert_segments))
         return {
             "ModelConfig.attention": model.attention,
             "ModelConfig.overlap": model.overlap,
-            "MoEConfig.grouped_matmul": ", ".join(dict.fromkeys(self.grouped_matmuls.values())),
+            "MoEConfig.grouped_matmul": ", ".join(multiplied),
             "train.optimistic": self.is_optimistic(),
             "train.guide_scheduler": self.guiding_target() is not None,
         }
 
-    @property
-    def grouped_matmuls(self) -> dict[int, str]:
-        """{hidden dim of an expert on one device: its grouped matmul}, 'auto' resolved."""
-        moe, dtype = self.config.moe, jnp.dtype(self.config.model.dtype)
-        device, shards = self.devices[0], self.roles.size(self.roles.expert_shard)
-        hidden_dims = dict.fromkeys(segment.config.hidden_dim // shards for segment in self.model.expert_segments)
-        return {
-            hidden_dim: choose_implementation(
-                moe.grouped_matmul, device, dtype, (self.config.model.model_dim, hidden_dim), moe.expert_dtype == E4M3
-            )
-            for hidden_dim in hidden_dims
-        }
+    def grouped_matmul_of(self, segment: Segment) -> str:
+        """Return the grouped matmul of a segment's experts on these devices; errors as of `choose_implementation`."""
+        config, shards = segment.config, self.roles.size(self.roles.expert_shard)
+        dims = config.model_dim, config.hidden_dim // shards
+        return choose_implementation(segment.moe.grouped_matmul, self.devices[0], jnp.dtype(config.dtype), dims)
 
     def abstract_state(self) -> dict:
         """Return the training state as ShapeDtypeStructs with shardings."""
@@ -219,6 +213,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     tokens = program.group_rows * length
     for segment in model.expert_segments:
         check_router(segment.moe, model.roles_of(segment), tokens, length, config.planner)
+        program.grouped_matmul_of(segment)  # for its check
     return program
 
 

@@ -39,7 +39,6 @@ from moe_jax.storage.run_folder import (
     read_text,
     write_atomically,
 )
-from moe_jax.training.expert_check import select_verified_kernels
 from moe_jax.training.frozen_base import load_base, restore_params, settle_base
 from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.program import Session, build_session
@@ -102,7 +101,7 @@ def run(
             settled, identity = settle_teacher(config, latest or 0, past, hosts)
             base = settle_base(config, start.init_from, past, hosts)
             data = with_kept_file(config.data, folder.path)
-            session, compared = start_session(dataclasses.replace(settled, data=data), hosts)
+            session = start_session(dataclasses.replace(settled, data=data), hosts)
             checkpoints.check_room(config.train.steps, session.saved(session.abstract_state()))
             engine = build_engine(session)
             # the stepper alone holds the state: a step donates it
@@ -122,7 +121,6 @@ def run(
             record = environment_record(devices=found, mesh=dict(mesh.shape), processes=hosts.process_count)
             record["resolved"] = {"MeshConfig.devices_per_node": node, **session.resolved()}
             record |= described(session)
-            record["compared_before_first_step"] = compared
             write_atomically(folder.environment, json.dumps(record, indent=2, allow_nan=False))
         if session.teacher is not None:
             say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
@@ -243,7 +241,7 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
         latest, past = newest_state(checkpoints, folder, config_text, evaluates=True)
         find_tokenizer(config.data, folder.path, past.get("tokenizer"))  # for its error
         data = with_kept_file(config.data, folder.path)
-        session, _ = start_session(dataclasses.replace(config, data=data), hosts)
+        session = start_session(dataclasses.replace(config, data=data), hosts)
         if latest is None:
             raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
         step_function, losses = session.evaluation_step(), []
@@ -347,8 +345,8 @@ def newest_state(
     return latest, past
 
 
-def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
-    """Return the session of a run on all devices, and what `select_verified_kernels` compared first.
+def start_session(config: RunConfig, hosts: Hosts) -> Session:
+    """Return the session of a run on all devices.
 
     `MeshConfig.devices_per_node` is filled in from the processes' machines, unless it is bound.
 
@@ -372,7 +370,7 @@ def start_session(config: RunConfig, hosts: Hosts) -> tuple[Session, dict]:
     holds = f"DataConfig.path ({config.data.path!r}) holds"
     hosts.agree("corpus", text, lambda first, own: f"{holds} {first} on process 0 and {own} on process {{index}}; give "
         "every machine the same files, and change none while a job starts", RESTORE_SECONDS)  # fmt: skip
-    return select_verified_kernels(session, hosts)
+    return session
 
 
 def starting_state(

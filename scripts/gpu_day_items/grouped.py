@@ -2,7 +2,6 @@
 
 What is checked: forward, gradient of the rows, gradient of the weights, in bfloat16, with NaN in every row that no
 group owns. An error is the largest difference over the largest entry; bfloat16 itself rounds by 0.004 of an entry.
-Where operands are quantised to float8, so are those of the float32 sums.
 Letters: docs/notation.md; here K and N are the contracted and the resulting dim.
 """
 
@@ -13,7 +12,6 @@ import functools
 from gpu_day_items.context import NotHere, seconds_of, shown
 
 TOLERANCE = 0.01
-FLOAT8 = "float8:"  # before the name of the implementation below
 KERNELS = ("hopper",)
 GROUPS = 8
 # rows of each group; R is 1,000, no multiple of 64, and 200 at tiny sizes, where all is a fifth
@@ -31,8 +29,6 @@ SHAPES = {
     "49,152 x 768 x 1,536, 2 groups, 67%": (49152, 768, 1536, 2, 0.67),
     "32,768 x 2,048 x 768, 128 groups": (32768, 2048, 768, 128, 1.0),
 }
-FLOAT8_SHAPES = {name: SHAPES[name] for name in list(SHAPES)[:3]}
-TINY_FLOAT8_SHAPES = {"200 x 128 x 128, 8 groups, 67%": (200, 128, 128, 8, 0.67)}
 TINY_SHAPES = {"200 x 128 x 64, 8 groups, 67%": (200, 128, 64, 8, 0.67)}  # the shapes that are checked
 PRODUCTS = ("forward", "d-rows", "d-weights")
 
@@ -49,8 +45,7 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
     from moe_jax.kernels.grouped import HOPPER
 
     registered, device = of or implementation, jax.devices()[0]
-    of_float8 = registered.startswith(FLOAT8)
-    if registered.removeprefix(FLOAT8) in KERNELS and str(getattr(device, "compute_capability", "")) != HOPPER:
+    if registered in KERNELS and str(getattr(device, "compute_capability", "")) != HOPPER:
         raise NotHere(f"{device.device_kind} has no compute capability {HOPPER}")
     products = _registered(registered)
     options = {option: True} if option else None
@@ -69,9 +64,8 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
         context.record(option=option, changes_program=changes)
         if not changes and not context.tiny:
             raise NotHere(f"{option} changes nothing in the compiled program of {of!r} here")
-    _check(context, implementation, jitted, of_float8)
-    sizes = (FLOAT8_SHAPES, TINY_FLOAT8_SHAPES) if of_float8 else (SHAPES, TINY_SHAPES)
-    for name, shape in context.of_size(*sizes).items():
+    _check(context, implementation, jitted)
+    for name, shape in context.of_size(SHAPES, TINY_SHAPES).items():
         _time(context, implementation, jitted, name, shape)
 
 
@@ -96,31 +90,24 @@ def _registered(name: str):
     }
 
 
-def _check(context, implementation: str, products, of_float8: bool):
+def _check(context, implementation: str, products):
     """Record the errors of each case and the verdict."""
     import jax.numpy as jnp
     import numpy as np
 
-    from moe_jax.kernels.float8 import dequantise, quantise
-
-    def read(array):
-        """Return rows [R, K] or weights [G, K, N] in float32 as forward and d-rows read them."""
-        return np.asarray(dequantise(*quantise(jnp.asarray(array)), jnp.float32) if of_float8 else array, np.float32)
-
     part = context.of_size(1, 5)
     rows, contracted, resulting = 1000 // part, context.of_size(256, 128), context.of_size(192, 64)
-    resulting = 128 if of_float8 else resulting
     rng = np.random.default_rng(0)
     round_off = lambda array: np.asarray(jnp.asarray(array, jnp.bfloat16))  # noqa: E731
     bank = round_off(rng.normal(size=(GROUPS, contracted, resulting)) * contracted**-0.5)
-    bank_read, errors = read(bank), {}
+    bank_read, errors = bank.astype(np.float32), {}
     for case, full in CASES.items():
         sizes = np.array([-(-size // part) for size in full], np.int32)
         sizes[np.argmax(sizes)] -= max(int(sizes.sum()) - rows, 0)
         lhs, dout = rng.normal(size=(rows, contracted)), rng.normal(size=(rows, resulting))
         lhs[sizes.sum() :], dout[sizes.sum() :] = np.nan, np.nan
         lhs, dout = round_off(lhs), round_off(dout)
-        lhs_read, dout_read = read(lhs), read(dout)
+        lhs_read, dout_read = lhs.astype(np.float32), dout.astype(np.float32)
         wanted = {
             "forward": np.zeros((rows, resulting), np.float32),
             "d-rows": np.zeros(lhs.shape, np.float32),
@@ -130,7 +117,7 @@ def _check(context, implementation: str, products, of_float8: bool):
             own = slice(end - sizes[group], end)
             wanted["forward"][own] = lhs_read[own] @ bank_read[group]
             wanted["d-rows"][own] = dout_read[own] @ bank_read[group].T
-            wanted["d-weights"][group] = lhs[own].T.astype(np.float32) @ dout[own].astype(np.float32)
+            wanted["d-weights"][group] = lhs_read[own].T @ dout_read[own]
         arguments = tuple(map(jnp.asarray, (lhs, dout, bank, sizes)))
         errors[case] = {}
         for name in PRODUCTS:

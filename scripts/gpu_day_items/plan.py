@@ -81,13 +81,11 @@ ITEMS = (
         number=1, name="grouped_matmuls", title="Grouped matmuls against float32", budget=130, least=20,
         parts=(
             _grouped("hopper"),
-            _grouped("float8_hopper", of="float8:hopper"),
             _grouped("ragged_cudnn", of="ragged", option=CUDNN_RAGGED),
             _grouped("ragged_grouped_gemm", of="ragged", option=GROUPED_GEMM),
             _grouped("ragged"),
             _grouped("fused"),
             _grouped("blocked"),
-            _grouped("float8_fused", of="float8:fused"),
         ),
     ),
     Item(
@@ -112,7 +110,6 @@ ITEMS = (
             _variant("loss_chunk x 4", chunk=4),
             _variant("loss_chunk x 16", chunk=16),
             _variant("overlap = 'halves'", model={"overlap": "halves"}),
-            _variant("expert_dtype = 'float8_e4m3'", moe={"expert_dtype": "float8_e4m3"}),
             _variant("document_mask = True", model={"document_mask": True}),
             _variant("base again"),
         ),

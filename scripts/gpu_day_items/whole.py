@@ -1,7 +1,6 @@
 """Item 2: `training.run` of the whole model, and the step as inspect models it for this device, compiled here.
 
-The run is that of `python -m moe_jax.train`, checks before the first step included; only its last checkpoint (22 GB)
-is not written, and no picture is drawn.
+The run is that of `python -m moe_jax.train`; only its last checkpoint (22 GB) is not written, and no picture is drawn.
 """
 
 from __future__ import annotations
@@ -44,15 +43,9 @@ def train(context, grouped_matmul: str):
     with mock.patch.object(Loop, "save"), mock.patch.object(training_run, "report"):
         training_run.run(config, text, "", Hosts(), workdir=str(workdir))
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    compared = json.loads((workdir / "environment.json").read_text(encoding="utf-8")).get("compared_before_first_step")
-    used = (compared or {}).get("grouped_matmul", {}).get("used", grouped_matmul)
-    (context.scratch / CHOICE).write_text(json.dumps(used), encoding="utf-8")
-    context.record(grouped_matmul=used, compared_before_first_step=compared)
-    for field, verdict in (compared or {}).items():
-        context.row(
-            f"check before the first step, {field}",
-            f"{verdict['compared']}: {verdict['outcome']}, used {verdict['used']}",
-        )
+    resolved = json.loads((workdir / "environment.json").read_text(encoding="utf-8"))["resolved"]
+    (context.scratch / CHOICE).write_text(json.dumps(grouped_matmul), encoding="utf-8")
+    context.record(grouped_matmul=resolved["MoEConfig.grouped_matmul"])
     tokens = config.train.batch_size * config.data.sequence_length
     seconds = statistics.median(line["step_seconds"] for line in lines[WARM_UP:])
     flops = lines[0]["model_flops_per_second"] * lines[0]["step_seconds"]
@@ -80,7 +73,7 @@ def train(context, grouped_matmul: str):
     if target is None:
         context.row("modelled step", "this device's rates are not known")
         return
-    built = compile_ahead.on_target(config_of(context, used), target)
+    built = compile_ahead.on_target(config, target)
     compiled = compile_ahead.compile_step(built, jax.devices()[:1], skew=1.0, options={}, real=True)
     timeline = play(parse_module(compiled.text, compiled.buckets), Prices(target))
     launches = sum(event.row == "compute" for event in timeline.events)

@@ -84,13 +84,11 @@ def test_every_item_runs_and_the_folder_is_small_and_flat(finished):
 
 def test_grouped_matmuls_are_checked_and_timed(finished):
     parts = parts_of(finished[1], 1)
-    for name in ("hopper", "float8_hopper"):
-        assert parts[name]["reason"] == "cpu has no compute capability 9.0"
+    assert parts["hopper"]["reason"] == "cpu has no compute capability 9.0"
     for name in ("ragged", "fused", "blocked"):
         assert parts[name]["right"] and set(parts[name]["errors"]) >= {"uneven", "empty", "one row", "nothing"}
-    assert parts["float8_fused"]["right"]  # next to float32 sums of the same quantised operands
-    for name in ("ragged", "fused", "blocked", "float8_fused"):
-        timed = parts[name][f"200 x 128 x {128 if name == 'float8_fused' else 64}, 8 groups, 67%"]
+    for name in ("ragged", "fused", "blocked"):
+        timed = parts[name]["200 x 128 x 64, 8 groups, 67%"]
         for product in ("forward", "d-rows", "d-weights"):
             assert timed[product]["tflops"] > 0 and timed[product]["share_of_dense"] > 0
 
@@ -133,7 +131,12 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_layers_are_measured(finished)
     assert parts["bfloat16"]["layers"][0]["ratio_over_dense"] > 0
     assert parts["tf32"]["HIGHEST"]["relative_error"] < 1e-6
     search = parts_of(finished[1], 10)["search"]
-    assert search["tried"][0][0] == "plain" and search["ratio_to_plain"] <= 1 and search["best"]
+    assert (
+        search["tried"][0].endswith("plain")
+        and len(search["tried"]) == 2
+        and search["ratio_to_plain"] <= 1
+        and search["best"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.grouped_cases import as_operands, loop_oracle, make_case
 
+from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import choose_heights
 from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, grouped_matmul, implementations, register
 
@@ -77,14 +78,13 @@ def test_grouped_matmul_dtypes(implementation, rows, bank, sink):
         np.testing.assert_allclose(np.asarray(mine, np.float64), wanted, atol=tolerance * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("implementation", ["hopper", "float8:hopper"])
-def test_kernels_lower_for_cuda(implementation, rows=8 * 1003):
+def test_kernels_lower_for_cuda(rows=8 * 1003):
     """No GPU here: both gradients must lower inside `shard_map` with typed outputs; banks are copied over `data`."""
 
     def body(lhs, dout, group_sizes, bank, slots, grad_sink):
         def loss(lhs, grad_sink):
             operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
-            return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation=implementation) * dout)
+            return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation="hopper") * dout)
 
         return jax.grad(loss, (0, 1))(lhs, grad_sink)
 
@@ -163,18 +163,14 @@ def test_registry():
         cases.append((types.SimpleNamespace(platform="gpu", compute_capability=capability), *fits, "fused"))
     for *device, wanted in cases:
         assert choose_implementation("auto", *device) == wanted
-    for wanted, device, dims, name in (
-        ("auto", cpu, (128, 256), "fused"),
-        ("auto", hopper, (768, 64), "hopper"),
-        ("blocked", None, (128, 128), "blocked"),
-    ):
-        assert choose_implementation(wanted, device, jnp.bfloat16, dims, in_float8=True) == f"float8:{name}"
     assert choose_implementation("blocked", hopper, *fits) == "blocked"
+    assert [choose_implementation("hopper", device, *fits) for device in (hopper, None)] == ["hopper", "hopper"]
+    with pytest.raises(UserError, match=r"\('hopper'\) needs a GPU of compute capability 9.0, not cpu; set MoEConfig"):
+        choose_implementation("hopper", cpu, *fits)
     with pytest.raises(AssertionError, match="'ragged' is registered twice"):
         register("ragged")(object)
 
 
-FLOAT8 = r"MoEConfig.expert_dtype \('float8_e4m3'\) needs the contracted dim \(192\) of at most 128 or a multiple"
 TILES = r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"
 
 
@@ -185,8 +181,7 @@ TILES = r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"
         ("blocked", (8, 6), F32, 3, None, "serve 4 groups and group_sizes has 3"),
         ("blocked", (8, 6), F32, 4, (7, 8, 6), r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"),
         ("hopper", (8, 6), BF16, 4, None, TILES),
-        *((kernel, (128, 128), F32, 4, None, "or float16, not float32") for kernel in ("hopper", "float8:hopper")),
-        ("float8:fused", (192, 64), F32, 4, None, FLOAT8),
+        ("hopper", (128, 128), F32, 4, None, "or float16, not float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(implementation, dims, dtype, groups, sink, message):

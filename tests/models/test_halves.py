@@ -33,8 +33,8 @@ def test_statistics_count_every_token_of_both_halves():
 
 def test_float8_gives_the_same_in_halves_and_whole(monkeypatch):
     """One layer on two devices with replicas, buckets for any routing: there are no later passes to compile."""
-    float8 = {"dispatch_dtype": E4M3, "expert_dtype": E4M3}
-    in_float8 = lambda name: MoEConfig(num_experts=8, top_k=2, schedule=name, bucket_slack=2.0, **float8)  # noqa: E731
+    sizes = {"num_experts": 8, "top_k": 2, "bucket_slack": 2.0, "dispatch_dtype": E4M3}
+    in_float8 = lambda name: MoEConfig(schedule=name, **sizes)  # noqa: E731
     monkeypatch.setattr(prefetch_cases, "moe_config", in_float8)
     config, found = model_config(layers=1), []
     placements, shape = placements_of(False, config.moe_layers, 2, number=1)

@@ -1,4 +1,4 @@
-"""Layers whose rows travel, or whose experts multiply, in float8: against the one-device reference, off by default."""
+"""Layers whose rows travel in float8: against the one-device reference, off by default."""
 
 import functools
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.float8_oracle import expert
-from support.layer_cases import DIM, EXPERTS, assert_near, draw, make_loss, moe_config, roles_of
+from support.float8_oracle import straight_through
+from support.layer_cases import DIM, assert_near, draw, make_loss, moe_config, roles_of
 
 from moe_jax.analysis.dry_run import dry_run
 from moe_jax.cluster import HOST, Cluster
@@ -24,18 +24,17 @@ from moe_jax.planning.cost import Cost
 ROOT = Path(__file__).parents[2]
 
 E4M3 = "float8_e4m3"
-# schedule, (MP, ESP) of eight devices or None for one, what is in float8, more fields
+# schedule, (MP, ESP) of eight devices or None for one, more fields
 CASES = {
-    "deepspeed": ("deepspeed", (1, 1), (True, True), {}),
-    "s1_later_passes": ("s1", (2, 2), (True, True), {"bucket_slack": 0.5}),
-    "s2": ("s2", (2, 2), (True, False), {}),
-    "deduplicated": ("deduplicated", (1, 2), (True, False), {"bucket_slack": 0.5}),
-    "two_level": ("deepspeed", (2, 2), (True, False), {"transport": "two_level"}),
-    "coordinated": ("s1", (1, 2), (True, True), {"transport": "coordinated"}),
-    "one_device": ("s1", None, (True, True), {}),
-    "dp": ("dp", None, (False, True), {}),
+    "deepspeed": ("deepspeed", (1, 1), {}),
+    "s1_later_passes": ("s1", (2, 2), {"bucket_slack": 0.5}),
+    "s2": ("s2", (2, 2), {}),
+    "deduplicated": ("deduplicated", (1, 2), {"bucket_slack": 0.5}),
+    "two_level": ("deepspeed", (2, 2), {"transport": "two_level"}),
+    "coordinated": ("s1", (1, 2), {"transport": "coordinated"}),
+    "one_device": ("s1", None, {}),
 }
-SLOW = ("coordinated", "dp", "two_level")
+SLOW = ("coordinated", "two_level")
 
 
 def mesh_of(pair, transport="all_to_all"):
@@ -47,30 +46,28 @@ def mesh_of(pair, transport="all_to_all"):
 
 
 @functools.cache
-def wanted(dispatched, multiplied, shards):
-    """Return ((loss, (y, loads)), gradients) of the reference, its experts replaced."""
-    config = moe_config("deepspeed")
+def wanted():
+    """Return ((loss, (y, loads)), gradients) of the reference, whose experts read quantised rows."""
+    config, expert = moe_config("deepspeed"), reference.reference_expert
 
     def loss(x, w_gate, experts, cotangent):
         y, balance, z, loads = reference.reference_moe(x, w_gate, experts, config)
         return jax.numpy.sum(y * cotangent) + balance + z, (y, loads)
 
-    of_one = functools.partial(expert, dispatched=dispatched, multiplied=multiplied, shards=shards)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "reference_expert", of_one)
+        patch.setattr(reference, "reference_expert", lambda x, weights: expert(straight_through(x), weights))
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*draw(False))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 def test_layer_equals_the_reference_in_float8(name):
-    schedule, pair, (dispatched, multiplied), more = CASES[name]
-    dtypes = {"dispatch_dtype": E4M3 if dispatched else "compute", "expert_dtype": E4M3 if multiplied else "compute"}
-    config = moe_config(schedule, **dtypes, **more)
+    schedule, pair, more = CASES[name]
+    config = moe_config(schedule, dispatch_dtype=E4M3, **more)
     with jax.enable_x64(True):
         loss = make_loss(config, mesh_of(pair, config.transport))
         (value, (y, _, passes)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*draw(False))
         assert int(passes) > 1 or "later" not in name
-        (want, (want_y, _)), want_gradients = wanted(dispatched, multiplied, pair[1] if pair and multiplied else 1)
+        (want, (want_y, _)), want_gradients = wanted()
         assert_near((value, y, gradients), (want, want_y, want_gradients), 1e-10)
         plain = reference.reference_moe(*draw(False)[:3], config)[0]
         assert 1e-3 < np.abs(y - plain).max() / np.abs(plain).max() < 0.2  # and it was rounded
@@ -79,15 +76,12 @@ def test_layer_equals_the_reference_in_float8(name):
 def test_bad_input_is_refused():
     with pytest.raises(UserError, match=r"MoEConfig.dispatch_dtype \('fp8'\) must be one of compute, float8_e4m3"):
         moe_config("s1", dispatch_dtype="fp8")
-    roles = roles_of(1, 2)
     for schedule in ("pairwise", "ring", "dp"):
         with pytest.raises(UserError, match=f"cannot be used with MoEConfig.schedule = '{schedule}'.* deepspeed, parm"):
-            check_float8(moe_config(schedule, dispatch_dtype=E4M3), DIM, EXPERTS, roles)
+            check_float8(moe_config(schedule, dispatch_dtype=E4M3), DIM)
     with pytest.raises(UserError, match=r"MoEConfig.dispatch_dtype \('float8_e4m3'\) needs the model dim \(200\)"):
-        check_float8(moe_config("s1", dispatch_dtype=E4M3), 200, 256, roles)
-    with pytest.raises(UserError, match=r"the experts' hidden dim on a device \(192\) of at most 128"):
-        check_float8(moe_config("s1", expert_dtype=E4M3), 128, 384, roles)
-    check_float8(moe_config("parm", dispatch_dtype=E4M3, expert_dtype=E4M3), 768, 1536, roles)
+        check_float8(moe_config("s1", dispatch_dtype=E4M3), 200)
+    check_float8(moe_config("parm", dispatch_dtype=E4M3), 768)
 
 
 def test_smaller_rows_are_charged_as_such():
@@ -111,11 +105,9 @@ def test_smaller_rows_are_charged_as_such():
 
 
 def test_dry_run_says_what_is_in_float8():
-    bindings = [f"MoEConfig.{name} = 'float8_e4m3'" for name in ("dispatch_dtype", "expert_dtype")]
-    run, _, _ = parse_run_config([str(ROOT / "configs/run/demo.gin")], [*bindings, "ModelConfig.dtype = 'bfloat16'"])
-    text = dry_run(run, 8)
-    assert "rows travel to experts in float8_e4m3, 144 bytes each instead of 256" in text
-    assert "experts multiply in float8_e4m3" in text
-    with pytest.raises(UserError, match=r"MoEConfig.expert_dtype \('float8_e4m3'\) needs the model dim \(160\)"):
-        bad, _, _ = parse_run_config([str(ROOT / "configs/run/demo.gin")], [bindings[1], "ModelConfig.model_dim = 160"])
+    file, in_float8 = str(ROOT / "configs/run/demo.gin"), "MoEConfig.dispatch_dtype = 'float8_e4m3'"
+    run, _, _ = parse_run_config([file], [in_float8, "ModelConfig.dtype = 'bfloat16'"])
+    assert "rows travel to experts in float8_e4m3, 144 bytes each instead of 256" in dry_run(run, 8)
+    with pytest.raises(UserError, match=r"MoEConfig.dispatch_dtype \('float8_e4m3'\) needs the model dim \(160\)"):
+        bad, _, _ = parse_run_config([file], [in_float8, "ModelConfig.model_dim = 160"])
         dry_run(bad, 8)

@@ -1,9 +1,6 @@
-"""Float8 by loops over blocks and a table of all e4m3 numbers; and one expert whose matmuls are quantised."""
-
-import functools
+"""Float8 by loops over blocks and a table of all e4m3 numbers; and rows that are rounded to it."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.kernels.float8 import dequantise, quantise
@@ -50,32 +47,3 @@ def straight_through(rows):
     passed = jax.custom_vjp(in_float8)
     passed.defvjp(lambda rows: (in_float8(rows), None), lambda _, d: (d,))
     return passed(rows)
-
-
-@jax.custom_vjp
-def product(rows, weight):
-    """Return rows [R, K] x weight [K, N], both quantised; so is the gradient of rows, not what weights get."""
-    weight = weight[None]
-    return in_float8(rows) @ dequantise(*quantise(weight), rows.dtype)[0]
-
-
-def _backward(saved, d):
-    rows, weight = saved
-    quantised = dequantise(*quantise(weight[None]), rows.dtype)[0]
-    return in_float8(d) @ quantised.T, rows.T @ d
-
-
-product.defvjp(lambda rows, weight: (product(rows, weight), (rows, weight)), _backward)
-
-
-def expert(x, weights, *, dispatched, multiplied, shards=1):
-    """Return one expert's output [N, M] as `moe/reference.py` has it, with GELU.
-
-    Args:
-      dispatched: rows come quantised; multiplied: matmuls are quantised, each of `shards` parts of F for itself.
-    """
-    x = straight_through(x) if dispatched else x
-    multiply = product if multiplied else jnp.matmul
-    ins, outs = (jnp.split(weights[name], shards, axis) for name, axis in (("w_in", 1), ("w_out", 0)))
-    parts = [multiply(jax.nn.gelu(multiply(x, a)), b) for a, b in zip(ins, outs, strict=True)]
-    return functools.reduce(jnp.add, parts)

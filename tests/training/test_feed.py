@@ -52,10 +52,9 @@ def test_what_processes_compare_before_a_run_compiles(tmp_path, capsys):
                 raise UserError(difference(text, other).format(index=1))
 
     hosts, other = Four(4), ""
-    session, compared = start_session(config, hosts)
-    assert session.roles.config.devices_per_node == len(jax.devices()) and compared == {}
+    assert start_session(config, hosts).roles.config.devices_per_node == len(jax.devices())
     assert capsys.readouterr().out == "8 devices a node (4 processes on 1 host(s))\n"
-    assert start_session(bound, hosts)[0].roles.config.devices_per_node == 2
+    assert start_session(bound, hosts).roles.config.devices_per_node == 2
     other = "5 tokens in 1 documents, hash 00"
     with pytest.raises(UserError, match=r"DataConfig\.path .* on process 0 and 5 tokens .* on process 1; give every"):
         start_session(config, hosts)

@@ -56,6 +56,9 @@ def test_run_folder_holds_what_was_promised(finished):
     environment = json.loads((work / "environment.json").read_text())
     assert environment["devices"][0]["count"] == devices and environment["modelled"] is None  # CPUs have no prices
     assert environment["parameters"]["total"] > environment["parameters"]["active"] and environment["planner"] == "none"
+    want = {"MeshConfig.devices_per_node": devices, "ModelConfig.attention": "blocks", "ModelConfig.overlap": "none"}
+    want |= {"MoEConfig.grouped_matmul": "fused", "train.optimistic": False, "train.guide_scheduler": False}
+    assert environment["resolved"] == want
 
 
 def test_loads_say_which_run_they_are_of(finished):
