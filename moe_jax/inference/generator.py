@@ -81,7 +81,7 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
 
 def load(
     workdir: str | os.PathLike[str], *, step: int | None = None, averaged: bool = False, bindings: Sequence[str] = (),
-    devices: Sequence | None = None, quantize: str = "none", decode: str = "gather",
+    devices: Sequence | None = None, quantize: str = "none",
 ) -> Generator:  # fmt: skip
     """Return a finished or running run's model, ready to generate.
 
@@ -92,7 +92,6 @@ def load(
         MeshConfig, which must make the number of devices.
       devices: to run on; None takes all.
       quantize: 'int8' keeps the experts' weights so, for a small change of the loss.
-      decode: how single tokens meet their experts, 'gather' or 'exchange', as `Generator` says.
 
     Raises:
       UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
@@ -136,7 +135,6 @@ def load(
         end_ids=read_end_ids(folder.path) or (() if tokenizer is None else tokenizer.end_ids),
         vocabulary=model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size),
         quantize=quantize,
-        decode=decode,
     )
 
 
@@ -203,7 +201,6 @@ def reside(placement: Placement) -> tuple[PlanShape, Tables, np.ndarray]:
 
 PLANNERS = ("balanced", "eplb")  # those that need no prices, only loads and a number of slots
 QUANTIZE = ("none", "int8")
-DECODE = ("gather", "exchange")
 END_SLOTS = 8  # ids that end a text; more of them compile another program
 
 
@@ -235,20 +232,17 @@ class Generator:
       model: as `build_model` makes it; params: of its layout; tokenizer: None for ids alone; end_ids: that end a text.
       vocabulary: ids below it may be chosen; a model's own may be rounded up.
       quantize: 'int8' keeps the experts so and deletes those given; 'none' keeps these.
-      decode: 'gather' brings few tokens to all devices that share the experts (`few_tokens.py`); 'exchange' sends each
-        to its experts by the run's schedule and all-to-all, as prompts always are.
 
     Raises:
-      UserError: another `quantize` or `decode`.
+      UserError: another `quantize`.
     """
 
     def __init__(
         self, model: LanguageModel, params: dict, *, tokenizer: Tokenizer | None = None, end_ids: Sequence[int] = (),
-        vocabulary: int | None = None, quantize: str = "none", decode: str = "gather",
+        vocabulary: int | None = None, quantize: str = "none",
     ):  # fmt: skip
-        for name, value, known in (("quantize", quantize, QUANTIZE), ("decode", decode, DECODE)):
-            if value not in known:
-                raise UserError(f"{name} ({value!r}) must be one of {', '.join(known)}")
+        if quantize not in QUANTIZE:
+            raise UserError(f"quantize ({quantize!r}) must be one of {', '.join(QUANTIZE)}")
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
         # positions of the model, None where they have no end
@@ -257,7 +251,7 @@ class Generator:
         if quantize == "int8":
             self.params = {**params, "bank": {name: quantize_bank(bank) for name, bank in params["bank"].items()}}
             specs = {**specs, "bank": jax.tree.map(lambda leaf: leaf.sharding.spec, self.params["bank"])}
-        self._serving = Serving(model, self.vocabulary, specs, {}, quantize, decode)
+        self._serving = Serving(model, self.vocabulary, specs, {}, quantize)
         self._settle(model.even_placements)
 
     def _settle(self, placements: dict[str, Placement]) -> None:

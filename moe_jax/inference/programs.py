@@ -26,7 +26,7 @@ from moe_jax.cluster import cluster_named
 from moe_jax.cluster.layer_seconds import transport_seconds
 from moe_jax.errors import UserError
 from moe_jax.inference import few_tokens
-from moe_jax.inference.few_tokens import FewTokensGroup, Int8MoE, alike
+from moe_jax.inference.few_tokens import FewTokensGroup, Int8MoE
 from moe_jax.models import LanguageModel
 from moe_jax.models.config import Segment
 from moe_jax.models.cross_entropy import chunked_cross_entropy
@@ -52,8 +52,6 @@ class Serving:
     specs: Any  # PartitionSpecs {'dense': ..., 'bank': ...}
     shapes: dict[str, PlanShape]  # {segment: slots and candidates of its placement}
     quantize: str = "none"  # how the bank is kept, or 'int8'
-    # one token for each sequence: 'gather' them where they are few (`few_tokens.py`), or 'exchange'
-    decode: str = "gather"
 
 
 def attentions_of(segment: Segment) -> tuple[str, ...]:
@@ -83,17 +81,23 @@ def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> C
     """
     model, config, roles = serving.model, serving.model.config, serving.model.roles
     graph = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
-    ways = {}  # of segments whose tokens are gathered
-    if not cache_rows and serving.decode == "gather":
-        for segment in model.expert_segments:
-            slots = serving.shapes[segment.name].slots
-            ways[segment] = few_tokens.way_of(rows, segment.moe.top_k, slots, model.roles_of(segment))
-    in_place = any(ways.values()) and not few_tokens.on_cpu(roles)
+    few = {}  # {segment: whether its layers are those of few tokens}
+    for segment in model.expert_segments:
+        plan, its_roles = serving.shapes[segment.name], model.roles_of(segment)
+        few[segment] = not cache_rows and few_tokens.serves(rows, segment.moe.top_k, plan, its_roles)
+    in_place = any(few.values())
     group = (FewTokensGroup if in_place else ModelGroup)(roles.model, rows, False)
     loops = {}
     for segment in model.segments:
-        layer = _make_layer(serving, segment, rows * length, ways.get(segment)) if segment.has_experts else None
+        layer = _make_layer(serving, segment, rows * length, few[segment]) if segment.has_experts else None
         loops[segment] = _make_loop(segment, layer, group, in_place)
+
+    def store(positions, new, cached):
+        """Return the cache of keys or values with new ones [U, b, Sq, Hkv, Dh]; whole prompts make one."""
+        if cache_rows:
+            return jnp.pad(jnp.swapaxes(new, 2, 3), ((0, 0),) * 3 + ((0, cache_rows - length), (0, 0)))
+        at = slice(None), jnp.arange(rows), slice(None), positions[:, 0]
+        return cached.at[at].set(jnp.swapaxes(new[:, :, 0], 0, 1))
 
     def forward(params, tables, cache, ids, positions, real):
         tables, dense = local(tables), params["dense"]
@@ -102,27 +106,17 @@ def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> C
         new_cache: Cache = {}
         all_choices = {}
         for segment, loop in loops.items():
-            units = dense["units"][segment.name]
-            own = [tree.get(segment.name) for tree in (params["bank"], tables)]
-            own[1] = alike(own[1], model.roles_of(segment)) if ways.get(segment) else own[1]
-            cached = None if cache_rows else cache[segment.name]
-            x, new, choices = loop(x, units, *own, cached, positions, real)
-            new_cache[segment.name] = {}
-            for name, pair in new.items():  # [U, b, Sq, Hkv, Dh] each
-                if cache_rows:
-                    widths = ((0, 0),) * 3 + ((0, cache_rows - length), (0, 0))
-                    stored = [jnp.pad(jnp.swapaxes(array, 2, 3), widths) for array in pair]
-                else:
-                    at = slice(None), jnp.arange(rows), slice(None), positions[:, 0]
-                    rest = zip(cached[name], pair, strict=True)
-                    stored = [old.at[at].set(jnp.swapaxes(array[:, :, 0], 0, 1)) for old, array in rest]
-                new_cache[segment.name][name] = tuple(stored)
-            if ways.get(segment):
+            name = segment.name
+            cached = None if cache_rows else cache[name]
+            inputs = dense["units"][name], params["bank"].get(name), tables.get(name), cached
+            x, new, choices = loop(x, *inputs, positions, real)
+            new_cache[name] = jax.tree.map(functools.partial(store, positions), new, cached or new)
+            if few.get(segment):
                 spare = (0, -rows % roles.size(roles.model))
                 choices = jnp.pad(choices, ((0, 0), spare, (0, 0)), constant_values=-1)
                 choices = own_part(choices, roles.model, dim=1)
             if choices is not None:
-                all_choices[segment.name] = cast_varying(choices, roles.all)
+                all_choices[name] = cast_varying(choices, roles.all)
         with jax.named_scope("logits"):
             return whole.norm(x), whole.embedding.head_table(), new_cache, all_choices
 
@@ -132,7 +126,7 @@ def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> C
 def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_place: bool) -> Callable:
     """Return loop(x, units, bank, tables, cache or None, positions, real) -> (x, new, choices [L, t', K] or None).
 
-    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]; in_place: few
+    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]; in_place: single
     tokens on a GPU, where small kernels count.
     """
     graph = unit_graph(segment)
@@ -166,10 +160,10 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
     return loop
 
 
-def _make_layer(serving: Serving, segment: Segment, tokens: int, way: str | None) -> Callable:
+def _make_layer(serving: Serving, segment: Segment, tokens: int, few: bool) -> Callable:
     """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here).
 
-    With a `way` of `way_of`, where tokens are few, choices are of all.
+    With `few` it is that of `few_tokens.py`, and choices are of all tokens.
     """
     roles = serving.model.roles_of(segment)
     whole = tokens + -tokens % roles.size(roles.model)  # the devices of an MP group share them evenly
@@ -183,8 +177,8 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, way: str | None
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), PADDING)
-        if way:
-            return few_tokens.run_layer(moe, way, x, index, gate, bank, tables)
+        if few:
+            return few_tokens.run_layer(moe, x, index, gate, bank, tables)
         x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
         index = jnp.pad(index, (0, whole - tokens), constant_values=PADDING)
         y, stats, _ = moe(x, gate, RouterInputs(None, index, tables, padded=True), bank, {})

@@ -20,7 +20,6 @@ _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding.")
 _TARGET = flags.DEFINE_string("target", "h200:1x8", "DEVICE:NODESxDEVICES.")
 _BATCH = flags.DEFINE_integer("batch", 1, "Sequences of each data-parallel group.")
 _HELD = flags.DEFINE_integer("held", 4096, "Tokens that the cache has room for.")
-_DECODE = flags.DEFINE_enum("decode", "gather", ["gather", "exchange"], "How tokens meet their experts.")
 _OUT = flags.DEFINE_string("out", "", "File for the compiled program.")
 
 
@@ -46,7 +45,7 @@ def lower(config, devices):
     mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
     residence = {segment.name: reside(model.even_placements[segment.name]) for segment in segments}
     shapes = {name: shape for name, (shape, _, _) in residence.items()}
-    serving = Serving(model, model.vocab_size, specs, shapes, decode=_DECODE.value)
+    serving = Serving(model, model.vocab_size, specs, shapes)
     decode = make_step(serving, _BATCH.value, 1, 0, greedy=True, top_k=0, cuts=False)
     rows = _BATCH.value * model.roles.size(model.roles.dense)
 
@@ -124,7 +123,7 @@ def main(_):
     read = floor_bytes(model, params)
     floor = read / target.memory_bandwidth
     record = {
-        "target": _TARGET.value, "decode": _DECODE.value, "batch": _BATCH.value,
+        "target": _TARGET.value, "batch": _BATCH.value,
         "modelled_seconds": timeline.seconds, "floor_seconds": floor,
         "floor_bytes": read, "ratio": timeline.seconds / floor, "compile_seconds": time.monotonic() - started,
         "exposed_seconds": sum(flight.exposed_seconds for flight in timeline.flights.values()),
