@@ -348,39 +348,25 @@ class Generator:
     def _run(self, prompts: list[list[int]], left: list[int], sampling: Sampling, ends: tuple, on_token, experts: bool):
         """Return (new ids of each prompt, at most `left`, experts of each or None, seconds [steps])."""
         roles = self.model.roles
-        parts = roles.size(roles.dense)
-        rows, sizes = bucket(-(-len(prompts) // parts)), []
+        rows, length = bucket(-(-len(prompts) // roles.size(roles.dense))), self._rounded(max(map(len, prompts)))
         most = max(len(prompt) + more - 1 for prompt, more in zip(prompts, left, strict=True))
-        for tokens in (max(map(len, prompts)), most):  # that go in, and that the cache holds
-            size = bucket(tokens, LEAST_LENGTH)
-            sizes.append(size if self.longest is None else max(min(size, self.longest), tokens))
-        length, cache_rows = sizes[0], max(sizes)
         greedy, top_k, cuts = sampling.compiled
-        prefill = self.program("step", rows, length, cache_rows, greedy, top_k, cuts)
+        prefill = self.program("step", rows, length, max(length, self._rounded(most)), greedy, top_k, cuts)
         decode = self.program("step", rows, 1, 0, greedy, top_k, cuts)
-
-        total = parts * rows  # rows that fill the batch are empty, and not live
-        ids, keys = np.zeros((total, length), np.int32), np.zeros((total, 3), np.uint32)
-        last, more = np.zeros(total, np.int32), np.zeros(total, np.int32)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = prompt
-            last[row], more[row] = len(prompt) - 1, left[row]
-        keys[: len(prompts)] = prompt_keys(prompts, sampling.seed)
-        state = State(None, *to_devices((ids, last, more > 0, more, keys), roles.sharding(roles.dense)))
         padded = np.full(bucket(len(ends), END_SLOTS), -1, np.int32)
         padded[: len(ends)] = ends
-        inputs = np.float32(sampling.temperature), np.float32(sampling.top_p), padded
-        temperature, top_p, end_ids = to_devices(inputs, roles.sharding())
+        settings = np.float32(sampling.temperature), np.float32(sampling.top_p), padded
+        settings, model = to_devices(settings, roles.sharding()), (self.params, self.tables)
 
         started, seconds = time.perf_counter(), []
         said: list[list[int]] = [[] for _ in prompts]
         taken: list[list[np.ndarray]] = [[] for _ in prompts]  # of each prompt [tokens, L, K]
         # The host only counts and hands out tokens: an id goes into the next call without leaving the devices, and is
         # read while that call runs.
-        state, chosen = prefill(self.params, self.tables, state, temperature, top_p, end_ids)
+        state, chosen = prefill(*model, self._first_state(prompts, left, sampling.seed, rows, length), *settings)
         for step in range(max(left)):
             if step + 1 < max(left):
-                state, following = decode(self.params, self.tables, state, temperature, top_p, end_ids)
+                state, following = decode(*model, state, *settings)
             new_ids = np.asarray(chosen[0])[: len(prompts)]
             seconds.append(time.perf_counter() - started)
             for row in np.flatnonzero(new_ids >= 0):
@@ -388,20 +374,40 @@ class Generator:
                 if on_token is not None:
                     on_token(int(row), prompts[row], said[row])
             if experts:
-                number, layers = (1 if step else length), []
-                widest = max(segment.moe.top_k for segment in self.model.expert_segments)
-                for segment in self.model.expert_segments:
-                    own = np.asarray(chosen[2][segment.name])  # [L, B', K]
-                    own = own.reshape(own.shape[0], parts, -1, own.shape[2])[:, :, : rows * number]
-                    own = own.reshape(own.shape[0], total, number, own.shape[3])
-                    layers.append(np.pad(own, [(0, 0)] * 3 + [(0, widest - own.shape[3])], constant_values=-1))
-                found = np.concatenate(layers).transpose(1, 2, 0, 3)
-                for row, tokens in enumerate(taken):
-                    tokens.append(found[row][found[row, :, 0, 0] >= 0])  # padding has no expert
+                for tokens, choices in zip(taken, self._choices(chosen[2], rows, 1 if step else length), strict=False):
+                    tokens.append(choices[choices[:, 0, 0] >= 0])  # padding has no expert
             if all(len(new) >= limit or new[-1] in ends for new, limit in zip(said, left, strict=True)):
                 break
             chosen = following
         return said, [np.concatenate(tokens) for tokens in taken] if experts else None, np.asarray(seconds)
+
+    def _rounded(self, tokens: int) -> int:
+        """Return a length that programs are compiled for, at least `tokens`."""
+        size = bucket(tokens, LEAST_LENGTH)
+        return size if self.longest is None else max(min(size, self.longest), tokens)
+
+    def _first_state(self, prompts, left: list[int], seed: int, rows: int, length: int) -> State:
+        """Return the state before the first new token; rows that fill the batch are empty, and not live."""
+        roles = self.model.roles
+        total = rows * roles.size(roles.dense)
+        ids, keys = np.zeros((total, length), np.int32), np.zeros((total, 3), np.uint32)
+        last, more = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+            last[row], more[row] = len(prompt) - 1, left[row]
+        keys[: len(prompts)] = prompt_keys(prompts, seed)
+        return State(None, *to_devices((ids, last, more > 0, more, keys), roles.sharding(roles.dense)))
+
+    def _choices(self, choices: dict, rows: int, length: int) -> np.ndarray:
+        """Return int32 [B, Sq, L, K], -1 for padding, from the choices of a step on `rows` sequences a device."""
+        layers, parts = [], self.model.roles.size(self.model.roles.dense)
+        widest = max(segment.moe.top_k for segment in self.model.expert_segments)
+        for segment in self.model.expert_segments:
+            ids = np.asarray(choices[segment.name])  # [L, B', K]
+            depth, _, top_k = ids.shape
+            ids = ids.reshape(depth, parts, -1, top_k)[:, :, : rows * length].reshape(depth, -1, length, top_k)
+            layers.append(np.pad(ids, [(0, 0)] * 3 + [(0, widest - top_k)], constant_values=-1))
+        return np.concatenate(layers).transpose(1, 2, 0, 3)
 
     def experts(self, prompts: str | Sequence) -> list[np.ndarray]:
         """Return the experts that each token of each prompt takes, int32 [tokens, L, K] for each prompt."""
