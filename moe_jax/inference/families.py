@@ -446,10 +446,10 @@ def find_export_family(model: ModelConfig, moe: MoEConfig) -> Family:
     wanted, missing = described(model, moe), []
     for family in FAMILIES.values():
         try:
-            found = described(*read_config(write_config(family, model, moe))[1:])
+            written = described(*read_config(write_config(family, model, moe))[1:])
         except UserError:
             continue
-        differing = [name for name in wanted if wanted[name] != found[name]]
+        differing = [name for name in wanted if wanted[name] != written[name]]
         if not differing:
             return family
         missing.append((len(differing), differing[0], wanted[differing[0]], family.model_type))
@@ -472,15 +472,15 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     # a model is served by 'topk' where it was trained with 'group_limited', which insists on groups
     routers = {"group_limited": "topk"}
     experts = {
-        (own.moe.num_experts, own.moe.top_k, routers.get(own.moe.router, own.moe.router), own.config.hidden_dim)
-        for own in of_experts
+        (part.moe.num_experts, part.moe.top_k, routers.get(part.moe.router, part.moe.router), part.config.hidden_dim)
+        for part in of_experts
     }
     return fields | {
         "ModelConfig.v_head_dim": model.value_size,
         "ModelConfig.kv_heads": model.key_value_heads,
         "ModelConfig.head_dim": model.head_size,
         "ModelConfig.segments": flags_of(model, moe),
-        "ModelConfig.dense_hidden_dim": {own.config.ffn_dim for own in segments if own.config.moe_every != 1},
+        "ModelConfig.dense_hidden_dim": {part.config.ffn_dim for part in segments if part.config.moe_every != 1},
         "MoEConfig.num_experts": experts,
         "MoEConfig.shared_experts": moe.shared_ffn_dim(first.config.hidden_dim),
         "MoEConfig.residual": moe.residual,

@@ -1,10 +1,9 @@
-"""The MoE layer for few tokens on GPUs: a device applies its experts to all of them, and one sum joins the devices'.
+"""Few tokens on GPUs, and experts as int8.
 
-For one token of every sequence, sorting rows into buckets takes longer than reading the weights, and a grouped matmul
-may read all weights of a layer, where a token needs K experts. Here the tokens of all devices that share the experts
-are gathered (an MP group holds them already), each device computes the choices that are its own, and parts are summed,
-in at least float32, over the devices of the experts and of their shards. The experts may be kept as int8.
-T tokens of all devices that share the experts; G slots of a device in a layer.
+For one token of every sequence, sorting rows into buckets takes longer than reading the weights. Where a model-parallel
+(MP) group has all experts, or one device does, the layer of this file instead multiplies each choice of a token by the
+matrices of its expert where they lie; each device does so for the experts that it holds, and one sum joins the results.
+T tokens of an MP group; G slots of a device in a layer.
 """
 
 from __future__ import annotations
@@ -80,55 +79,40 @@ def on_cpu(roles: Roles) -> bool:
     return roles.mesh.devices.flat[0].platform == "cpu"
 
 
-# Every choice is multiplied by the matrices of its expert, which are read where they lie: one kernel for each weight.
-# All tokens times the matrices of each slot would read experts that nobody chose, 4 times the bytes for one token of
-# Mixtral; and one expert after the other is a loop, whose turns a GPU starts one by one. Where choices are more than
-# two for each slot, most matrices would be read repeatedly: the general layer reads each of them once. It does so on
-# CPUs for any number of tokens, and it is the one that spreads tokens over replicas.
+# Every choice reads its expert's matrices, in one kernel for each weight. All tokens times the matrices of each slot
+# would read experts that nobody chose, 4 times the bytes for one token of Mixtral; and one expert after the other is a
+# loop, whose turns a GPU starts one by one. Where choices are more than two for each slot, most matrices would be read
+# repeatedly: the general layer reads each of them once. So it does for tokens that differ between the devices of the
+# experts, of which a device would read its own experts for every choice of all; and it alone spreads tokens over
+# replicas. On CPUs it reads the matrices in use anyway.
 def serves(tokens: int, top_k: int, plan: PlanShape, roles: Roles) -> bool:
-    """Say whether `run_layer` is the shorter way for t = `tokens` tokens of each MP group."""
-    choices = tokens * roles.size(_others(roles)) * top_k
-    return not on_cpu(roles) and plan.candidates == 1 and choices <= min(MOST_CHOICES, 2 * plan.slots)
-
-
-def _others(roles: Roles) -> tuple[str, ...]:
-    """Return the axes over which devices share experts and hold different tokens."""
-    return tuple(axis for axis in roles.expert + roles.expert_shard if axis not in roles.model)
+    """Say whether `run_layer` is the shorter way for T = `tokens` tokens."""
+    choices, others = tokens * top_k, [axis for axis in roles.expert + roles.expert_shard if axis not in roles.model]
+    if on_cpu(roles) or plan.candidates > 1 or roles.size(tuple(others)) > 1:
+        return False
+    return choices <= min(MOST_CHOICES, 2 * plan.slots)
 
 
 def run_layer(moe: MoE, x, index, gate: dict, bank: dict, tables: Tables):
-    """Run the layer on one device; return (y [t, M], choices int32 [t, K], -1 for padding).
+    """Run the layer on one device; return (y [T, M], choices int32 [T, K], -1 for padding).
 
     Args:
-      x: [t, M]; index: int32 [t], `PADDING` for padding; bank: as `multiply_choices` takes it.
-      tables: of a placement without replicas, so that they are the same on all devices but for `home_row`.
+      x: [T, M]; index: int32 [T], `PADDING` for padding; bank: as `multiply_choices` takes it.
+      tables: of a placement without replicas.
     """
-    roles, slots, (tokens, dim) = moe.roles, tables.home_row.shape[0], x.shape
-    others = _others(roles)
+    roles, slots = moe.roles, tables.home_row.shape[0]
     with jax.named_scope("gate"):
         inputs = RouterInputs(token_ids=index, tables=tables, padded=True)
         choice, _ = moe.router.choose(x, gate, inputs)
     with jax.named_scope("route"):
         device, slot = destinations(tables, choice, slots)
-        slot = jnp.where(choice.keep_mask, device * slots + slot, -1)
-        rows, weights = x, choice.weights
-        if roles.size(others) > 1:  # of t tokens here: all T, in one message
-            top_k = slot.shape[1]
-            joint = jnp.concatenate([x.astype(weights.dtype), weights, slot.astype(weights.dtype)], axis=1)
-            joint = lax.all_gather(cast_varying(joint, others), others, axis=0, tiled=True)
-            rows, weights, slot = jnp.split(joint, [dim, dim + top_k], axis=1)
-            rows, slot = rows.astype(x.dtype), slot.astype(jnp.int32)
-        slot = slot - slots * (lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else 0)
-        is_here = (slot >= 0) & (slot < slots)
-        weights, row = jnp.where(is_here, weights, 0), tables.home_row[jnp.where(is_here, slot, 0)]
+        here = lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else 0
+        is_here = choice.keep_mask & (device == here)
+        weights, row = jnp.where(is_here, choice.weights, 0), tables.home_row[jnp.where(is_here, slot, 0)]
     with jax.named_scope("experts"):
-        part = multiply_choices(moe.activation, rows, row, weights, bank)
-    with jax.named_scope("combine"):  # sum over the devices of experts and shards, each receiving its own tokens
-        group = roles.expert + roles.expert_shard
-        sizes = [roles.mesh.shape[axis] for axis in group]
-        differing = [size if axis in others else 1 for axis, size in zip(group, sizes, strict=True)]
-        blocks = jnp.broadcast_to(part.reshape(*differing, tokens, dim), (*sizes, tokens, dim))
-        y = varying_to_replicated(sum_of_blocks(blocks.reshape(-1, tokens, dim), group), roles.model)
+        part = multiply_choices(moe.activation, x, row, weights, bank)
+    with jax.named_scope("combine"):
+        y = FewTokensGroup(roles.expert + roles.expert_shard).reduce(part)
         return y.astype(x.dtype), jnp.where(inputs.real[:, None], choice.expert_ids, -1)
 
 
@@ -160,16 +144,6 @@ def multiply_choices(activation: str, tokens, row, weights, bank: dict):
     return jnp.sum(jnp.where(weights != 0, weights * results, 0), axis=1)
 
 
-# Rows travel directly, each device to each: one message long, where an all-reduce takes several turns, and for few rows
-# turns are what counts.
-def sum_of_blocks(blocks, axes: tuple[str, ...]):
-    """Return the sum [...] over a group's devices of the blocks meant for this one; blocks [n, ...], one for each."""
-    if blocks.shape[0] == 1:
-        return blocks[0]
-    axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
-    return jnp.sum(lax.all_to_all(cast_varying(blocks, axes), axes, split_axis=0, concat_axis=0), axis=0)
-
-
 class FewTokensGroup(ModelGroup):
     """An MP group that sums few rows by sending them directly, and multiplies one row by matrices in place."""
 
@@ -188,13 +162,16 @@ class FewTokensGroup(ModelGroup):
         first = spec.partition("->")[2].index("b")  # dims of the result before [b, Sq]
         return jnp.expand_dims(out, (first, first + 1))
 
+    # Rows travel directly, each device to each: one message long, where an all-reduce takes several turns, and for few
+    # rows turns are what counts.
     def reduce(self, partial):
-        devices = math.prod(lax.axis_size(axis) for axis in self.axes)
-        if devices == 1:
+        axes = tuple(axis for axis in self.axes if lax.axis_size(axis) > 1)
+        if not axes:
             return super().reduce(partial)
-        wider = partial.astype(jnp.promote_types(partial.dtype, jnp.float32))
+        wider = cast_varying(partial.astype(jnp.promote_types(partial.dtype, jnp.float32)), axes)
+        devices = math.prod(map(lax.axis_size, axes))
         if devices == 2:  # one message as well, without writing down what goes to each
-            total = jnp.sum(lax.all_gather(cast_varying(wider, self.axes), self.axes), axis=0)
+            parts = lax.all_gather(wider, axes)
         else:
-            total = sum_of_blocks(jnp.broadcast_to(wider, (devices, *partial.shape)), self.axes)
-        return varying_to_replicated(total.astype(partial.dtype), self.axes)
+            parts = lax.all_to_all(jnp.broadcast_to(wider, (devices, *wider.shape)), axes, split_axis=0, concat_axis=0)
+        return varying_to_replicated(jnp.sum(parts, axis=0).astype(partial.dtype), self.axes)

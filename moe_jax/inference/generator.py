@@ -201,7 +201,6 @@ def reside(placement: Placement) -> tuple[PlanShape, Tables, np.ndarray]:
 
 PLANNERS = ("balanced", "eplb")  # those that need no prices, only loads and a number of slots
 QUANTIZE = ("none", "int8")
-END_SLOTS = 8  # ids that end a text; more of them compile another program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -353,31 +352,35 @@ class Generator:
         greedy, top_k, cuts = sampling.compiled
         prefill = self.program("step", rows, length, max(length, self._rounded(most)), greedy, top_k, cuts)
         decode = self.program("step", rows, 1, 0, greedy, top_k, cuts)
-        padded = np.full(bucket(len(ends), END_SLOTS), -1, np.int32)
-        padded[: len(ends)] = ends
-        settings = np.float32(sampling.temperature), np.float32(sampling.top_p), padded
-        settings, model = to_devices(settings, roles.sharding()), (self.params, self.tables)
+        settings = to_devices((np.float32(sampling.temperature), np.float32(sampling.top_p)), roles.sharding())
+        model, by_row = (self.params, self.tables), roles.sharding(roles.dense)
 
-        started, seconds = time.perf_counter(), []
         said: list[list[int]] = [[] for _ in prompts]
         taken: list[list[np.ndarray]] = [[] for _ in prompts]  # of each prompt [tokens, L, K]
-        # The host only counts and hands out tokens: an id goes into the next call without leaving the devices, and is
-        # read while that call runs.
-        state, chosen = prefill(*model, self._first_state(prompts, left, sampling.seed, rows, length), *settings)
+        state = to_devices(self._first_state(prompts, sampling.seed, rows, length), by_row)
+        goes_on = np.arange(state.ids.shape[0]) < len(prompts)  # rows that fill the batch do not
+        live = to_devices(goes_on, by_row)
+        # An id goes into the next call without leaving the devices, and is read while that call runs: so what is chosen
+        # once more for a sequence that has ended is left out.
+        started, seconds = time.perf_counter(), []
+        state, chosen = prefill(*model, state, live, *settings)
         for step in range(max(left)):
             if step + 1 < max(left):
-                state, following = decode(*model, state, *settings)
-            new_ids = np.asarray(chosen[0])[: len(prompts)]
+                state, following = decode(*model, state, live, *settings)
+            new_ids, before, goes_on = np.asarray(chosen[0]), goes_on, goes_on.copy()
             seconds.append(time.perf_counter() - started)
-            for row in np.flatnonzero(new_ids >= 0):
+            choices = self._choices(chosen[2], rows, 1 if step else length) if experts else None
+            for row in np.flatnonzero(before):
                 said[row].append(int(new_ids[row]))
+                goes_on[row] = len(said[row]) < left[row] and said[row][-1] not in ends
+                if experts:
+                    taken[row].append(choices[row][choices[row, :, 0, 0] >= 0])  # padding has no expert
                 if on_token is not None:
                     on_token(int(row), prompts[row], said[row])
-            if experts:
-                for tokens, choices in zip(taken, self._choices(chosen[2], rows, 1 if step else length), strict=False):
-                    tokens.append(choices[choices[:, 0, 0] >= 0])  # padding has no expert
-            if all(len(new) >= limit or new[-1] in ends for new, limit in zip(said, left, strict=True)):
+            if not goes_on.any():
                 break
+            if (goes_on != before).any():
+                live = to_devices(goes_on, by_row)
             chosen = following
         return said, [np.concatenate(tokens) for tokens in taken] if experts else None, np.asarray(seconds)
 
@@ -386,17 +389,16 @@ class Generator:
         size = bucket(tokens, LEAST_LENGTH)
         return size if self.longest is None else max(min(size, self.longest), tokens)
 
-    def _first_state(self, prompts, left: list[int], seed: int, rows: int, length: int) -> State:
-        """Return the state before the first new token; rows that fill the batch are empty, and not live."""
-        roles = self.model.roles
-        total = rows * roles.size(roles.dense)
-        ids, keys = np.zeros((total, length), np.int32), np.zeros((total, 3), np.uint32)
-        last, more = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    def _first_state(self, prompts: list[list[int]], seed: int, rows: int, length: int) -> State:
+        """Return the NumPy state before the first new token; rows that fill the batch are zeros."""
+        total = rows * self.model.roles.size(self.model.roles.dense)
+        ids, last = np.zeros((total, length), np.int32), np.zeros(total, np.int32)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
-            last[row], more[row] = len(prompt) - 1, left[row]
+            last[row] = len(prompt) - 1
+        keys = np.zeros((total, 3), np.uint32)
         keys[: len(prompts)] = prompt_keys(prompts, seed)
-        return State(None, *to_devices((ids, last, more > 0, more, keys), roles.sharding(roles.dense)))
+        return State(None, ids, last, keys)
 
     def _choices(self, choices: dict, rows: int, length: int) -> np.ndarray:
         """Return int32 [B, Sq, L, K], -1 for padding, from the choices of a step on `rows` sequences a device."""

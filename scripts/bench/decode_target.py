@@ -57,12 +57,11 @@ def lower(config, devices):
     ints = jax.ShapeDtypeStruct((rows,), np.int32)
     state = State(
         cache={segment.name: entry(segment) for segment in model.segments},
-        ids=jax.ShapeDtypeStruct((rows, 1), np.int32), positions=ints,
-        live=jax.ShapeDtypeStruct((rows,), bool), left=ints, keys=jax.ShapeDtypeStruct((rows, 3), np.uint32),
+        ids=jax.ShapeDtypeStruct((rows, 1), np.int32), positions=ints, keys=jax.ShapeDtypeStruct((rows, 3), np.uint32),
     )  # fmt: skip
-    none = jax.sharding.PartitionSpec()
+    none, by_row = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(model.roles.dense)
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    chosen_by = scalar, scalar, jax.ShapeDtypeStruct((8,), np.int32)
+    settings = jax.ShapeDtypeStruct((rows,), bool), scalar, scalar
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, config.model.dtype if is_matrix(path) else leaf.dtype),
         model.shapes(),
@@ -72,7 +71,7 @@ def lower(config, devices):
         for name, (_, tables, _) in residence.items()
     }
     arguments = abstract(params, specs, mesh), placed, abstract(state, state_specs(model), mesh)
-    return model, params, decode.lower(*arguments, *abstract(chosen_by, (none, none, none), mesh))
+    return model, params, decode.lower(*arguments, *abstract(settings, (by_row, none, none), mesh))
 
 
 def floor_bytes(model, params) -> float:

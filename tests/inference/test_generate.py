@@ -40,6 +40,7 @@ CASES = {
     "EP 4, MP 4, s2": ({"expert": 4, "expert_shard": 2, "model": 4}, OLMOE, {"schedule": "s2", "shared_experts": 1}),
     "EP 8": ({"expert": 8}, SWIGLU, {"schedule": "s1", "router": "sigmoid_bias"}),
     "EP 2": ({"expert": 2}, {}, {"schedule": "pairwise"}),
+    "in MP 4": ({"expert": 2, "expert_shard": 2, "model": 4}, SWIGLU, {"schedule": "s1"}),
     "MP 4": ({"expert": 2, "data": 2, "model": 4}, {}, {"schedule": "ring", "top_k": 3}),
     "ESP 4": ({"expert_shard": 4, "expert": 1}, SWIGLU, {"schedule": "deepspeed", "router": "switch", "top_k": 1}),
     "coordinated": ({"expert": 4, "expert_shard": 2, "model": 2}, QWEN, {"schedule": "s1", "transport": "coordinated"}),
@@ -47,8 +48,8 @@ CASES = {
     "latent, MP 2": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, LATENT, {"schedule": "s2"}),
     "two_level": ({"expert": 4, "model": 2, "devices_per_node": 2}, {}, {"schedule": "s1", "transport": "two_level"}),
 }
-ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2", "latent", "latent, MP 2")
-AS_GPU = ("1 device", "EP x ESP x MP", "ESP 4", "latent")  # single tokens meet their experts as on a GPU
+ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2", "in MP 4", "latent", "latent, MP 2")
+AS_GPU = ("1 device", "in MP 4", "latent")  # single tokens meet their experts as on a GPU
 
 
 @pytest.fixture
