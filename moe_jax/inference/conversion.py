@@ -328,14 +328,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST_JSON:
             raise UserError(f"{path} has {path.stat().st_size} bytes, more than {_LARGEST_JSON}; copy the folder again")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        keys = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give a folder with a checkpoint of transformers") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path} ({error}); copy the folder again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}, not a JSON object; copy the folder again")
-    return found
+    if not isinstance(keys, dict):
+        raise UserError(f"{path} holds a {type(keys).__name__}, not a JSON object; copy the folder again")
+    return keys
 
 
 class TensorFolder:

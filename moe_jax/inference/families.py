@@ -77,7 +77,7 @@ class Family:
     """One kind of checkpoint; names of modules and matrices are those of its tensors."""
 
     model_type: str  # as config.json has it
-    experts_key: str  # the key of E that transformers reads
+    experts_key: str = "n_routed_experts"  # the key of E that transformers reads
     # what an absent key means, where that is the family's own; values in config.json are of the same kind, or null
     own_keys: dict[str, Any] = dataclasses.field(default_factory=dict)
     # fields of ModelConfig and MoEConfig that every checkpoint of the family has
@@ -127,12 +127,10 @@ QWEN3 = Family(
 PER_LAYER = {"aux_loss_alpha": 0.0, "seq_aux": False}
 DEEPSEEK = Family(
     model_type="deepseek",
-    experts_key="n_routed_experts",
     own_keys={"norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0, **PER_LAYER},
 )
 DOTS1 = Family(
     model_type="dots1",
-    experts_key="n_routed_experts",
     own_keys={
         "norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
         "routed_scaling_factor": 1.0, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62,
@@ -144,7 +142,6 @@ DOTS1 = Family(
 LATENT = dict.fromkeys((*LATENT_KEYS, "qk_head_dim", "head_dim"))
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
-    experts_key="n_routed_experts",
     own_keys={
         "n_shared_experts": 2, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
         "routed_scaling_factor": 1.0, **PER_LAYER, **LATENT,
@@ -155,7 +152,6 @@ DEEPSEEK_V2 = Family(
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
-    experts_key="n_routed_experts",
     own_keys={
         "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
         "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, **PER_LAYER, **LATENT,
@@ -466,26 +462,26 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     """Return all that decides what a model computes without noise, in one form: {'ModelConfig.norm': 'rms', ...}."""
     segments = segments_of(model, moe)
     (first, *_) = of_experts = with_experts(segments)
+    effective = {"kv_heads": "key_value_heads", "head_dim": "head_size", "v_head_dim": "value_size"}
     names = (*FIXED, *MODEL_KEYS.values(), "rotary_base", "rotary_factor", "rotary_yarn")
-    names += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
-    fields = {f"ModelConfig.{name}": getattr(model, name) for name in names}
+    names += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")
+    of_model = {f"ModelConfig.{name}": getattr(model, effective.get(name, name)) for name in names}
+    names = ("residual", "renormalize", "routed_scale", "capacity_factor")
+    of_layer = {f"MoEConfig.{name}": getattr(moe, name) for name in names}
     # a model is served by 'topk' where it was trained with 'group_limited', which insists on groups
     routers = {"group_limited": "topk"}
     experts = {
         (part.moe.num_experts, part.moe.top_k, routers.get(part.moe.router, part.moe.router), part.config.hidden_dim)
         for part in of_experts
     }
-    return fields | {
-        "ModelConfig.v_head_dim": model.value_size,
-        "ModelConfig.kv_heads": model.key_value_heads,
-        "ModelConfig.head_dim": model.head_size,
-        "ModelConfig.segments": flags_of(model, moe),
-        "ModelConfig.dense_hidden_dim": {part.config.ffn_dim for part in segments if part.config.moe_every != 1},
-        "MoEConfig.num_experts": experts,
-        "MoEConfig.shared_experts": moe.shared_ffn_dim(first.config.hidden_dim),
-        "MoEConfig.residual": moe.residual,
-        "MoEConfig.renormalize": moe.renormalize,
-        "MoEConfig.routed_scale": moe.routed_scale,
-        "MoEConfig.expert_groups": (moe.expert_groups, moe.kept_groups if moe.expert_groups else 1),
-        "MoEConfig.capacity_factor": moe.capacity_factor,
-    }
+    return (
+        of_model
+        | of_layer
+        | {
+            "ModelConfig.segments": flags_of(model, moe),
+            "ModelConfig.dense_hidden_dim": {part.config.ffn_dim for part in segments if part.config.moe_every != 1},
+            "MoEConfig.num_experts": experts,
+            "MoEConfig.shared_experts": moe.shared_ffn_dim(first.config.hidden_dim),
+            "MoEConfig.expert_groups": (moe.expert_groups, moe.kept_groups if moe.expert_groups else 1),
+        }
+    )

@@ -33,6 +33,7 @@ from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import expert_counts
 from moe_jax.models.lora import adapters_of, base_of, joined, merged_model
+from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
@@ -46,9 +47,6 @@ from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
 from moe_jax.training.checkpoint import Checkpointer, run_config
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import restore_params
-
-# of attention, FFNs, and an untied head
-MATRICES = ("qkv", "q", "kv", "q_down", "q_up", "kv_down", "kv_up", "out", "w_in", "w_gate", "w_out", "head")
 
 
 def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:
@@ -105,19 +103,14 @@ def load(
         name = checkpoints.read_host(step).get("tokenizer")
         tokenizer = find_tokenizer(config.data, folder.path, name) if is_known else None
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
-        adapted = dataclasses.replace(model, lora=config.lora)
-        abstract = jax.tree.map(
-            lambda leaf, spec: leaf.update(sharding=model.roles.sharding(*spec)),
-            adapted.shapes(),
-            adapted.layout().params,
-        )
+        adapted, sharding = dataclasses.replace(model, lora=config.lora), model.roles.sharding
+        shapes, specs = adapted.shapes(), adapted.layout().params
+        abstract = jax.tree.map(lambda leaf, spec: leaf.update(sharding=sharding(*spec)), shapes, specs)
         params = restore_params(checkpoints, step, adapted, abstract, model.even_homes, "ema" if averaged else "params")
     if config.lora.rank:
-        merge = jax.jit(lambda base, own: merged_model(joined(base, adapted.scaled(own))), donate_argnums=0)
-        params = jax.device_put(
-            merge(base_of(params), adapters_of(params)),
-            jax.tree.map(lambda spec: model.roles.sharding(*spec), model.layout().params),
-        )
+        merge = jax.jit(lambda base, lora: merged_model(joined(base, adapted.scaled(lora))), donate_argnums=0)
+        shardings = jax.tree.map(lambda spec: sharding(*spec), model.layout().params)
+        params = jax.device_put(merge(base_of(params), adapters_of(params)), shardings)
     dtype = model.config.dtype
 
     def cast(path, leaf):
@@ -158,9 +151,9 @@ def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | Non
 
 
 def is_matrix(path) -> bool:
-    """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix."""
+    """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix, or an untied head."""
     keys = [entry.key for entry in path]
-    return keys[0] == "bank" or "gate" not in keys[:-1] and keys[-1] in MATRICES
+    return keys[0] == "bank" or "gate" not in keys[:-1] and (keys[-1] == "head" or matrix_dims(keys[-1]) is not None)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabulary: int, longest: int | None) -> None:
@@ -389,7 +382,7 @@ class Generator:
         size = bucket(tokens, LEAST_LENGTH)
         return size if self.longest is None else max(min(size, self.longest), tokens)
 
-    def _first_state(self, prompts: list[list[int]], seed: int, rows: int, length: int) -> State:
+    def _first_state(self, prompts: Sequence[Sequence[int]], seed: int, rows: int, length: int) -> State:
         """Return the NumPy state before the first new token; rows that fill the batch are zeros."""
         total = rows * self.model.roles.size(self.model.roles.dense)
         ids, last = np.zeros((total, length), np.int32), np.zeros(total, np.int32)
@@ -422,17 +415,12 @@ class Generator:
         """
         check_prompts([list(ids)[:-1] for ids in sequences], 1, self.vocabulary, self.longest)
         check_prompts([list(ids)[1:] for ids in sequences], 1, self.vocabulary, None)
-        roles = self.model.roles
-        parts = roles.size(roles.dense)
-        rows, length = bucket(-(-len(sequences) // parts)), max(map(len, sequences)) - 1
-        inputs, targets = (np.zeros((parts * rows, length), np.int32) for _ in range(2))
-        lengths = np.zeros(parts * rows, np.int32)
-        for row, ids in enumerate(sequences):
-            lengths[row] = len(ids) - 1
-            inputs[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        arrays = to_devices((inputs, targets, lengths), roles.sharding(roles.dense))
+        roles, length = self.model.roles, max(map(len, sequences))
+        rows = bucket(-(-len(sequences) // roles.size(roles.dense)))
+        state = self._first_state(sequences, 0, rows, length)
+        arrays = to_devices((state.ids, state.positions), roles.sharding(roles.dense))
         total = self.program("score", rows, length)(self.params, self.tables, *arrays)
-        return float(total) / int(lengths.sum())
+        return float(total) / sum(len(ids) - 1 for ids in sequences)
 
     def text_of(self, ids: Sequence[int], prompt: Sequence[int], ends=()) -> str:
         """Return the text of ids behind a prompt's, which keeps their first space, without an end at their end."""

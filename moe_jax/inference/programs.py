@@ -167,9 +167,8 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, few: bool) -> C
     config = settle_transport(segment.moe, roles, whole, row_bytes)
     like = jax.ShapeDtypeStruct((whole, segment.config.model_dim), segment.config.dtype)
     of_training = make_moe(config, roles, like, segment.config.activation, serving.shapes[segment.name])
-    layer_type = Int8MoE if serving.quantize == "int8" else MoE
     config = dataclasses.replace(config, record_choices=True)  # which the router, built before, need not replay
-    moe = layer_type(config, roles, of_training.activation, of_training.plan, of_training.router, of_training.schedule)
+    moe = (Int8MoE if serving.quantize == "int8" else MoE)(**{**vars(of_training), "config": config})
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), PADDING)
@@ -378,24 +377,27 @@ def _logits(x, table, roles: Roles):
 
 
 def make_score(serving: Serving, rows: int, length: int) -> Callable:
-    """Return score(params, tables, inputs [B, Sq], targets [B, Sq], lengths [B]) -> float [], the sum of losses."""
-    model, roles = serving.model, serving.model.roles
-    forward = make_forward(serving, rows, length, cache_rows=length)
+    """Return score(params, tables, ids int32 [B, Sq], last int32 [B]) -> float [], the sum of losses.
 
-    def body(params, tables, inputs, targets, lengths):
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], inputs.shape)
-        real = positions < lengths[:, None]
+    Those of the ids 1 to `last` of each sequence, given the ones before.
+    """
+    model, roles = serving.model, serving.model.roles
+    forward = make_forward(serving, rows, length - 1, cache_rows=length - 1)
+
+    def body(params, tables, ids, last):
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        positions = jnp.broadcast_to(jnp.arange(length - 1, dtype=jnp.int32)[None], inputs.shape)
+        real = positions < last[:, None]
         x, table, *_ = forward(params, tables, None, inputs, positions, real)
-        spare = (0, -(rows * length) % roles.size(roles.model))
+        spare = (0, -targets.size % roles.size(roles.model))
 
         def part(array):  # tokens that fill up the last device's part are zero, and not real
-            flat = array.reshape((rows * length,) + array.shape[2:])
+            flat = array.reshape((targets.size,) + array.shape[2:])
             return own_part(jnp.pad(flat, (spare,) + ((0, 0),) * (flat.ndim - 1)), roles.model)
 
         weights = part(real).astype(x.dtype)
         total = chunked_cross_entropy((part(x),), table, (part(targets),), (weights,), model.config.loss_chunk)
         return lax.psum(total, roles.all)
 
-    specs = P(roles.dense)
-    in_specs = serving.specs, model.tables_specs, specs, specs, specs
+    in_specs = serving.specs, model.tables_specs, P(roles.dense), P(roles.dense)
     return jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=P()))
