@@ -166,12 +166,11 @@ class FewTokensGroup(ModelGroup):
     # rows turns are what counts.
     def reduce(self, partial):
         axes = tuple(axis for axis in self.axes if lax.axis_size(axis) > 1)
-        if not axes:
-            return super().reduce(partial)
-        wider = cast_varying(partial.astype(jnp.promote_types(partial.dtype, jnp.float32)), axes)
         devices = math.prod(map(lax.axis_size, axes))
+        total = cast_varying(partial.astype(jnp.promote_types(partial.dtype, jnp.float32)), axes)
         if devices == 2:  # one message as well, without writing down what goes to each
-            parts = lax.all_gather(wider, axes)
-        else:
-            parts = lax.all_to_all(jnp.broadcast_to(wider, (devices, *wider.shape)), axes, split_axis=0, concat_axis=0)
-        return varying_to_replicated(jnp.sum(parts, axis=0).astype(partial.dtype), self.axes)
+            total = jnp.sum(lax.all_gather(total, axes), axis=0)
+        elif devices > 2:
+            parts = jnp.broadcast_to(total, (devices, *total.shape))
+            total = jnp.sum(lax.all_to_all(parts, axes, split_axis=0, concat_axis=0), axis=0)
+        return varying_to_replicated(total.astype(partial.dtype), self.axes)
