@@ -20,7 +20,6 @@ _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding.")
 _TARGET = flags.DEFINE_string("target", "h200:1x8", "DEVICE:NODESxDEVICES.")
 _BATCH = flags.DEFINE_integer("batch", 1, "Sequences of each data-parallel group.")
 _HELD = flags.DEFINE_integer("held", 4096, "Tokens that the cache has room for.")
-_DECODE = flags.DEFINE_enum("decode", "gather", ["gather", "exchange"], "How tokens meet their experts.")
 _OUT = flags.DEFINE_string("out", "", "File for the compiled program.")
 
 
@@ -46,7 +45,7 @@ def lower(config, devices):
     mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
     residence = {segment.name: reside(model.even_placements[segment.name]) for segment in segments}
     shapes = {name: shape for name, (shape, _, _) in residence.items()}
-    serving = Serving(model, model.vocab_size, specs, shapes, decode=_DECODE.value)
+    serving = Serving(model, model.vocab_size, specs, shapes)
     decode = make_step(serving, _BATCH.value, 1, 0, greedy=True, top_k=0, cuts=False)
     rows = _BATCH.value * model.roles.size(model.roles.dense)
 
@@ -58,12 +57,11 @@ def lower(config, devices):
     ints = jax.ShapeDtypeStruct((rows,), np.int32)
     state = State(
         cache={segment.name: entry(segment) for segment in model.segments},
-        ids=jax.ShapeDtypeStruct((rows, 1), np.int32), positions=ints,
-        live=jax.ShapeDtypeStruct((rows,), bool), left=ints, keys=jax.ShapeDtypeStruct((rows, 3), np.uint32),
+        ids=jax.ShapeDtypeStruct((rows, 1), np.int32), positions=ints, keys=jax.ShapeDtypeStruct((rows, 3), np.uint32),
     )  # fmt: skip
-    none = jax.sharding.PartitionSpec()
+    none, by_row = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(model.roles.dense)
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    chosen_by = scalar, scalar, jax.ShapeDtypeStruct((8,), np.int32)
+    settings = jax.ShapeDtypeStruct((rows,), bool), scalar, scalar
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, config.model.dtype if is_matrix(path) else leaf.dtype),
         model.shapes(),
@@ -73,7 +71,7 @@ def lower(config, devices):
         for name, (_, tables, _) in residence.items()
     }
     arguments = abstract(params, specs, mesh), placed, abstract(state, state_specs(model), mesh)
-    return model, params, decode.lower(*arguments, *abstract(chosen_by, (none, none, none), mesh))
+    return model, params, decode.lower(*arguments, *abstract(settings, (by_row, none, none), mesh))
 
 
 def floor_bytes(model, params) -> float:
@@ -124,7 +122,7 @@ def main(_):
     read = floor_bytes(model, params)
     floor = read / target.memory_bandwidth
     record = {
-        "target": _TARGET.value, "decode": _DECODE.value, "batch": _BATCH.value,
+        "target": _TARGET.value, "batch": _BATCH.value,
         "modelled_seconds": timeline.seconds, "floor_seconds": floor,
         "floor_bytes": read, "ratio": timeline.seconds / floor, "compile_seconds": time.monotonic() - started,
         "exposed_seconds": sum(flight.exposed_seconds for flight in timeline.flights.values()),
