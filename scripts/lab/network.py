@@ -40,6 +40,14 @@ class LabHost:
     host_name: str
     address: str
 
+    def enter(self) -> list[str]:
+        """Return the words before a command that is to run on this host, and to end when the lab ends."""
+        named = 'hostname "$0" && exec "$@"'
+        return [
+            "ip", "netns", "exec", self.namespace, "unshare", "--uts", "setpriv", "--pdeathsig", "KILL",
+            "sh", "-c", named, self.host_name,
+        ]  # fmt: skip
+
 
 def check_shape(hosts: int, devices_per_host: int, rate: str | None) -> None:
     """Refuse counts and a rate that no lab has; the rate is that of a link, each way, as tc writes it ("200mbit")."""
@@ -63,9 +71,9 @@ def find_missing(shaped: bool) -> str | None:
         return f"a lab needs Linux's network namespaces (this is {sys.platform})"
     if os.geteuid() != 0:
         return f"a lab needs root (this is user {os.geteuid()}): run it with sudo"
-    tools = [tool for tool in ("ip", *(["tc"] if shaped else [])) if shutil.which(tool) is None]
+    tools = [tool for tool in ("ip", "setpriv", *(["tc"] if shaped else [])) if shutil.which(tool) is None]
     if tools:
-        return f"a lab needs the commands {tools} (Debian's package iproute2): install them"
+        return f"a lab needs the commands {tools} (Debian's packages iproute2 and util-linux): install them"
     name = f"{_own_prefix()}probe"
     trials = [
         (["ip", "netns", "add", name], "a network namespace (in a container: CAP_SYS_ADMIN and CAP_NET_ADMIN)"),

@@ -18,7 +18,6 @@ from typing import IO
 from network import LabHost
 
 _COORDINATOR_PORT = 8476  # free: the lab has its own network
-_ENTER_HOST = Path(__file__).with_name("enter_host.py")
 
 
 def host_command(command: Sequence[str], hosts: Sequence[LabHost], index: int, devices: int) -> list[str]:
@@ -75,9 +74,8 @@ class LabRun:
         self._readers: list[threading.Thread] = []
         self._width = max(len(host.host_name) for host in hosts)
         for index, host in enumerate(hosts):
-            place = [sys.executable, str(_ENTER_HOST), str(os.getpid()), host.host_name]
             process = subprocess.Popen(
-                ["ip", "netns", "exec", host.namespace, *place, *host_command(command, hosts, index, devices)],
+                [*host.enter(), *host_command(command, hosts, index, devices)],
                 env=host_environment(os.environ, hosts, index, devices),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
