@@ -133,16 +133,6 @@ def test_the_stall_clock_rests_before_the_first_step_and_on_request(monkeypatch)
     assert len(ended) == 1
 
 
-def test_start_hosts_without_flags_is_one_process():
-    with start_hosts() as hosts:
-        assert (hosts.process_index, hosts.process_count, hosts.is_main) == (0, 1, True)
-        assert hosts.gather_text("anything", "a") == ["a"]
-        hosts.agree("anything", "a", lambda first, own: "never")
-        hosts.close()
-    with pytest.raises(UserError, match="as it is"), Hosts():
-        raise UserError("as it is")
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -178,3 +178,27 @@ def test_find_missing_asks_for_root(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert find_missing(shaped=False) == "a lab needs root (this is user 1000): run it with sudo"
+
+
+_SEND = """
+import os, socket, time
+if os.environ["JAX_PROCESS_ID"] == "1":
+    with socket.create_server(("", 5000)) as listener, listener.accept()[0] as connection:
+        left = 300_000
+        while left: left -= len(connection.recv(left))
+        connection.sendall(b"k")
+else:
+    connection = None
+    while not connection:
+        try: connection = socket.create_connection(("host1", 5000))
+        except ConnectionRefusedError: time.sleep(0.1)
+    start = time.perf_counter()
+    connection.sendall(bytes(300_000))
+    connection.recv(1)
+    print(time.perf_counter() - start)
+"""
+
+
+def test_bytes_between_hosts_take_the_time_of_the_rate(start_lab):
+    code, out, err = start_lab("--hosts=2", "--rate=8mbit", "--", sys.executable, "-c", _SEND).end()
+    assert code == 0 and 0.28 < float(out.split()[-1]) < 3, err  # 300 ms, and a busy machine
