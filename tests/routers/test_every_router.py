@@ -180,6 +180,7 @@ def test_bias_moves_by_the_sign():
         ({"drop": "random"}, r"drop \('random'\) must be one of position, probability"),
         ({"min_capacity": 0}, r"min_capacity \(0\) must be at least 1"),
         ({"bucket_slack": 0.0}, r"bucket_slack \(0.0\) must be positive; 1.5 suits most runs"),
+        ({"overflow_chance": 1.0}, r"overflow_chance \(1.0\) must be at least 0 and below 1"),
         ({"router": "best"}, r"MoEConfig.router \('best'\) is unknown; choose one of base, .* --plugin that"),
         ({"router": "switch"}, r"MoEConfig.top_k \(2\) must be 1 with MoEConfig.router = 'switch'"),
         ({"router": "gshard", "top_k": 1}, r"MoEConfig.top_k \(1\) must be 2 with MoEConfig.router = 'gshard'"),
