@@ -10,11 +10,12 @@ import heapq
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, home_loads, knob, register
+from moe_jax.planning.balancer import Planner, home_loads, register
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import level_holders, share_rows, with_quotas
 
 SWEEPS = 8
+SPARES = 2  # replicas of a device on average, spare ones included, over which shares can follow counts not yet known
 TOLERANCE = 0.1  # the largest effect of one expert's error on a device's load, as a share of the mean load
 MEAN_TO_STANDARD = 1.25  # standard over mean absolute error of a normal variable, sqrt(pi / 2)
 
@@ -28,20 +29,16 @@ class BalancedPlanner(Planner):
     enough.
     """
 
-    headroom: float = knob(
-        2.0, "after the gate, replicas per device on average, so that shares can follow the counts", least=0.0
-    )
-
     def propose(self, loads, placement, cost):
         bare = super().propose(loads, placement, cost)
         totals = loads.sum(axis=1).astype(np.float64)
         moves, tokens, at_home = fill_gaps(totals, bare, cost.replica_slots)
         filled = bare.replace(replicas=moves)
-        limits = (cost.replica_slots, self.config.headroom)
         if self.config.when == "after_gate":
-            return with_quotas(add_spares(filled, totals, *limits), moves, tokens, at_home, loads)
+            return with_quotas(add_spares(filled, totals, cost.replica_slots), moves, tokens, at_home, loads)
         error = MEAN_TO_STANDARD * np.minimum(cost.load_error or 0.0, 1.0)
-        spared = add_spares(filled, totals, *limits, np.broadcast_to(error, len(totals))) if np.any(error) else filled
+        spread = np.broadcast_to(error, len(totals))
+        spared = add_spares(filled, totals, cost.replica_slots, spread) if np.any(error) else filled
         if len(spared.replicas) == len(moves):
             return with_quotas(filled, moves, tokens, at_home, loads)
         quota = level_holders(totals, spared, SWEEPS, np.reshape(error, (-1, 1)))
@@ -170,10 +167,8 @@ def _last(ordered: list[tuple[float, int]], more: float, end: int | None = None)
     return most, device
 
 
-def add_spares(
-    placement: Placement, totals: np.ndarray, mu: int, headroom: float, error: np.ndarray | None = None
-) -> Placement:
-    """Replicate experts with most load per holder until devices hold `headroom` replicas on average.
+def add_spares(placement: Placement, totals: np.ndarray, mu: int, error: np.ndarray | None = None) -> Placement:
+    """Replicate experts with most load per holder until devices hold `SPARES` replicas on average.
 
     With spares the holders of different experts overlap, and shares can follow counts that were not predicted. Where
     shares are fixed ahead, an expert's error falls on more devices, each of which gets less of it: other shares alone,
@@ -196,7 +191,7 @@ def add_spares(
         heap = [(-weight / many, e) for e, (weight, many) in enumerate(zip(total.tolist(), holders, strict=True))]
         heapq.heapify(heap)
         least, open_to = TOLERANCE * total.sum() / devices, {}
-        for _ in range(int(headroom * devices) - len(mine)):
+        for _ in range(SPARES * devices - len(mine)):
             while heap and holders[heap[0][1]] == devices:
                 heapq.heappop(heap)
             if not heap or error is not None and not error[layer] * total[heap[0][1]] / holders[heap[0][1]] > least:

@@ -18,6 +18,8 @@ from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import choose_split, split_evenly
 
+DECAY = 0.5  # 'exponential': how much less each step before the newest counts than the one after it
+
 
 class Predictor:
     """Predict the next step's loads from past ones by `PlannerConfig.predictor`, and report the error of predictions.
@@ -28,7 +30,7 @@ class Predictor:
 
     def __init__(self, config):
         """Take a `PlannerConfig` whose defaults are filled in."""
-        self.kind, self.decay = config.predictor, config.decay
+        self.kind = config.predictor
         window = 1 if self.kind == "last" else config.window
         self.seen: collections.deque[np.ndarray] = collections.deque(maxlen=window)
         self.errors: collections.deque[np.ndarray] = collections.deque(maxlen=max(window, 5))
@@ -75,8 +77,8 @@ class Predictor:
                 mean += loads
             mean /= count
             return mean
-        if self.kind == "exponential":  # a step's weight shrinks by (1 - decay) with every later step
-            weight = (1.0 - self.decay) ** np.arange(count)[::-1]
+        if self.kind == "exponential":
+            weight = (1.0 - DECAY) ** np.arange(count)[::-1]
             return np.tensordot(weight / weight.sum(), np.stack(self.seen), axes=1)
         # 'trend': the straight line through the steps, at least 0, with the newest step's total
         seen = np.stack(self.seen).astype(np.float64)

@@ -42,6 +42,7 @@ from moe_jax.training.replanner import TOO_OFTEN, Replanner, build_replanners, i
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own
 Placements = dict[str, Placement]
+EXECUTABLES = 4  # compiled steps that are kept, the running one included: loads drift back to shapes of a while ago
 
 
 @dataclasses.dataclass
@@ -145,7 +146,7 @@ class RejitEngine:
         self.shape, self.tables, self.pending = pending.shape, None, None
         self.executables.move_to_end(tuple(self.shape.values()))
         self._adopt(pending.placement)
-        while len(self.executables) > self.config.executables:
+        while len(self.executables) > EXECUTABLES:
             self.executables.popitem(last=False)
         return record
 
@@ -199,15 +200,14 @@ class RejitEngine:
                 rows = replanner.predicted_rows(self.shape[name], placement[name], TOO_OFTEN)
                 there = replanner.sizes(self.shape[name]).bucket_rows(replanner.devices)
                 wanted = wanted or (rows is not None and not rows.within(there))
-        else:  # hysteresis: does the predicted gain over the horizon exceed what a new shape costs?
+        else:  # does the plan gain by prediction? A new shape costs no step: the old one runs while it compiles
             loads = {name: plans.predictor.predict() for name, plans in self.plans.items()}
-            horizon = self.config.horizon * self.session.config.train.grad_accum_steps
             now = self._predicted(self.placement, loads, self.shape).sum()
             gain = now - self._predicted(placement, loads, self._grown(placement)).sum()
             # the planner has compared the gain of other homes, or of another program, with their cost
             moves = homes_differ(placement, self.placement)
             moves = moves or any(own.program != self.shape[name].program for name, own in placement.items())
-            wanted = moves or gain * horizon > self.config.swap_seconds
+            wanted = moves or gain > 0
         larger = self._grown(placement) if wanted else self.shape
         if larger != self.shape:  # else no bucket can be larger
             self.asked += 1

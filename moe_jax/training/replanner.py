@@ -32,7 +32,7 @@ from moe_jax.planning.block_schedule import Times, shares
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement, most_homes
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, for_program
-from moe_jax.planning.sizes import expected_rows, pairs_by_kind
+from moe_jax.planning.sizes import BUCKET_LIMIT, expected_rows, pairs_by_kind
 from moe_jax.training.plan_cost import settle_memory
 from moe_jax.training.segments import initial_placement, segment_runs
 
@@ -142,13 +142,13 @@ class Replanner:
         return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
 
     def _most_rows(self, shape: PlanShape) -> BucketRows:
-        """Return the rows that planned buckets may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
+        """Return the rows that planned buckets may have: the worst case, or what `BUCKET_LIMIT` allows.
 
         Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
         travel; except where the schedule gives other buckets its length.
         """
         sizes = self.sizes(dataclasses.replace(shape, bucket_rows=None))
-        most = math.ceil(self.config.planner.bucket_limit * (sizes.config.top_k * sizes.tokens / self.devices))
+        most = math.ceil(BUCKET_LIMIT * (sizes.config.top_k * sizes.tokens / self.devices))
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         roles = self.roles
         several = roles.size(roles.model) > roles.size(roles.expert_shard)  # members of an MP group

@@ -76,7 +76,7 @@ def calibrated(shape):
 def shadowed(shape):
     """Shadows alone, flat: nothing is brought ahead."""
     late = TransferShape(devices=shape.devices, devices_per_node=shape.devices_per_node, offers=1, slots=2)
-    return {"late": late, "ahead": None, "after_gate": ShadowRule(compute=1.0, exchange=0.5, shadow=8.0, residual=True)}
+    return {"late": late, "ahead": None, "after_gate": ShadowRule(compute=1.0, exchange=0.5, shadow=8.0)}
 
 
 CASES |= {
