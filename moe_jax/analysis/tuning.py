@@ -31,7 +31,7 @@ from moe_jax.errors import UserError
 from moe_jax.kernels.grouped import HOPPER, choose_implementation, implementations
 from moe_jax.models.config import CHOICES
 from moe_jax.moe.routers import build_router
-from moe_jax.moe.schedule import find_schedule, schedules
+from moe_jax.moe.schedule import SCHEDULES, schedule_on
 from moe_jax.observe.loads import read_loads
 from moe_jax.observe.run_folder import RunFolder, disk_errors_named, environment_record
 from moe_jax.parallel.exchange import TRANSPORTS
@@ -90,9 +90,7 @@ def find_candidates(config: RunConfig, roles: Roles, device) -> Candidates:
     moe, runs = config.moe, segment_runs(config, roles).values()
     alone = all(own.moe.dropless and build_router(own.moe).replays for own, _ in runs)  # no token competes with others
     parts, shards, members = (roles.size(axes) for axes in (roles.model, roles.expert_shard, roles.expert))
-    same = {
-        name: find_schedule(name).on_mesh(parts, shards).name for name in schedules() if name not in ("parm", "auto")
-    }
+    same = {name: schedule_on(name, parts, shards).name for name in sorted(SCHEDULES)}
     orders = [name for name in same if same[name] == name != same.get(moe.schedule)]  # 'parm' is one of them
     dims = config.model.model_dim, config.model.hidden_dim // shards
     absent = {"reference", choose_implementation("auto", device, jnp.dtype(config.model.dtype), dims)}

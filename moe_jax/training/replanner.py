@@ -19,8 +19,8 @@ from moe_jax.kernels.float8 import COMPUTE
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.after_gate_rules import RULES
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import LayerSizes, find_schedule
-from moe_jax.moe.schedules.auto import schedule_lines
+from moe_jax.moe.choosers import schedule_lines
+from moe_jax.moe.schedule import CHOOSERS, LayerSizes, find_schedule
 from moe_jax.parallel.bucket_rows import BucketRows, round_up
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sparse_all_gather import PARTS
@@ -152,9 +152,9 @@ class Replanner:
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         roles = self.roles
         several = roles.size(roles.model) > roles.size(roles.expert_shard)  # members of an MP group
-        schedule = find_schedule(self.config.moe.schedule)
-        cuts = [find_schedule(name).cuts_buckets for name in (schedule.name, *schedule.chooses_from)]
-        cut_over_members = several and any(cuts)
+        name = self.config.moe.schedule
+        named = CHOOSERS[name].among if name in CHOOSERS else (name,)
+        cut_over_members = several and any(find_schedule(other).cuts_buckets for other in named)
         return BucketRows(own=most if cut_over_members else worst, node=most, far=most)
 
     def _tokens(self) -> int:

@@ -10,8 +10,8 @@ import pytest
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.layer_seconds import LayerShape, ScheduleLine, schedule_line
 from moe_jax.moe.build import layer_sizes, router_place
+from moe_jax.moe.choosers import schedule_lines
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.schedules.auto import schedule_lines
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning import auto
 from moe_jax.planning.auto import AutoSession, Setting, build_settings, step_seconds
