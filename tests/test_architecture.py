@@ -43,7 +43,11 @@ BELOW = {
     "foundation": (),
 }
 MOE_PARTS = ("routing", "permute")  # what the layer and the routers are built from
-MOE_TOP = ("build", "flax_layer")  # modules of `moe` that know of all schedules; the rest is the layer itself
+MOE_TOP = (
+    "build",
+    "choosers",
+    "flax_layer",
+)  # modules of `moe` that know of all schedules; the rest is the layer
 FOUNDATION = ("errors", "plugins", "shipped")  # modules that every package may import, and that import none
 PACKAGES = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py"))[1:]
 HOST_PACKAGES = ("cluster", "planning")

@@ -24,9 +24,8 @@ from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import flops_per_token, half_work, parameter_counts
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import find_schedule
+from moe_jax.moe.schedule import build_schedule, layer_shape
 from moe_jax.moe.schedules.pairwise import choose_groups
-from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles
 from moe_jax.replan.segments import segment_runs
 from moe_jax.replan.session import PlanSession
@@ -193,7 +192,7 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
                 other_half = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
             sizes = layer_sizes(moe, own_roles, tokens, None, model.model_dim, item)
             sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, other_half=other_half)
-            said += find_schedule(moe.schedule).sentences(own_roles, sizes)
+            said += build_schedule(moe.schedule, own_roles, sizes).notes
         lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines
 

@@ -84,7 +84,7 @@ class Transfer(typing.NamedTuple):
 class LayerShape:
     """The schedule and the sizes that decide what is communicated; see the letters above.
 
-    `moe/schedules/parm.py` fills it from the class of the schedule. One that has no formula is a UserError.
+    `layer_shape` in `moe/schedule.py` fills it of a schedule. One that has no formula is a UserError.
     """
 
     schedule: str = "s1"  # a name in `FORMULAS`, as it runs on this mesh: s1 where another one is s1 there

@@ -73,12 +73,10 @@ class ShadowRule:
       shadow: seconds to broadcast an expert and to reduce its gradient, as the paper has it; counted where
         `late_seconds` is empty.
       late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
-      residual: whether both sides of the comparison count the all-to-all that is left.
     """
 
     compute: float
     exchange: float
-    residual: bool
     shadow: float = 0.0
     late_seconds: tuple[float, ...] = ()
 
@@ -94,7 +92,7 @@ class ShadowRule:
             return late_price(sizes, late, self.late_seconds, each, jnp), late_room(sizes, late)
 
         rates = ShadowRates(self.compute, self.exchange, self.shadow)
-        chosen = shadow_search(JAX, counts[None], home[None], rates, price, True, self.residual)[0][0]
+        chosen = shadow_search(JAX, counts[None], home[None], rates, price, True)[0][0]
         wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
         added, slot, transfer, used = fit_late(wanted, falling(jnp.sum(counts, axis=0), jnp), slot, me, shape)
         dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)

@@ -16,7 +16,6 @@ class AutoPlanner(Planner):
     """One proposal: the cheapest of all planners that leave homes where they are; whether a move pays takes time."""
 
     auto_steps: int = knob(32, "steps that settings plan before they are judged, and in which they are judged", least=2)
-    auto_margin: float = knob(0.01, "part of a step's time in the MoE layers that a change must save", least=0.0)
 
     def propose(self, loads, placement, cost):
         found = [super().propose(loads, placement, cost)]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import NUMPY, Planner, home_loads, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, home_loads, register
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import level_quotas, share_rows, with_quotas
 
 SWEEPS = 8
+SPARES = 2  # replicas of a device on average, spare ones included, over which shares can follow counts not yet known
 TOLERANCE = 0.1  # the largest effect of one expert's error on a device's load, as a share of the mean load
 MEAN_TO_STANDARD = 1.25  # standard over mean absolute error of a normal variable, sqrt(pi / 2)
 
@@ -25,19 +26,15 @@ class BalancedPlanner(Planner):
     enough.
     """
 
-    headroom: float = knob(
-        2.0, "after the gate, replicas per device on average, so that shares can follow the counts", least=0.0
-    )
-
     def propose(self, loads, placement, cost):
         bare, totals = super().propose(loads, placement, cost), loads.sum(axis=1).astype(np.float64)
         quota = fill_gaps(totals, bare, cost.replica_slots)
-        held, limits = (quota > 0) | bare.holds, (cost.replica_slots, self.config.headroom)
+        held, mu = (quota > 0) | bare.holds, cost.replica_slots
         error = MEAN_TO_STANDARD * np.minimum(cost.load_error or 0.0, 1.0)
         if self.config.when == "after_gate":
-            held = add_spares(held, totals, bare, *limits)
+            held = add_spares(held, totals, bare, mu)
         elif np.any(error):
-            spared = add_spares(held, totals, bare, *limits, error)
+            spared = add_spares(held, totals, bare, mu, error)
             if (spared != held).any():
                 held, quota = (
                     spared,
@@ -97,14 +94,9 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
 
 
 def add_spares(
-    held: np.ndarray,
-    totals: np.ndarray,
-    placement: Placement,
-    mu: int,
-    headroom: float,
-    error: np.ndarray | None = None,
+    held: np.ndarray, totals: np.ndarray, placement: Placement, mu: int, error: np.ndarray | None = None
 ) -> np.ndarray:
-    """Replicate experts with most load per holder until devices hold `headroom` replicas on average.
+    """Replicate experts with most load per holder until devices hold `SPARES` replicas on average.
 
     With spares the holders of different experts overlap, and shares can follow counts that were not predicted. Where
     shares are fixed ahead, an expert's error falls on more devices, each of which gets less of it: other shares alone,
@@ -120,7 +112,7 @@ def add_spares(
     """
     devices, rows, held = placement.devices, np.arange(placement.layers), held.copy()
     holders, free = held.sum(axis=2), mu - (held & ~placement.homes).sum(axis=1)
-    budget = int(headroom * devices) - (held & ~placement.homes).sum(axis=(1, 2))
+    budget = SPARES * devices - (held & ~placement.homes).sum(axis=(1, 2))
     node_of, least = np.arange(devices) // placement.devices_per_node, TOLERANCE * totals.sum(axis=1) / devices
     for _ in range(max(0, int(budget.max(initial=0)))):
         expert = np.where(holders < devices, totals / holders, -1.0).argmax(axis=1)

@@ -15,7 +15,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import expected_rows, pairs_by_kind
+from moe_jax.planning.sizes import BUCKET_LIMIT, expected_rows, pairs_by_kind
 
 FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
@@ -29,7 +29,6 @@ class Buckets:
     Attributes:
       sizes: `LayerSizes` of `moe/schedule.py`, of a layer without a plan; even: the rows of its buckets.
       devices: D, members; devices_per_node: of them on a node.
-      limit: `PlannerConfig.bucket_limit`, most rows over the mean of a bucket that travels.
       chance: `MoEConfig.overflow_chance`, for a layer's exchange in one data-parallel group; 0 for rows that no
         predicted pair exceeds.
       multiple: of which rows are a multiple.
@@ -42,7 +41,6 @@ class Buckets:
     even: int
     devices: int
     devices_per_node: int
-    limit: float
     chance: float
     multiple: int
     summed: float
@@ -60,13 +58,13 @@ class Buckets:
         return dataclasses.replace(self.sizes, groups=shape.slots, planned_rows=planned).bucket_rows(self.devices)
 
     def most(self, shape: PlanShape) -> BucketRows:
-        """Return the rows that planned buckets may have: the worst case, or what `limit` allows.
+        """Return the rows that planned buckets may have: the worst case, or what `BUCKET_LIMIT` allows.
 
         Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
         travel; except where others have its length.
         """
         worst = dataclasses.replace(self.sizes, groups=shape.slots).worst_rows()
-        most = min(max(math.ceil(self.limit * (self.choices / self.devices)), self.even), worst)
+        most = min(max(math.ceil(BUCKET_LIMIT * (self.choices / self.devices)), self.even), worst)
         return BucketRows(own=most if self.one_length else worst, node=most, far=most)
 
     def needed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, register
 from moe_jax.planning.cost import ASKED_BY, Cost
 from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
 
@@ -17,12 +17,11 @@ from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_e
 class FasterMoePlanner(Planner):
     """Shadow experts while T(r) falls.
 
-    B counts the tokens *of a device's experts*, from every source. By default both sides of the comparison count the
-    all-to-all over what is received, as the authors' release does; with `residual` off it is counted before shadowing
-    only, over all tokens, as equation 8 is printed. Source: FasterMoE, equations 7 and 8, algorithm 1.
+    B counts the tokens *of a device's experts*, from every source. Both sides of the comparison count the all-to-all
+    over what is received, as the authors' release does; equation 8 as printed has it before shadowing only, over all
+    tokens, so that the search would stop early or pay too much. Source: FasterMoE, equations 7 and 8, algorithm 1.
     """
 
-    residual: bool = knob(True, "count the all-to-all that is left after shadowing; off: T(r) as printed, without it")
     late_replicas = True
     any_holder = False  # a device computes its own tokens of a shadowed expert, all others go home
 
@@ -52,7 +51,7 @@ class FasterMoePlanner(Planner):
             return seconds, count <= limit if late is None else late_room(sizes, late)
 
         skips = late is not None
-        chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips, self.config.residual)
+        chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips)
         self.counters["shadow_cut" if late is None else "late_cut"] += int(cut.sum())
         return placement.replace(replicas=everywhere(chosen, placement), shares=None, rule="home")
 
@@ -61,7 +60,7 @@ class FasterMoePlanner(Planner):
             return None
         rates = shadow_rates(cost)
         fields = {"compute": rates.compute / groups, "exchange": rates.exchange / groups, "shadow": rates.shadow}
-        return "shadow", {**fields, "residual": self.config.residual, "late_seconds": cost.late_seconds}
+        return "shadow", {**fields, "late_seconds": cost.late_seconds}
 
 
 class ShadowRates(NamedTuple):
@@ -74,7 +73,7 @@ class ShadowRates(NamedTuple):
     shadow: float
 
 
-def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: bool, residual: bool):
+def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: bool):
     """Shadow experts by falling load until one does not pay.
 
     Args:
@@ -83,7 +82,6 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
       rates: those of a token; what a shadow costs is in `price`.
       price: from offers int [L, D], shadowed experts by home, (seconds of their transfers [L], room for them bool [L]).
       skips: an expert without room is skipped; else it ends the search.
-      residual: both sides count the exchange that is left.
 
     Returns:
       (bool [L, E], the shadowed experts; int [L], how many would have paid, had there been room).
@@ -94,7 +92,7 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
     order = falling(totals, xp)
 
     def seconds(tokens, received):
-        return rates.compute * tokens.max(axis=1) + (rates.exchange * received.max(axis=1) if residual else 0.0)
+        return rates.compute * tokens.max(axis=1) + rates.exchange * received.max(axis=1)
 
     def shadow(turn, carry):
         (tokens, received, offers, best), chosen, active, cut = carry
@@ -113,8 +111,7 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
         return (*kept, xp.where(take, time, best)), xp.put(chosen, (rows, expert), take), active, cut + (pays & ~room)
 
     tokens, received = (xp.home_loads(of, home, devices) for of in (totals, away))
-    before = seconds(tokens, received) if residual else (rates.compute + rates.exchange) * tokens.max(axis=1)
-    state = tokens, received, xp.zeros((layers, devices), int), before
+    state = tokens, received, xp.zeros((layers, devices), int), seconds(tokens, received)
     start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
     found = xp.repeat(shadow, start, experts, lambda carry: carry[2].any())
     return found[1], found[3]

@@ -127,9 +127,8 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
     """Return the plan of a step.
 
     A placement that fits the step in force changes its tables alone. Another step is compiled, one at a time, where
-    one of these holds: homes move or another program is asked for; the gain over `PlannerConfig.horizon` steps exceeds
-    `PlannerConfig.swap_seconds`, for a placement that does not fit or leaves the step's transfer idle; or buckets are
-    predicted to be too small.
+    one of these holds: homes move or another program is asked for; a placement that does not fit, or leaves the step's
+    transfer idle, takes less time by prediction; or buckets are predicted to be too small.
 
     Args:
       asked: of each segment.
@@ -150,7 +149,7 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
         larger = {name: enlarge(own, placement[name], shape[name]) for name, own in asked.items()}
     if not fitting or idle:
         moved = any(own.moves(running[n]) or own.program != shape[n].program for n, own in placement.items())
-        if not moved and not _pays(asked, running, shape, placement, larger):
+        if not moved and not seconds_of(asked, running, shape).sum() > seconds_of(asked, placement, larger).sum():
             larger = shape
         why = "the placement needs more room" if not fitting else "a transfer is idle"
     return Plan(**common, fits_pending=False, shape=larger, why=why or "buckets are predicted to overflow")
@@ -163,13 +162,6 @@ def _buckets_are_short(asked, placement: Placements, shape: Shapes) -> bool:
         if rows is not None and not rows.within(own.buckets.there(shape[name])):
             return True
     return False
-
-
-def _pays(asked, running: Placements, shape: Shapes, placement: Placements, larger: Shapes) -> bool:
-    """Say whether the predicted gain over the horizon exceeds what a new shape costs."""
-    one = next(iter(asked.values()))
-    gain = seconds_of(asked, running, shape).sum() - seconds_of(asked, placement, larger).sum()
-    return gain * one.config.horizon * one.cost.microbatches > one.config.swap_seconds
 
 
 def is_idle(shape: PlanShape, placement: Placement) -> bool:

@@ -15,6 +15,10 @@ import numpy as np
 from moe_jax.parallel.transfer_shape import TransferShape
 
 SIZES = ("offers", "slots", "crossing")
+# Rows of a planned bucket for another device over their mean, at most. Such a bucket is as large as the fullest pair of
+# its kind that is predicted (same node, other nodes), which under skewed loads can be all tokens of a device, for each
+# destination: memory would grow with the devices. What does not fit takes another pass.
+BUCKET_LIMIT = 4.0
 
 
 class TransferSizes(typing.NamedTuple):

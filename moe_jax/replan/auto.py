@@ -9,7 +9,7 @@ before each step the placement of the setting in force, whose `program` ('SCHEDU
     a round    all settings plan for `auto_steps` steps, since some need that long to reach what they can do, and are
                judged in as many again, up to `LONGEST` times as many while chance may still turn the answer (two
                standard errors of the difference); those that can no longer win stop early
-    a change   where the best saved more than `auto_margin` of a step, and would save more than moving homes costs in
+    a change   where the best saved more than `MARGIN` of a step, and would save more than moving homes costs in
                as many steps again; the old program goes on while the new one compiles, so a change costs no more
 
 Between rounds the setting in force alone plans. A round that changes nothing doubles the wait for the next one, up to
@@ -37,12 +37,13 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import Asked
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.shares import padded_seconds, split_evenly
-from moe_jax.planning.sizes import pairs_by_kind
+from moe_jax.planning.sizes import BUCKET_LIMIT, pairs_by_kind
 from moe_jax.replan.session import PlanSession, Predictor
 
 _LOG = logging.getLogger(__name__)
 SPLITS = ("plan", "even")
 MOST_WAITS = 256  # rounds between two rounds
+MARGIN = 0.01  # part of a step's time in the MoE layers that a change must save: less would follow noise
 LONGEST = 4  # times `auto_steps`, a round at most
 EXACT_DEVICES = 1024  # up to which every pair of devices is counted
 SHOWN = 8  # settings in the table of a decision
@@ -109,23 +110,21 @@ class Setting:
 
     def seconds(self, loads: np.ndarray) -> list[float]:
         """Return what the layers take under each split's plan for one exchange's loads [L, S, E], moves included."""
-        cost, limit = self.session.cost, self.session.config.bucket_limit
-        return [step_seconds(plan, loads, cost, self.ahead, limit) + self.moved for plan in self.plans]
+        cost = self.session.cost
+        return [step_seconds(plan, loads, cost, self.ahead) + self.moved for plan in self.plans]
 
 
-def step_seconds(
-    plan: Placement, loads: np.ndarray, cost: Cost, ahead: TransferShape | None, bucket_limit: float
-) -> float:
+def step_seconds(plan: Placement, loads: np.ndarray, cost: Cost, ahead: TransferShape | None) -> float:
     """Return the seconds of all layers in one microbatch, under the transfer that the step is compiled for.
 
-    Args: loads: int [L, S, E] of one exchange; bucket_limit: of `PlannerConfig`; a fuller pair takes more passes.
+    Args: loads: int [L, S, E] of one exchange; a pair fuller than `BUCKET_LIMIT` takes more passes.
     """
     exchange = None
     if plan.devices <= EXACT_DEVICES and cost.price != "paper":
         pairs = routing.pair_loads(plan, routing.whole(loads))
         computed = pairs.sum(axis=1)
         received = computed - np.einsum("ldd->ld", pairs)
-        exchange = passes_seconds(pairs, plan, cost, bucket_limit * loads.sum(axis=2).max() / plan.devices)
+        exchange = passes_seconds(pairs, plan, cost, BUCKET_LIMIT * loads.sum(axis=2).max() / plan.devices)
     else:
         computed, received = routing.expected(plan, loads)
     trans = np.full(plan.layers, 0.0 if ahead is None else cost.shape_seconds(ahead))
@@ -188,7 +187,7 @@ class AutoSession(PlanSession):
         self.predictors: dict[tuple, Predictor] = {}  # settings that look back alike share one
         for setting in self.settings:
             own = setting.session.config
-            key = (own.predictor, own.window, own.decay)
+            key = (own.predictor, own.window)
             setting.session.predictor = self.predictors.setdefault(key, setting.session.predictor)
         self.current = (0, 0)  # places of the setting and the split in force
         self.judged: dict[int, list[list[float]]] = {}  # {place of a setting in a round: each step's seconds by split}
@@ -245,7 +244,7 @@ class AutoSession(PlanSession):
                 self._decide(iteration)
         else:
             self.wait -= 1
-            worse = np.mean(self.recent) > self.decided_at * (1 + 5 * self.config.auto_margin)
+            worse = np.mean(self.recent) > self.decided_at * (1 + 5 * MARGIN)
             if self.wait <= 0 or (worse and len(self.recent) == self.config.auto_steps):
                 self._begin_round()
         for place in self.judged or self.current[:1]:
@@ -262,8 +261,8 @@ class AutoSession(PlanSession):
         """
         if not self.even or len(self.even) % 8:
             return
-        margin, now = self.config.auto_margin, self._taken(*self.current)
-        if now.mean() <= (1 + margin) * np.mean(self.even):
+        now = self._taken(*self.current)
+        if now.mean() <= (1 + MARGIN) * np.mean(self.even):
             self.judged = {self.current[0]: self.judged[self.current[0]]}
             return
         if self.settling:
@@ -271,7 +270,7 @@ class AutoSession(PlanSession):
         best = min((self._taken(*at) for at in self._alive()), key=np.mean)
         for place in set(self.judged) - {self.current[0]}:
             own = min((self._taken(place, split) for split in range(len(self.settings[place].splits))), key=np.mean)
-            if (own - best).mean() > 2 * margin * best.mean() + 2 * _error(own - best):
+            if (own - best).mean() > 2 * MARGIN * best.mean() + 2 * _error(own - best):
                 del self.judged[place]
 
     def _alive(self) -> list[tuple[int, int]]:
@@ -288,19 +287,19 @@ class AutoSession(PlanSession):
 
     def _is_clear(self) -> bool:
         """Say whether chance alone would not turn the answer to whether the best saves a margin."""
-        gain, margin = self._best()[1], self.config.auto_margin * self._taken(*self.current).mean()
-        return abs(gain.mean() - margin) > 2 * _error(gain)
+        gain, least = self._best()[1], MARGIN * self._taken(*self.current).mean()
+        return abs(gain.mean() - least) > 2 * _error(gain)
 
     def _decide(self, iteration: int) -> None:
         """End a round: change to the best setting where that pays, and say what each one took."""
-        now, margin, steps = self._taken(*self.current), self.config.auto_margin, self.config.auto_steps
+        now, steps = self._taken(*self.current), self.config.auto_steps
         taken = {at: self._taken(*at) for at in self._alive()}
         best, gain = self._best()
         new = self.settings[best[0]]
         home, there = new.session.placement.home, self.in_force.session.placement.home
         moves = float(home_seconds(home, there, new.session.placement.devices, self.base_cost).sum())
         ahead = self.base_cost.microbatches * steps * gain.mean()  # until the next round, which comes at once if later
-        changes = gain.mean() > margin * now.mean() and ahead > moves
+        changes = gain.mean() > MARGIN * now.mean() and ahead > moves
         if changes or len(taken) > 1:
             self._say(iteration, taken, best if changes else self.current)
         if changes:

@@ -17,8 +17,8 @@ from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import COMPUTE
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import find_schedule
-from moe_jax.moe.schedules.auto import schedule_lines
+from moe_jax.moe.choosers import schedule_lines
+from moe_jax.moe.schedule import CHOOSERS, find_schedule
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.buckets import Buckets
@@ -100,15 +100,14 @@ def _buckets(config: RunConfig, roles: Roles) -> Buckets | None:
     if not moe.dropless:
         return None
     sizes, data_groups = layer_sizes(moe, roles, _tokens(config, roles)), roles.size(roles.data)
-    schedule = find_schedule(moe.schedule)
-    cuts = any(find_schedule(name).cuts_buckets for name in (schedule.name, *schedule.chooses_from))
+    named = CHOOSERS[moe.schedule].among if moe.schedule in CHOOSERS else (moe.schedule,)
+    cuts = any(find_schedule(name).cuts_buckets for name in named)
     exchanges = config.train.grad_accum_steps * data_groups
     return Buckets(
         sizes=sizes,
         even=dataclasses.replace(sizes, groups=moe.num_experts).even_rows(members),  # the worst case bounds them later
         devices=members,
         devices_per_node=roles.members_per_node,
-        limit=config.planner.bucket_limit,
         chance=moe.overflow_chance / data_groups,
         multiple=math.lcm(8, mp_size),
         summed=exchanges * roles.size(roles.expert_shard) / mp_size,

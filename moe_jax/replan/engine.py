@@ -48,6 +48,7 @@ from moe_jax.replan.session import PlanSession
 from moe_jax.storage.bank_order import reshard
 
 _LOG = logging.getLogger(__name__)
+EXECUTABLES = 4  # compiled steps that are kept, the running one included: loads drift back to shapes of a while ago
 
 
 @dataclasses.dataclass
@@ -229,7 +230,7 @@ class RejitEngine:
         self.shape, self.tables, self.filled, self.pending = pending.shape, None, None, None
         self.executables.move_to_end(tuple(self.shape.values()))
         self._adopt(pending.placement)
-        while len(self.executables) > self.config.executables:
+        while len(self.executables) > EXECUTABLES:
             self.executables.popitem(last=False)
         return record
 

@@ -22,6 +22,8 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import Asked, Proposal, enlarge, propose, with_rule
 from moe_jax.planning.plan_shape import PlanShape, build_shape
 
+DECAY = 0.5  # 'exponential': how much less each step before the newest counts than the one after it
+
 
 class Predictor:
     """Predict the next step's loads from past ones by `PlannerConfig.predictor`, and report the error of predictions.
@@ -32,7 +34,7 @@ class Predictor:
 
     def __init__(self, config):
         """Take a `PlannerConfig` whose defaults are filled in."""
-        self.kind, self.decay = config.predictor, config.decay
+        self.kind = config.predictor
         window = 1 if self.kind == "last" else config.window
         self.seen: collections.deque[np.ndarray] = collections.deque(maxlen=window)
         self.errors: collections.deque[np.ndarray] = collections.deque(maxlen=max(window, 5))
@@ -79,8 +81,8 @@ class Predictor:
                 mean += loads
             mean /= count
             return mean
-        if self.kind == "exponential":  # a step's weight shrinks by (1 - decay) with every later step
-            weight = (1.0 - self.decay) ** np.arange(count)[::-1]
+        if self.kind == "exponential":
+            weight = (1.0 - DECAY) ** np.arange(count)[::-1]
             return np.tensordot(weight / weight.sum(), np.stack(self.seen), axes=1)
         # 'trend': the straight line through the steps, at least 0, with the newest step's total
         seen = np.stack(self.seen).astype(np.float64)

@@ -31,8 +31,8 @@ def why_not_halves(config: RunConfig, roles: Roles) -> str:
     if config.distillation.teacher:
         return "the run has a teacher"
     for own, _ in segment_runs(config, roles).values():
-        record, router = find_schedule(own.moe.schedule), build_router(own.moe)
-        if not (record.one_piece and record.moves_tokens):
+        router = build_router(own.moe)
+        if not find_schedule(own.moe.schedule).one_piece:
             return f"MoEConfig.schedule is {own.moe.schedule!r}"
         if not own.moe.dropless or not router.replays:
             return "tokens compete for places among those gated together"

@@ -25,7 +25,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     from moe_jax.analysis.timed import predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
-    from moe_jax.moe.schedules.parm import choose, rule_of
+    from moe_jax.moe.choosers import parm_seconds, rule_of
 
     if not rows:
         raise SystemExit(f"error: {path} holds no measured layer; run the sweep first")
@@ -51,7 +51,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
             predicted[name].append((predict(name, layer, DEVICES, cluster), times[name]))
         roles, sizes = layer.sizes(DEVICES)
         for known in (collectives, cluster):
-            seconds = choose(roles, sizes, known)
+            seconds = parm_seconds(roles, sizes, known)
             rules.setdefault(rule_of(known), []).append((layer, dict(times), seconds))
         chooses = layer.mp_size > 1 or knows_layers
         times["parm"] = times[min(seconds, key=seconds.get) if chooses else "s1"]

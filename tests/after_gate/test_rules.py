@@ -236,10 +236,7 @@ def test_late_sizes_go_down_to_one():
 
 
 # the rule, the late transfer and whether it is too small for some plans, the planner's knobs
-RULE_CASES = [
-    ("shadows", late, {"name": "fastermoe", "residual": late in ("flat", "by_node_crossing", "by_node_slots")})
-    for late in LATE
-]
+RULE_CASES = [("shadows", late, {"name": "fastermoe"}) for late in LATE]
 RULE_CASES += [("calibration", late, {"name": "hecate"}) for late in ("flat_offers", "by_node", "by_node_crossing")]
 RULE_CASES += [("quotas", late, {"name": "llep"}) for late in ("flat", "flat_offers", "by_node_crossing")]
 

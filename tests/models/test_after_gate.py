@@ -73,7 +73,7 @@ def test_shadowed_experts_equal_reference(schedule):
     mesh, by_node = MESHES[schedule]
     placement = draw(1, mesh["expert"], "home", replica_slots=0)
     price = 20.0 if mesh["expert"] == 4 else 8.0  # at which some layers shadow and others do not
-    rule = LateRule.of("shadow", compute=1.0, exchange=0.5, shadow=price, residual=False)
+    rule = LateRule.of("shadow", compute=1.0, exchange=0.5, shadow=price)
     shape = with_late(build_shape(placement), by_node, rule)
     with jax.enable_x64(True):
         found = equals_reference(cases.runner(CONFIG, schedule, mesh, shape), placement, shape)

@@ -79,7 +79,7 @@ def shadowed(shape):
     return {
         "late": late,
         "ahead": None,
-        "after_gate": LateRule.of("shadow", compute=1.0, exchange=0.5, shadow=8.0, residual=True),
+        "after_gate": LateRule.of("shadow", compute=1.0, exchange=0.5, shadow=8.0),
     }
 
 

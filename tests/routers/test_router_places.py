@@ -166,8 +166,6 @@ def test_topology_sizes_buckets_by_what_may_leave_the_node():
     assert layer_sizes(moe, place(expert=8).roles, 100).planned_rows is None  # one node
     split = dataclasses.replace(moe, schedule="s1")
     assert layer_sizes(split, place(expert=8, devices_per_node=4, model=2).roles, 1).planned_rows is not None
-    free = dataclasses.replace(moe, topology_release=True)
-    assert layer_sizes(free, where.roles, 100).planned_rows is None
 
 
 def test_remote_fraction_of_a_cluster_file():
