@@ -152,7 +152,8 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
         if not moved and not seconds_of(asked, running, shape).sum() > seconds_of(asked, placement, larger).sum():
             larger = shape
         why = "the placement needs more room" if not fitting else "a transfer is idle"
-    return Plan(**common, fits_pending=False, shape=larger, why=why or "buckets are predicted to overflow")
+    why = (why or "buckets are predicted to overflow") if larger != shape else ""
+    return Plan(**common, fits_pending=False, shape=larger, why=why)
 
 
 def _buckets_are_short(asked, placement: Placements, shape: Shapes) -> bool:
