@@ -46,9 +46,6 @@ class JaxArrays:
 
         return lax.while_loop(more, lambda state: (state[0] + 1, step(*state)), (jnp.int32(0), carry))[1]
 
-    def home_loads(self, totals, home, devices):
-        return jnp.sum((home[:, :, None] == jnp.arange(devices)[None, None]) * totals[:, :, None], axis=1)
-
 
 JAX = JaxArrays()
 

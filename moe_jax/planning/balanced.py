@@ -61,7 +61,7 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
     """Return quotas [L, E, D] with equal device sums: totals [L, E], homes only, at most mu replicas a device."""
     layers, devices, rows, home = placement.layers, placement.devices, np.arange(placement.layers), placement.home
     quota, at_home = np.where(placement.homes, totals[:, :, None], 0.0), totals.copy()
-    over = home_loads(totals, home, devices)
+    over = home_loads(np, totals, home, devices)
     over -= over.mean(axis=1, keepdims=True)
     small = 1e-9 * np.abs(totals).sum(axis=1, keepdims=True) + 1e-12
     free, stuck = np.full(over.shape, mu), np.zeros(over.shape, bool)

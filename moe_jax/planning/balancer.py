@@ -208,14 +208,12 @@ def _repeat(step, carry, times, going=None):
     return carry
 
 
-def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
-    """Add expert totals at their homes: totals [L, E], home [L, E] -> [L, D]."""
-    layers = len(home)
-    key = np.arange(layers)[:, None] * devices + home
-    return np.bincount(key.ravel(), totals.ravel(), layers * devices).reshape(layers, devices)
+def home_loads(xp, totals, home, devices: int):
+    """Add expert totals at their homes: totals [L, E], home [L, E] -> [L, D]; xp: `NUMPY`, or that of jax.numpy."""
+    return ((home[:, :, None] == xp.arange(devices)[None, None]) * totals[:, :, None]).sum(axis=1)
 
 
-NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat, "home_loads": home_loads})
+NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat})
 """NumPy and the operations that jax.numpy writes differently, for steps that rules after the gate do on the device
 too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
+from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, home_loads, knob, register
 from moe_jax.planning.cost import ASKED_BY, Cost
 from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
 
@@ -112,7 +112,7 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
         active = take | (active & ~room) if skips else take
         return (*kept, xp.where(take, time, best)), xp.put(chosen, (rows, expert), take), active, cut + (pays & ~room)
 
-    tokens, received = (xp.home_loads(of, home, devices) for of in (totals, away))
+    tokens, received = (home_loads(xp, of, home, devices) for of in (totals, away))
     before = seconds(tokens, received) if residual else (rates.compute + rates.exchange) * tokens.max(axis=1)
     state = tokens, received, xp.zeros((layers, devices), int), before
     start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)

@@ -347,26 +347,20 @@ def _exchanged(new: np.ndarray, old: np.ndarray, devices: int, per_node: int, ki
     """
     nodes = devices // per_node
     forbidden = -new.size * devices  # one of these outweighs all that could agree
-    of_node = kind.reshape(nodes, per_node)
-    label, agreement = np.unique(new.ravel().astype(np.int64) * devices + old.ravel(), return_counts=True)
-    (a, b), pairs = np.divmod(label, devices), {}
-    for i, j, value in zip(a.tolist(), b.tolist(), agreement.tolist(), strict=True):
-        pairs.setdefault((i // per_node, j // per_node), []).append((i % per_node, j % per_node, value))
+    agreement = np.bincount(new.ravel().astype(np.int64) * devices + old.ravel(), minlength=devices**2)
+    value = np.where(kind[:, None] == kind, agreement.reshape(devices, devices), forbidden)
+    blocks = value.reshape(nodes, per_node, nodes, per_node).swapaxes(1, 2)  # for each pair of nodes
 
     def inside(i, j):
         """Return which member of node j each of node i becomes, and how many experts then stay."""
-        value = np.zeros((per_node, per_node), np.int64)
-        for row, column, count in pairs.get((i, j), ()):
-            value[row, column] = count
-        value[of_node[i][:, None] != of_node[j]] = forbidden
-        member = best_assignment(value)
-        return member, value[np.arange(per_node), member].sum()
+        member = best_assignment(blocks[i, j])
+        return member, blocks[i, j][np.arange(per_node), member].sum()
 
-    kinds = np.sort(of_node, axis=1)
-    staying = np.where((kinds[:, None] == kinds).all(axis=2), 0, forbidden)  # where none agrees
-    for pair in pairs:
-        if not staying[pair]:
-            staying[pair] = inside(*pair)[1]
+    kinds = np.sort(kind.reshape(nodes, per_node), axis=1)
+    alike = (kinds[:, None] == kinds).all(axis=2)
+    staying = np.where(alike, 0, forbidden)  # where none agrees
+    for i, j in np.argwhere(alike & (blocks > 0).any(axis=(2, 3))):
+        staying[i, j] = inside(i, j)[1]
     to_node = best_assignment(staying)
     place = np.concatenate([j * per_node + inside(i, j)[0] for i, j in enumerate(to_node.tolist())])
     return place[new].astype(new.dtype)

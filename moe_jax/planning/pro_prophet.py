@@ -80,7 +80,7 @@ class ProProphetPlanner(Planner):
         layers, devices = placement.layers, placement.devices
         layer, skipped = np.tile(np.arange(layers), len(tries)), np.repeat(tries, layers)
         home, rows = placement.home[layer], np.arange(len(layer))
-        computed, received = (home_loads(tokens, placement.home, devices)[layer] for tokens in (totals, away))
+        computed, received = (home_loads(np, tokens, placement.home, devices)[layer] for tokens in (totals, away))
         threshold = self.config.balance_threshold * totals.sum(axis=1)[layer] / devices
         unused = totals[layer]
         node_of = np.arange(devices) // placement.devices_per_node
