@@ -216,11 +216,3 @@ def home_loads(xp, totals, home, devices: int):
 NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat})
 """NumPy and the operations that jax.numpy writes differently, for steps that rules after the gate do on the device
 too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""
-
-
-def everywhere(chosen: np.ndarray, placement: Placement) -> np.ndarray:
-    """Return int [n, 3], rows (layer, expert, device): chosen experts, bool [L, E], on all but their homes."""
-    at = np.repeat(np.argwhere(chosen), placement.devices, axis=0)
-    device = np.tile(np.arange(placement.devices), len(at) // placement.devices)
-    away = placement.home[tuple(at.T)] != device
-    return np.column_stack([at, device])[away]

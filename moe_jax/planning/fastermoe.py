@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, home_loads, knob, register
+import numpy as np
+
+from moe_jax.planning.balancer import NUMPY, Planner, falling, home_loads, knob, register
 from moe_jax.planning.cost import ASKED_BY, Cost
 from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
 
@@ -54,7 +56,7 @@ class FasterMoePlanner(Planner):
         skips = late is not None
         chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips, self.config.residual)
         self.counters["shadow_cut" if late is None else "late_cut"] += int(cut.sum())
-        return placement.replace(replicas=everywhere(chosen, placement), shares=None, rule="home")
+        return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, plan_seconds, register
+from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, plan_seconds, register
 from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
@@ -138,7 +138,7 @@ def materialized(bare: Placement, totals: np.ndarray, tau: int, slots: int) -> t
     if most is None:
         chosen = np.zeros(bare.home.shape, bool)
         np.put_along_axis(chosen, order, True, axis=1)
-        return bare.replace(replicas=everywhere(chosen, bare)), 0
+        return bare.replace(replicas=np.argwhere(chosen[:, :, None] & ~bare.homes)), 0
     # what a device sends, and what a node sends one other, stays even, or one more a device
     free, limits = np.full((bare.layers, bare.devices), most.slots), SendLimits(bare.home, most)
     added = spread_replicas(NUMPY, totals, bare.holds, order, free, bare.devices_per_node, limits)

@@ -154,19 +154,24 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
 
     Planners judge placements with this; it differs from the counted rule by less than one token per (source, expert).
     """
-    per_node, shared, mine = placement.devices_per_node, placement.candidates.share_count > 0, loads.swapaxes(1, 2)
-    if shared.any():
-        loads = np.where(np.repeat(shared, per_node, axis=2), 0, mine).swapaxes(1, 2)
+    per_node, mine = placement.devices_per_node, loads.swapaxes(1, 2)
+    if len(placement.shares):
+        shared = np.repeat(placement.candidates.share_count > 0, per_node, axis=2)
+        loads = np.where(shared, 0, mine).swapaxes(1, 2)
     local, came = nearest_loads(np, loads, placement.holds, per_node)
     home_rule = np.array([name == "home" for name in placement.rule])[:, None, None]
     if home_rule.any():
         came = np.where(home_rule, came.sum(axis=2, keepdims=True) * placement.homes, came)
     computed, received = (local + came).sum(axis=1), came.sum(axis=1)
-    if shared.any():
+    if len(placement.shares):
         layer, expert, device, units, node = placement.shares.T
-        own, part, here = np.zeros(shared.shape, bool), units / SHARE_ONE, device // per_node
+        by_node, part, here = (
+            mine.reshape(*mine.shape[:2], -1, per_node).sum(axis=3),
+            units / SHARE_ONE,
+            device // per_node,
+        )
+        own = np.zeros(by_node.shape, bool)
         own[tuple(placement.shares[node >= 0][:, [0, 1, 4]].T)] = True  # nodes with rows of their own
-        by_node = mine.reshape(*shared.shape, per_node).sum(axis=3)
         rest = np.where(own, 0, by_node).sum(axis=2)  # of nodes that take the rows for all
         given = part * np.where(node < 0, rest[layer, expert], by_node[layer, expert, node])
         kept = np.where(node < 0, ~own[layer, expert, here], node == here) * part * mine[layer, expert, device]
