@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +25,6 @@ from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas, s
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import late_size
-
-
-class JaxArrays:
-    """jax.numpy with the operations of `moe_jax.planning.balancer.NUMPY`."""
-
-    def __getattr__(self, name: str) -> typing.Any:
-        return getattr(jnp, name)
-
-    def put(self, array, index, value):
-        return array.at[index].set(value)
-
-    def repeat(self, step, carry, times, going=None):
-        if going is None:  # a GPU need not ask the host after every turn whether to go on, if `times` is a constant
-            return lax.fori_loop(0, times, step, carry)
-
-        def more(state):
-            return (state[0] < times) & going(state[1])
-
-        return lax.while_loop(more, lambda state: (state[0] + 1, step(*state)), (jnp.int32(0), carry))[1]
-
-
-JAX = JaxArrays()
 
 
 def slots_of(holders, experts: int):

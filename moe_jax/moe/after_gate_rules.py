@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.moe.after_gate import JAX, slots_of
+from moe_jax.moe.after_gate import slots_of
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.transfer_shape import TransferTables
-from moe_jax.planning.balancer import falling
+from moe_jax.planning.arrays import falling
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.fastermoe import ShadowRates, shadow_search
 from moe_jax.planning.hecate import spread_replicas
@@ -60,9 +60,9 @@ class ShadowRule:
             return late_price(sizes, late, self.late_seconds, each, jnp), late_room(sizes, late)
 
         rates = ShadowRates(self.compute, self.exchange, self.shadow)
-        chosen = shadow_search(JAX, counts[None], home[None], rates, price, True, self.residual)[0][0]
+        chosen = shadow_search(jnp, counts[None], home[None], rates, price, True, self.residual)[0][0]
         wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
-        added, slot, transfer, used = fit_late(wanted, falling(jnp.sum(counts, axis=0), jnp), slot, me, shape)
+        added, slot, transfer, used = fit_late(wanted, falling(jnp, jnp.sum(counts, axis=0)), slot, me, shape)
         dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)
         decided = dataclasses.replace(
             tables,
@@ -100,8 +100,8 @@ class CalibrateRule:
         held, free = slot >= 0, np.full((1, devices), shape.late_slots, np.int32)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
-        order = falling(totals, jnp)[: self.overlap_degree]
-        wanted = spread_replicas(JAX, totals[None], held[None], order[None], free, per_node)[0]
+        order = falling(jnp, totals)[: self.overlap_degree]
+        wanted = spread_replicas(jnp, totals[None], held[None], order[None], free, per_node)[0]
         added, with_late, transfer, used = fit_late(wanted, order, slot, me, shape)
         gain = self.seconds(counts, held, per_node) - self.seconds(counts, held | added, per_node)
         each = self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
@@ -111,7 +111,7 @@ class CalibrateRule:
 
     def seconds(self, counts, held, per_node: int):
         """Return the layer's seconds without its transfers, by expected loads: held bool [E, D] -> []."""
-        local, came = (jnp.sum(of[0], axis=0) for of in nearest_loads(JAX, counts[None], held[None], per_node))
+        local, came = (jnp.sum(of[0], axis=0) for of in nearest_loads(jnp, counts[None], held[None], per_node))
         return self.compute * jnp.max(local + came) + self.exchange * jnp.max(came)
 
 
@@ -136,7 +136,7 @@ class ShareRule:
         """Return what `level_quotas` does [E, D]; on an NVIDIA GPU by one kernel that fits it, equal up to rounding."""
 
         def loops(totals, held, home):
-            return level_quotas(JAX, totals[None], held[None], home[None], self.sweeps)[0]
+            return level_quotas(jnp, totals[None], held[None], home[None], self.sweeps)[0]
 
         def kernel(totals, held, home):
             return level_in_one_kernel(totals, held, home, sweeps=self.sweeps)
@@ -166,9 +166,9 @@ class QuotaRule:
         home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
-        quota = self.plan(JAX, totals[None], home[None], shape.late_slots, devices, self.config)[0]
+        quota = self.plan(jnp, totals[None], home[None], shape.late_slots, devices, self.config)[0]
         wanted = (quota > 0) & ~at_home
-        added, slot, transfer, used = fit_late(wanted, falling(totals, jnp), slot, me, shape)
+        added, slot, transfer, used = fit_late(wanted, falling(jnp, totals), slot, me, shape)
         cut = jnp.any(wanted & ~added, axis=1, keepdims=True)
         quota = jnp.where(cut, jnp.where(at_home, totals[:, None], 0.0), quota)
         return share_tables(tables, counts, quota, slot, me, shape), transfer, used
@@ -194,7 +194,7 @@ def fit_late(wanted, order, slot, me, plan: PlanShape):
     at_home = (slot >= 0) & (slot < home_slots)
     home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
     home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
-    fitting, places, sizes = fit_replicas(JAX, wanted[None], order[None], home[None], shape)
+    fitting, places, sizes = fit_replicas(jnp, wanted[None], order[None], home[None], shape)
     added, (nth, turn, late) = fitting[0], (place[0] for place in places)
 
     place = home % inside * shape.offers + nth  # among its level's offers
@@ -254,6 +254,6 @@ def share_tables(tables, counts, quota, slot, me, shape):
     return dataclasses.replace(
         tables,
         dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
-        dest_num=node_edges(JAX, supply, quota, at_home, me // per_node).astype(jnp.uint32),
+        dest_num=node_edges(jnp, supply, quota, at_home, me // per_node).astype(jnp.uint32),
         dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
     )

@@ -17,7 +17,6 @@ from moe_jax.papers.loads import OF_64, find_loads
 from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import Model, Setting, machine
 from moe_jax.papers.table import Found, Inputs, Tables
-from moe_jax.planning.balancer import NUMPY
 from moe_jax.planning.fastermoe import ShadowRates, shadow_search
 
 TOP_K, ITEM = 2, 4  # choices of a token, bytes of a number
@@ -115,7 +114,7 @@ def shadows(setting: Setting, loads: np.ndarray, artifact: bool) -> np.ndarray:
     def price(offers):
         return offers.sum(axis=1) * rates.shadow, np.full(len(flat), True)
 
-    return shadow_search(NUMPY, flat, home, rates, price, False, False)[0].reshape(*loads.shape[:2], -1)
+    return shadow_search(np, flat, home, rates, price, False, False)[0].reshape(*loads.shape[:2], -1)
 
 
 def exchange(setting: Setting, pairs: np.ndarray) -> np.ndarray:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import NUMPY, Planner, home_loads, knob, register
+from moe_jax.planning.arrays import home_loads
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import level_quotas, share_rows, with_quotas
 
@@ -41,7 +42,7 @@ class BalancedPlanner(Planner):
             if (spared != held).any():
                 held, quota = (
                     spared,
-                    level_quotas(NUMPY, totals, spared, bare.homes, SWEEPS, np.reshape(error, (-1, 1))),
+                    level_quotas(np, totals, spared, bare.homes, SWEEPS, np.reshape(error, (-1, 1))),
                 )
         return with_quotas(bare, quota, loads, held)
 
@@ -53,7 +54,7 @@ class BalancedPlanner(Planner):
     def refine(self, loads, placement, cost):
         """Solve the shares for the true counts over the replicas that are there."""
         totals = loads.sum(axis=1).astype(np.float64)
-        quota = level_quotas(NUMPY, totals, placement.holds, placement.homes, SWEEPS)
+        quota = level_quotas(np, totals, placement.holds, placement.homes, SWEEPS)
         return placement.replace(shares=share_rows(placement, quota, loads), rule="shares")
 
 

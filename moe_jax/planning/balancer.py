@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import types
 import typing
 from collections.abc import Callable, Mapping
 
@@ -187,32 +186,3 @@ def plan_seconds(planner: Planner, plan: Placement, loads: np.ndarray, cost: Cos
     """Return the predicted seconds of all layers, with what a step compiled for the plan sends: loads [L, S, E]."""
     shape = grown(planner, dataclasses.replace(build_shape(plan), ahead=None), plan, cost)
     return float(predicted_layer_seconds(plan, loads, cost, shape).sum())
-
-
-def falling(values, xp=np):
-    """Sort the last dim from large to small, ties by rising id: [..., n] -> ids [..., n]."""
-    return xp.argsort(-values, axis=-1, stable=True)
-
-
-def _put(array, index, value):
-    """Return the array with `value` at `index`; the old one is spent: here it is the same."""
-    array[index] = value
-    return array
-
-
-def _repeat(step, carry, times, going=None):
-    """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
-    turn = 0
-    while turn < times and (going is None or going(carry)):
-        carry, turn = step(turn, carry), turn + 1
-    return carry
-
-
-def home_loads(xp, totals, home, devices: int):
-    """Add expert totals at their homes: totals [L, E], home [L, E] -> [L, D]; xp: `NUMPY`, or that of jax.numpy."""
-    return ((home[:, :, None] == xp.arange(devices)[None, None]) * totals[:, :, None]).sum(axis=1)
-
-
-NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat})
-"""NumPy and the operations that jax.numpy writes differently, for steps that rules after the gate do on the device
-too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.planning.balancer import NUMPY, Planner, falling, home_loads, knob, register
+from moe_jax.planning.arrays import falling, home_loads, loop, put
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.cost import ASKED_BY, Cost
 from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
 
@@ -54,7 +55,7 @@ class FasterMoePlanner(Planner):
             return seconds, count <= limit if late is None else late_room(sizes, late)
 
         skips = late is not None
-        chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips, self.config.residual)
+        chosen, cut = shadow_search(np, loads, placement.home, rates, price, skips, self.config.residual)
         self.counters["shadow_cut" if late is None else "late_cut"] += int(cut.sum())
         return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
 
@@ -80,7 +81,7 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
     """Shadow experts by falling load until one does not pay.
 
     Args:
-      xp: `NUMPY`, or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       loads: float [L, S, E], S = D; home: int [L, E].
       rates: those of a token; what a shadow costs is in `price`.
       price: from offers int [L, D], shadowed experts by home, (seconds of their transfers [L], room for them bool [L]).
@@ -93,7 +94,7 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
     layers, devices, experts = loads.shape
     rows, totals, device = xp.arange(layers), loads.sum(axis=1), xp.arange(devices)[None]
     away = totals - xp.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]  # tokens whose source is not their home
-    order = falling(totals, xp)
+    order = falling(xp, totals)
 
     def seconds(tokens, received):
         return rates.compute * tokens.max(axis=1) + (rates.exchange * received.max(axis=1) if residual else 0.0)
@@ -112,13 +113,13 @@ def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: b
         pairs = (trial, tokens), (left, received), (more, offers)
         kept = [xp.where(take[:, None], new, old) for new, old in pairs]
         active = take | (active & ~room) if skips else take
-        return (*kept, xp.where(take, time, best)), xp.put(chosen, (rows, expert), take), active, cut + (pays & ~room)
+        return (*kept, xp.where(take, time, best)), put(chosen, (rows, expert), take), active, cut + (pays & ~room)
 
     tokens, received = (home_loads(xp, of, home, devices) for of in (totals, away))
     before = seconds(tokens, received) if residual else (rates.compute + rates.exchange) * tokens.max(axis=1)
     state = tokens, received, xp.zeros((layers, devices), int), before
     start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
-    found = xp.repeat(shadow, start, experts, lambda carry: carry[2].any())
+    found = loop(xp, shadow, start, experts, lambda carry: carry[2].any())
     return found[1], found[3]
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, plan_seconds, register
+from moe_jax.planning.arrays import falling, highest, loop, put
+from moe_jax.planning.balancer import Planner, knob, plan_seconds, register
 from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
@@ -63,14 +64,14 @@ class HecatePlanner(Planner):
             return placement
         slots = self.config.late_slots if cost.late is None else cost.late.slots
         totals = loads.sum(axis=1).astype(np.float64)
-        order = falling(totals)[:, : tau_of(placement, cost, placement.devices)]
+        order = falling(np, totals)[:, : tau_of(placement, cost, placement.devices)]
         if not order.size or slots <= 0:
             return placement
         free = np.full((placement.layers, placement.devices), slots)
-        added = spread_replicas(NUMPY, totals, placement.holds, order, free, placement.devices_per_node)
+        added = spread_replicas(np, totals, placement.holds, order, free, placement.devices_per_node)
         if cost.late is not None:
             wanted = added
-            added, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
+            added, *_ = fit_replicas(np, wanted, order, placement.home, cost.late)
             self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
         added = np.argwhere(added)
         rates = shadow_rates(cost)  # those of the rule on the device
@@ -134,17 +135,17 @@ def materialized(bare: Placement, totals: np.ndarray, tau: int, slots: int) -> t
 
     Source: Hecate, algorithm 1. Args: totals: [L, E]; slots: mu.
     """
-    order, most = falling(totals)[:, :tau], most_sent(bare, tau, slots)
+    order, most = falling(np, totals)[:, :tau], most_sent(bare, tau, slots)
     if most is None:
         chosen = np.zeros(bare.home.shape, bool)
         np.put_along_axis(chosen, order, True, axis=1)
         return bare.replace(replicas=np.argwhere(chosen[:, :, None] & ~bare.homes)), 0
     # what a device sends, and what a node sends one other, stays even, or one more a device
     free, limits = np.full((bare.layers, bare.devices), most.slots), SendLimits(bare.home, most)
-    added = spread_replicas(NUMPY, totals, bare.holds, order, free, bare.devices_per_node, limits)
+    added = spread_replicas(np, totals, bare.holds, order, free, bare.devices_per_node, limits)
     free = free - added.sum(axis=1)
     if free.any():  # what did not fit the transfer leaves slots to others: share them by what is left per holder
-        added |= spread_replicas(NUMPY, totals, bare.holds | added, order, free, bare.devices_per_node, limits)
+        added |= spread_replicas(np, totals, bare.holds | added, order, free, bare.devices_per_node, limits)
     return bare.replace(replicas=np.argwhere(added)), int(free.sum())
 
 
@@ -210,7 +211,7 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLi
     of which counts the slots that those before it on its node take.
 
     Args:
-      xp: `NUMPY`, or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       totals: [L, E], loads; held: bool [L, E, D], holders so far.
       order: int [L, Et], experts by falling load; free: int [L, D], free replica slots, of NumPy for either.
       per_node: devices of a node.
@@ -248,21 +249,13 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLi
         new = first.reshape(layers, devices) | more
         if limits is not None:
             sent = (
-                xp.put(offers, (rows, at), offers[rows, at] + (~travels & new.any(axis=1))),
-                xp.put(crossing, (rows, at // per_node), crossing[rows, at // per_node] + to),
+                put(offers, (rows, at), offers[rows, at] + (~travels & new.any(axis=1))),
+                put(crossing, (rows, at // per_node), crossing[rows, at // per_node] + to),
             )
-        return xp.put(held, (rows, expert), mine | new), free - new, sent
+        return put(held, (rows, expert), mine | new), free - new, sent
 
     start = held.copy(), free, None if limits is None else limits.sent(held, per_node)
-    return xp.repeat(fill, start, order.shape[1])[0] & ~before
-
-
-def highest(xp, score, count):
-    """Return bool [L, n], the `count` [L] highest scores above 0 of int [L, n], of equal ones the lowest ids."""
-    size = score.shape[1]
-    key = score * size + xp.arange(size)[::-1]
-    least = xp.take_along_axis(xp.sort(key, axis=1), xp.clip(size - count, 0, size - 1)[:, None], axis=1)
-    return (key >= least) & (score > 0) & (count > 0)[:, None]
+    return loop(xp, fill, start, order.shape[1])[0] & ~before
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
@@ -278,11 +271,11 @@ def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement
     per_node = placement.devices_per_node
     free = np.bincount(np.arange(layers * experts) * devices // (layers * experts), minlength=devices)
     home = np.full((layers, experts), -1, np.int32)
-    order = falling(totals)
+    order = falling(np, totals)
     rest, hot = order[:, tau:], order[:, :tau]
     # The rest, heaviest layer and expert first: each on the least-loaded node, then its least-loaded device.
     heaviest = np.take_along_axis(totals, rest[:, :1], axis=1)[:, 0] if rest.size else np.zeros(0)
-    for layer in falling(heaviest):
+    for layer in falling(np, heaviest):
         device_load, node_load = np.zeros(devices), np.zeros(placement.nodes)
         node_free = free.reshape(-1, per_node).sum(axis=1)
         for expert in rest[layer].tolist():

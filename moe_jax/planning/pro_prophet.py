@@ -9,7 +9,8 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, home_loads, knob, register
+from moe_jax.planning.arrays import home_loads
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement

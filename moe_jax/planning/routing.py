@@ -131,7 +131,7 @@ def nearest_loads(xp, loads, held, per_node: int):
     """Return what each device computes of its tokens, and of others', by the rule 'nearest' without its rounding.
 
     Args:
-      xp: `NUMPY` (balancer.py), or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       loads: [L, S, E], real; held: bool [L, E, D]; per_node: devices of a node.
 
     Returns:
