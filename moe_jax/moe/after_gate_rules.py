@@ -19,10 +19,9 @@ from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.planning.arrays import falling
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.fastermoe import ShadowRates, shadow_search
-from moe_jax.planning.hecate import spread_replicas
+from moe_jax.planning.hecate import seconds_by_nearest, spread_replicas
 from moe_jax.planning.placement import SHARE_ONE
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.routing import nearest_loads
 from moe_jax.planning.shares import level_quotas, node_edges
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, late_room, sizes_everywhere
 
@@ -103,16 +102,14 @@ class CalibrateRule:
         order = falling(jnp, totals)[: self.overlap_degree]
         wanted = spread_replicas(jnp, totals[None], held[None], order[None], free, per_node)[0]
         added, with_late, transfer, used = fit_late(wanted, order, slot, me, shape)
-        gain = self.seconds(counts, held, per_node) - self.seconds(counts, held | added, per_node)
+        now, then = (
+            seconds_by_nearest(jnp, counts[None], of[None], per_node, (self.compute, self.exchange))[0]
+            for of in (held, held | added)
+        )
         each = self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
-        pays = gain > late_price(used, shape.late, self.late_seconds, each, jnp)
+        pays = now - then > late_price(used, shape.late, self.late_seconds, each, jnp)
         tables = nearest(tables, jnp.where(pays, with_late, slot), me, shape)
         return tables, transfer, TransferSizes(*(jnp.where(pays, size, 0) for size in used))
-
-    def seconds(self, counts, held, per_node: int):
-        """Return the layer's seconds without its transfers, by expected loads: held bool [E, D] -> []."""
-        local, came = (jnp.sum(of[0], axis=0) for of in nearest_loads(jnp, counts[None], held[None], per_node))
-        return self.compute * jnp.max(local + came) + self.exchange * jnp.max(came)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,6 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from moe_jax.planning import routing
@@ -67,25 +65,21 @@ class HecatePlanner(Planner):
         order = falling(np, totals)[:, : tau_of(placement, cost, placement.devices)]
         if not order.size or slots <= 0:
             return placement
-        free = np.full((placement.layers, placement.devices), slots)
-        added = spread_replicas(np, totals, placement.holds, order, free, placement.devices_per_node)
+        free, per_node = np.full((placement.layers, placement.devices), slots), placement.devices_per_node
+        added = wanted = spread_replicas(np, totals, placement.holds, order, free, per_node)
         if cost.late is not None:
-            wanted = added
             added, *_ = fit_replicas(np, wanted, order, placement.home, cost.late)
             self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
-        added = np.argwhere(added)
-        rates = shadow_rates(cost)  # those of the rule on the device
-        seconds = []
-        more = placement.replace(replicas=np.concatenate([placement.replicas, added]))
-        for trial in (placement, more):
-            computed, received = routing.expected(trial, loads)
-            seconds.append(rates.compute * computed.max(axis=1) + rates.exchange * received.max(axis=1))
-        per_node = placement.devices_per_node if cost.late is None else cost.late.inside
-        sizes = transfer_sizes(placement.home, added, placement.devices, per_node)
+        rates, rows = shadow_rates(cost), np.argwhere(added)
+        now, then = (
+            seconds_by_nearest(np, loads, held, per_node, (rates.compute, rates.exchange))
+            for held in (placement.holds, placement.holds | added)
+        )
+        inside = per_node if cost.late is None else cost.late.inside
+        sizes = transfer_sizes(placement.home, rows, placement.devices, inside)
         each = rates.shadow / placement.devices * sizes.holders
-        late = late_price(sizes, cost.late, cost.late_seconds, each)  # a gather now, a reduce later
-        pays = seconds[0] - seconds[1] > late
-        return placement.replace(replicas=np.concatenate([placement.replicas, added[pays[added[:, 0]]]]))
+        pays = now - then > late_price(sizes, cost.late, cost.late_seconds, each)  # a gather now, a reduce later
+        return placement.replace(replicas=np.concatenate([placement.replicas, rows[pays[rows[:, 0]]]]))
 
     def ahead_most(self, plan, cost):
         return most_sent(plan, tau_of(plan, cost, plan.replicated.sum(axis=1).max(initial=0)), cost.replica_slots)
@@ -141,7 +135,7 @@ def materialized(bare: Placement, totals: np.ndarray, tau: int, slots: int) -> t
         np.put_along_axis(chosen, order, True, axis=1)
         return bare.replace(replicas=np.argwhere(chosen[:, :, None] & ~bare.homes)), 0
     # what a device sends, and what a node sends one other, stays even, or one more a device
-    free, limits = np.full((bare.layers, bare.devices), most.slots), SendLimits(bare.home, most)
+    free, limits = np.full((bare.layers, bare.devices), most.slots), (bare.home, most)
     added = spread_replicas(np, totals, bare.holds, order, free, bare.devices_per_node, limits)
     free = free - added.sum(axis=1)
     if free.any():  # what did not fit the transfer leaves slots to others: share them by what is left per holder
@@ -184,26 +178,18 @@ def slots_by_load(xp, loads, slots, most):
     return count - xp.diff(over, axis=1, prepend=0)
 
 
-class SendLimits(NamedTuple):
-    """The most that a transfer may send of one layer."""
+def seconds_by_nearest(xp, loads, held, per_node: int, rates):
+    """Return the seconds of layers without their transfers, by expected loads under the rule 'nearest': -> [L].
 
-    home: np.ndarray  # int [L, E], who sends
-    most: TransferSizes  # of offers and crossings
-
-    def sent(self, held: np.ndarray, per_node: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return what replicas bool [L, E, D] send so far: experts by device int [L, D], and by pair of nodes."""
-        layers, _, devices = held.shape
-        nodes = devices // per_node
-        offers, crossing = np.zeros((layers, devices), int), np.zeros((layers, nodes, nodes), int)
-        layer, expert = np.nonzero(held.sum(axis=2) > 1)
-        home = self.home[layer, expert]
-        np.add.at(offers, (layer, home), 1)
-        at, to = np.nonzero(held[layer, expert].reshape(len(layer), nodes, per_node).any(axis=2))
-        np.add.at(crossing, (layer[at], home[at] // per_node, to), 1)
-        return offers, crossing
+    Args:
+      xp: NumPy or jax.numpy; loads: [L, S, E]; held: bool [L, E, D]; per_node: devices of a node.
+      rates: seconds of a token, (computed, exchanged), there and back both ways.
+    """
+    local, came = (of.sum(axis=1) for of in routing.nearest_loads(xp, loads, held, per_node))
+    return rates[0] * (local + came).max(axis=1) + rates[1] * came.max(axis=1)
 
 
-def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLimits | None = None):
+def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
     """Give slots to experts by falling load: nodes that lack one first, then nodes and devices with most free slots.
 
     The slots are shared by load per holder: replicas that stand already serve a part of it. An expert's turn takes
@@ -215,7 +201,8 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLi
       totals: [L, E], loads; held: bool [L, E, D], holders so far.
       order: int [L, Et], experts by falling load; free: int [L, D], free replica slots, of NumPy for either.
       per_node: devices of a node.
-      limits: of the replicas that stand and the new ones together; None for no limit.
+      limits: (homes int [L, E], `TransferSizes`), the most offers and crossings of the replicas that stand and the new
+        ones together, on the host; None for no limit.
 
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
@@ -224,7 +211,7 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLi
     rows, before, holders = xp.arange(layers), held, held.sum(axis=2)
     weight, lacking = (xp.take_along_axis(of, order, axis=1) for of in (totals / holders, devices - holders))
     wanted = slots_by_load(xp, weight, free.sum(axis=1), lacking)
-    high = int(free.max(initial=0)) + 1  # outweighs the free slots of a device
+    high, sent = int(free.max(initial=0)) + 1, None  # `high` outweighs the free slots of a device
 
     def by_node(of):
         return of.reshape(layers, -1, per_node)
@@ -236,9 +223,9 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLi
         on_node = by_node(mine).any(axis=2)
         reach, travels = ~on_node, mine.sum(axis=1) > 1
         if limits is not None:
-            at, (offers, crossing) = limits.home[rows, expert], sent
-            left = xp.where(travels | (offers[rows, at] < limits.most.offers), left, 0)
-            reach = reach & (crossing[rows, at // per_node] < limits.most.crossing)
+            at, (offers, crossing) = home[rows, expert], sent
+            left = xp.where(travels | (offers[rows, at] < most.offers), left, 0)
+            reach = reach & (crossing[rows, at // per_node] < most.crossing)
         score = slots.sum(axis=2) * high + slots.max(axis=2)
         to = highest(xp, xp.where(reach, score, 0), left)
         first = to[:, :, None] & (xp.arange(per_node) == slots.argmax(axis=2)[:, :, None])
@@ -254,8 +241,14 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits: SendLi
             )
         return put(held, (rows, expert), mine | new), free - new, sent
 
-    start = held.copy(), free, None if limits is None else limits.sent(held, per_node)
-    return loop(xp, fill, start, order.shape[1])[0] & ~before
+    if limits is not None:  # an expert counts once for its home's device, and once for each node with a replica
+        home, most = limits
+        offered = (home[:, :, None] == np.arange(devices)) & (holders > 1)[:, :, None]
+        from_node, to_node = (
+            of.reshape(*home.shape, -1, per_node).any(axis=3).astype(np.float32) for of in (offered, held)
+        )
+        sent = offered.sum(axis=1), from_node.swapaxes(1, 2) @ to_node
+    return loop(xp, fill, (held.copy(), free, sent), order.shape[1])[0] & ~before
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
