@@ -40,10 +40,8 @@ class BalancedPlanner(Planner):
         elif np.any(error):
             spared = add_spares(held, totals, bare, *limits, error)
             if (spared != held).any():
-                held, quota = (
-                    spared,
-                    level_quotas(np, totals, spared, bare.homes, SWEEPS, np.reshape(error, (-1, 1))),
-                )
+                held = spared
+                quota = level_quotas(np, totals, held, bare.homes, SWEEPS, np.reshape(error, (-1, 1)))
         return with_quotas(bare, quota, loads, held)
 
     def late_rule(self, shape, cost, groups):

@@ -1,4 +1,4 @@
-"""The contract of every planner, the registry of their files, and the few array steps that several share.
+"""The contract of every planner, and the registry of their files.
 
 A planner's file registers a class; nothing else names it. The package imports every file in its folder, so a new file
 is a new balancer, and `PlannerConfig` takes its knobs from here (config.py).

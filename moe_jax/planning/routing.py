@@ -165,11 +165,8 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
     computed, received = (local + came).sum(axis=1), came.sum(axis=1)
     if len(placement.shares):
         layer, expert, device, units, node = placement.shares.T
-        by_node, part, here = (
-            mine.reshape(*mine.shape[:2], -1, per_node).sum(axis=3),
-            units / SHARE_ONE,
-            device // per_node,
-        )
+        part, here, by_node = units / SHARE_ONE, device // per_node, mine.reshape(*mine.shape[:2], -1, per_node)
+        by_node = by_node.sum(axis=3)
         own = np.zeros(by_node.shape, bool)
         own[tuple(placement.shares[node >= 0][:, [0, 1, 4]].T)] = True  # nodes with rows of their own
         rest = np.where(own, 0, by_node).sum(axis=2)  # of nodes that take the rows for all
