@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from moe_jax.moe.after_gate import slots_of
@@ -19,7 +18,7 @@ from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.planning.arrays import falling
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.fastermoe import ShadowRates, shadow_search
-from moe_jax.planning.hecate import seconds_by_nearest, spread_replicas
+from moe_jax.planning.hecate import Calibration
 from moe_jax.planning.placement import SHARE_ONE
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.shares import level_quotas, node_edges
@@ -61,7 +60,8 @@ class ShadowRule:
         rates = ShadowRates(self.compute, self.exchange, self.shadow)
         chosen = shadow_search(jnp, counts[None], home[None], rates, price, True, self.residual)[0][0]
         wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
-        added, slot, transfer, used = fit_late(wanted, falling(jnp, jnp.sum(counts, axis=0)), slot, me, shape)
+        fit = fit_replicas(jnp, wanted[None], falling(jnp, jnp.sum(counts, axis=0))[None], home[None], late)
+        added, slot, transfer, used = late_tables(fit, slot, me, shape)
         dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)
         decided = dataclasses.replace(
             tables,
@@ -73,43 +73,16 @@ class ShadowRule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrateRule:
-    """Hecate's calibration: add replicas, in the slots that are filled late, where that saves more than it costs.
-
-    Tokens go by the rule `nearest` over the replicas planned ahead and those added.
-    Source: Hecate, sections 4.2 to 4.4, algorithm 1.
-
-    Attributes:
-      overlap_degree: tau, at most E.
-      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
-      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert, as the
-        paper has it; counted where `late_seconds` is empty.
-      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
-    """
-
-    overlap_degree: int
-    compute: float
-    exchange: float
-    late_transfer: float = 0.0
-    late_seconds: tuple[float, ...] = ()
+class CalibrateRule(Calibration):
+    """Hecate's calibration; tokens go by the rule `nearest` over the replicas planned ahead and those added."""
 
     def decide(self, tables, counts, holders, me, shape):
-        devices, experts = counts.shape
-        slot, per_node = slots_of(holders, experts), shape.devices_per_node
-        held, free = slot >= 0, np.full((1, devices), shape.late_slots, np.int32)
-        counts = counts.astype(jnp.result_type(float))
-        totals = jnp.sum(counts, axis=0)
-        order = falling(jnp, totals)[: self.overlap_degree]
-        wanted = spread_replicas(jnp, totals[None], held[None], order[None], free, per_node)[0]
-        added, with_late, transfer, used = fit_late(wanted, order, slot, me, shape)
-        now, then = (
-            seconds_by_nearest(jnp, counts[None], of[None], per_node, (self.compute, self.exchange))[0]
-            for of in (held, held | added)
-        )
-        each = self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
-        pays = now - then > late_price(used, shape.late, self.late_seconds, each, jnp)
-        tables = nearest(tables, jnp.where(pays, with_late, slot), me, shape)
-        return tables, transfer, TransferSizes(*(jnp.where(pays, size, 0) for size in used))
+        slot = slots_of(holders, counts.shape[1])
+        counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
+        _, fit, pays = self.choose(jnp, counts[None], (slot >= 0)[None], home[None], shape.late)
+        _, with_late, transfer, used = late_tables(fit, slot, me, shape)
+        tables = nearest(tables, jnp.where(pays[0], with_late, slot), me, shape)
+        return tables, transfer, TransferSizes(*(jnp.where(pays[0], size, 0) for size in used))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,11 +118,11 @@ class ShareRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuotaRule:
-    """Apply a plan of quotas, tokens of an expert by device; experts whose replicas do not fit stay at home.
+    """Apply a plan of quotas, tokens of an expert by device, with replicas that fit the late transfer.
 
     Attributes:
-      plan: what decides: tokens by expert and device [L, E, D], from (xp, totals [L, E], homes int [L, E], slots of a
-        device, devices, config).
+      plan: what decides, as `fitted_quotas` of `planning/llep.py`: (quotas [L, E, D], _, what `fit_replicas` returns)
+        from (xp, totals [L, E], homes int [L, E], the transfer, config).
       config: whose knobs `plan` reads.
     """
 
@@ -157,42 +130,38 @@ class QuotaRule:
     config: PlannerConfig
 
     def decide(self, tables, counts, holders, me, shape):
-        devices, experts = counts.shape
-        slot = slots_of(holders, experts)
-        at_home = (slot >= 0) & (slot < shape.home_slots)
-        home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
-        counts = counts.astype(jnp.result_type(float))
-        totals = jnp.sum(counts, axis=0)
-        quota = self.plan(jnp, totals[None], home[None], shape.late_slots, devices, self.config)[0]
-        wanted = (quota > 0) & ~at_home
-        added, slot, transfer, used = fit_late(wanted, falling(jnp, totals), slot, me, shape)
-        cut = jnp.any(wanted & ~added, axis=1, keepdims=True)
-        quota = jnp.where(cut, jnp.where(at_home, totals[:, None], 0.0), quota)
-        return share_tables(tables, counts, quota, slot, me, shape), transfer, used
+        slot = slots_of(holders, counts.shape[1])
+        counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
+        quota, _, fit = self.plan(jnp, jnp.sum(counts, axis=0)[None], home[None], shape.late, self.config)
+        _, slot, transfer, used = late_tables(fit, slot, me, shape)
+        return share_tables(tables, counts, quota[0], slot, me, shape), transfer, used
 
 
 RULES: dict[str, type] = {"calibrate": CalibrateRule, "quotas": QuotaRule, "shadow": ShadowRule, "shares": ShareRule}
 """By the name that a planner gives (`Planner.late_rule`)."""
 
 
-def fit_late(wanted, order, slot, me, plan: PlanShape):
-    """Take experts in order while they fit the late transfer, and write its tables for device `me`.
+def homes_of(slot, plan: PlanShape):
+    """Return int32 [E], the device of each expert's home: slot int32 [E, D], -1 where the expert is not."""
+    return jnp.argmax((slot >= 0) & (slot < plan.home_slots), axis=1).astype(jnp.int32)
+
+
+def late_tables(fit, slot, me, plan: PlanShape):
+    """Write the tables of the late transfer for device `me`.
 
     Args:
-      wanted: bool [E, D], new replicas; order: int32 [Et], experts that may have some, each once.
+      fit: of one layer, what `fit_replicas` returns.
       slot: int32 [E, D], the slot of each expert on each device before the gate, -1 where it is not.
       me: int32 []; plan: with the largest size of the transfer, `late`.
 
     Returns:
       (added bool [E, D], the replicas that fit; slot with theirs; TransferTables of this device; TransferSizes in use).
     """
-    shape, home_slots, (experts, _) = plan.late, plan.home_slots, wanted.shape
+    added, (nth, turn, late), sizes = fit[0][0], (place[0] for place in fit[1]), fit[2]
+    shape, home_slots, (experts, _) = plan.late, plan.home_slots, added.shape
     nodes, inside = shape.nodes, shape.inside
     at_home = (slot >= 0) & (slot < home_slots)
-    home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
-    home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
-    fitting, places, sizes = fit_replicas(jnp, wanted[None], order[None], home[None], shape)
-    added, (nth, turn, late) = fitting[0], (place[0] for place in places)
+    home, home_slot = homes_of(slot, plan), jnp.max(jnp.where(at_home, slot, 0), axis=1)
 
     place = home % inside * shape.offers + nth  # among its level's offers
     offer = jnp.full((shape.offers,), home_slots, jnp.int32)

@@ -5,8 +5,12 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
+from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.arrays import falling, highest, loop, put
 from moe_jax.planning.balancer import Planner, knob, plan_seconds, register
@@ -14,7 +18,7 @@ from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price
 
 # Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
 _PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
@@ -60,26 +64,16 @@ class HecatePlanner(Planner):
         """
         if not self.config.decides_late:
             return placement
-        slots = self.config.late_slots if cost.late is None else cost.late.slots
-        totals = loads.sum(axis=1).astype(np.float64)
-        order = falling(np, totals)[:, : tau_of(placement, cost, placement.devices)]
-        if not order.size or slots <= 0:
+        slots, tau = self.config.late_slots, tau_of(placement, cost, placement.devices)
+        group = {"devices": placement.devices, "devices_per_node": placement.devices_per_node}
+        late = cost.late or TransferShape(**group, offers=placement.experts, slots=slots)
+        if not tau or not late.slots:
             return placement
-        free, per_node = np.full((placement.layers, placement.devices), slots), placement.devices_per_node
-        added = wanted = spread_replicas(np, totals, placement.holds, order, free, per_node)
-        if cost.late is not None:
-            added, *_ = fit_replicas(np, wanted, order, placement.home, cost.late)
-            self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
-        rates, rows = shadow_rates(cost), np.argwhere(added)
-        now, then = (
-            seconds_by_nearest(np, loads, held, per_node, (rates.compute, rates.exchange))
-            for held in (placement.holds, placement.holds | added)
-        )
-        inside = per_node if cost.late is None else cost.late.inside
-        sizes = transfer_sizes(placement.home, rows, placement.devices, inside)
-        each = rates.shadow / placement.devices * sizes.holders
-        pays = now - then > late_price(sizes, cost.late, cost.late_seconds, each)  # a gather now, a reduce later
-        return placement.replace(replicas=np.concatenate([placement.replicas, rows[pays[rows[:, 0]]]]))
+        rule = Calibration(**self._rates(cost, placement.devices, tau))
+        wanted, (added, *_), pays = rule.choose(np, loads.astype(np.float64), placement.holds, placement.home, late)
+        self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
+        rows = np.argwhere(added & pays[:, None, None])
+        return placement.replace(replicas=np.concatenate([placement.replicas, rows]))
 
     def ahead_most(self, plan, cost):
         return most_sent(plan, tau_of(plan, cost, plan.replicated.sum(axis=1).max(initial=0)), cost.replica_slots)
@@ -96,13 +90,17 @@ class HecatePlanner(Planner):
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
+        return "calibrate", self._rates(cost, shape.devices, tau_of(shape, cost, shape.devices), groups)
+
+    def _rates(self, cost: Cost, devices: int, tau: int, groups: int = 1) -> dict[str, Any]:
+        """Return the fields of `Calibration`."""
         rates = shadow_rates(cost)
-        return "calibrate", {
+        return {
             "compute": rates.compute / groups,
             "exchange": rates.exchange / groups,
-            "late_transfer": rates.shadow / shape.devices,
+            "late_transfer": rates.shadow / devices,
             "late_seconds": cost.late_seconds,
-            "overlap_degree": tau_of(shape, cost, shape.devices),
+            "overlap_degree": tau,
         }
 
     def reshard(self, loads, placement, cost):
@@ -178,15 +176,48 @@ def slots_by_load(xp, loads, slots, most):
     return count - xp.diff(over, axis=1, prepend=0)
 
 
-def seconds_by_nearest(xp, loads, held, per_node: int, rates):
-    """Return the seconds of layers without their transfers, by expected loads under the rule 'nearest': -> [L].
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Add replicas, in the slots that are filled late, where that saves more than it costs.
 
-    Args:
-      xp: NumPy or jax.numpy; loads: [L, S, E]; held: bool [L, E, D]; per_node: devices of a node.
-      rates: seconds of a token, (computed, exchanged), there and back both ways.
+    Source: Hecate, sections 4.2 to 4.4, algorithm 1.
+
+    Attributes:
+      overlap_degree: tau, at most E.
+      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
+      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert, as the
+        paper has it; counted where `late_seconds` is empty.
+      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
     """
-    local, came = (of.sum(axis=1) for of in routing.nearest_loads(xp, loads, held, per_node))
-    return rates[0] * (local + came).max(axis=1) + rates[1] * came.max(axis=1)
+
+    overlap_degree: int
+    compute: float
+    exchange: float
+    late_transfer: float = 0.0
+    late_seconds: tuple[float, ...] = ()
+
+    def choose(self, xp, loads, held, home, late: TransferShape):
+        """Return replicas that a layer wants, those that fit the transfer (`fit_replicas`), and whether they pay.
+
+        Args:
+          xp: NumPy or jax.numpy.
+          loads: [L, S, E], real; held: bool [L, E, D], holders before; home: int [L, E].
+
+        Returns:
+          (bool [L, E, D], what `fit_replicas` returns, bool [L]).
+        """
+        order, free = falling(xp, loads.sum(axis=1))[:, : self.overlap_degree], (len(loads), late.devices)
+        free = np.full(free, late.slots, np.int32)
+        wanted = spread_replicas(xp, loads.sum(axis=1), held, order, free, late.devices_per_node)
+        added, places, used = fit_replicas(xp, wanted, order, home, late)
+        each = self.late_transfer * (added.sum(axis=(1, 2)) + added.any(axis=2).sum(axis=1))
+        gain = self.seconds(xp, loads, held, late) - self.seconds(xp, loads, held | added, late)
+        return wanted, (added, places, used), gain > late_price(used, late, self.late_seconds, each, xp)
+
+    def seconds(self, xp, loads, held, late: TransferShape):
+        """Return the seconds of layers without their transfers, by expected loads under the rule 'nearest': -> [L]."""
+        local, came = (of.sum(axis=1) for of in routing.nearest_loads(xp, loads, held, late.devices_per_node))
+        return self.compute * (local + came).max(axis=1) + self.exchange * came.max(axis=1)
 
 
 def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):

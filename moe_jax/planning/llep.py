@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.arrays import falling, loop, put
 from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.shares import with_quotas
@@ -71,6 +72,23 @@ def spill_quotas(xp, totals, home, slots: int, devices: int, config):
     return loop(xp, step, start, devices + 2 * experts, lambda carry: (next_expert(carry)[0] > 0).any())[0]
 
 
+def fitted_quotas(xp, totals, home, late: TransferShape, config):
+    """Return the quotas of `spill_quotas` where experts whose replicas do not fit a transfer stay at home.
+
+    Args:
+      xp, totals, home, config: as there.
+
+    Returns:
+      (quotas [L, E, D]; bool [L, E], who stays; what `fit_replicas` returns of the others).
+    """
+    quota = spill_quotas(xp, totals, home, late.slots, late.devices, config)
+    at_home = home[:, :, None] == xp.arange(late.devices)
+    wanted = (quota > 0) & ~at_home
+    fit = fit_replicas(xp, wanted, falling(xp, totals), home, late)
+    stays = (wanted & ~fit[0]).any(axis=2)
+    return xp.where(stays[:, :, None], xp.where(at_home, totals[:, :, None], 0.0), quota), stays, fit
+
+
 @register("llep", after_gate=True)
 class LlepPlanner(Planner):
     """Spill by predicted loads ahead, or by those of the step after the gate, when every replica comes late."""
@@ -92,16 +110,14 @@ class LlepPlanner(Planner):
     def refine(self, loads, placement, cost):
         """Spill for these loads, whatever was planned ahead; what does not fit a late transfer stays at home."""
         totals, late = loads.sum(axis=1).astype(np.float64), cost.late if self.config.when == "after_gate" else None
-        slots = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
         bare = placement.replace(replicas=None, shares=None, rule="shares")
-        quota = spill_quotas(np, totals, bare.home, slots, bare.devices, self.config)
         if late is not None:
-            wanted = (quota > 0) & ~bare.homes
-            added, *_ = fit_replicas(np, wanted, falling(np, totals), bare.home, late)
-            stays = (wanted & ~added).any(axis=2)
+            quota, stays, _ = fitted_quotas(np, totals, bare.home, late, self.config)
             self.counters["late_cut"] += int(stays.sum())
-            quota = np.where(stays[:, :, None], bare.homes * totals[:, :, None], quota)
+        else:
+            slots = cost.replica_slots if self.config.bounded else placement.experts
+            quota = spill_quotas(np, totals, bare.home, slots, bare.devices, self.config)
         return with_quotas(bare, quota, loads)
 
     def late_rule(self, shape, cost, groups):
-        return None if shape.late is None else ("quotas", {"plan": spill_quotas, "config": self.config})
+        return None if shape.late is None else ("quotas", {"plan": fitted_quotas, "config": self.config})
