@@ -20,7 +20,7 @@ from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
 
-LOOKED_AT = 1 << 20  # pairs of a layer, all of up to 1,024 devices
+LOOKED_AT = 1 << 22  # pairs of all layers: all that four of 1,024 devices have
 PIECE = 1 << 16  # (source, expert) that are counted at a time
 
 
@@ -108,10 +108,11 @@ def expert_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
 def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
     """Return the most tokens of a pair (source, destination) of each kind, 0 where there is none: loads [L, S, E].
 
-    Of more than `LOOKED_AT` pairs of a layer some sources are counted, one in every so many.
+    Of more than `LOOKED_AT` pairs those of some sources are counted, one in every so many.
     """
     devices, per_node, most = placement.devices, placement.devices_per_node, BucketRows.even(0)
-    device, sources = np.arange(devices), np.arange(0, devices, max(1, devices**2 // LOOKED_AT))
+    every = -(-placement.layers * devices**2 // LOOKED_AT)
+    device, sources = np.arange(devices), np.arange(0, devices, every)
     for _, piece, source, _, to, tokens in counted(placement, loads, sources):
         at = sources[piece][:, None]
         pairs, own = _summed((source, to), tokens, (len(at), devices)), at == device
