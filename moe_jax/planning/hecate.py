@@ -261,7 +261,8 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
         to = highest(xp, xp.where(reach, score, 0), left)
         first = to[:, :, None] & (xp.arange(per_node) == slots.argmax(axis=2)[:, :, None])
         room = xp.where(by_node(mine) | first | ~(on_node | to)[:, :, None], 0, slots)
-        nth = xp.argsort(xp.argsort(-room, axis=2, stable=True), axis=2)
+        key = room * per_node + xp.arange(per_node)[::-1]
+        nth = (key[:, :, None] > key[..., None]).sum(axis=3)  # who goes first on the node
         score = xp.where(room > 0, ((slots.sum(axis=2) - to)[:, :, None] - nth) * high + room, 0)
         more = highest(xp, score.reshape(layers, devices), left - to.sum(axis=1))
         new = first.reshape(layers, devices) | more
