@@ -17,48 +17,24 @@ from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.planning.arrays import falling
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.fastermoe import ShadowRates, shadow_search
+from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.hecate import Calibration
 from moe_jax.planning.placement import SHARE_ONE
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.shares import level_quotas, node_edges
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, late_room, sizes_everywhere
+from moe_jax.planning.sizes import TransferSizes, fit_replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShadowRule:
-    """FasterMoE's dynamic shadowing: shadow experts by falling load until one does not pay.
-
-    One that does not fit the late transfer is skipped. A device computes its own tokens of a shadowed expert, all
-    others go home. Source: FasterMoE, equations 7 and 8, algorithm 1.
-
-    Attributes:
-      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
-      shadow: seconds to broadcast an expert and to reduce its gradient, as the paper has it; counted where
-        `late_seconds` is empty.
-      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
-      residual: whether both sides of the comparison count the all-to-all that is left.
-    """
-
-    compute: float
-    exchange: float
-    residual: bool
-    shadow: float = 0.0
-    late_seconds: tuple[float, ...] = ()
+class ShadowRule(Shadowing):
+    """FasterMoE's dynamic shadowing: a device computes its own tokens of a shadowed expert, all others go home."""
 
     def decide(self, tables, counts, holders, me, shape):
         slot, late = slots_of(holders[:, : shape.home_slots], counts.shape[1]), shape.late
         home = jnp.argmax(slot, axis=1).astype(jnp.int32)
         at_home = home * shape.slots + jnp.max(slot, axis=1)
         counts = counts.astype(jnp.result_type(float))
-
-        def price(offers):
-            sizes = sizes_everywhere(offers, late.inside)
-            each = jnp.sum(offers, axis=1) * self.shadow
-            return late_price(sizes, late, self.late_seconds, each, jnp), late_room(sizes, late)
-
-        rates = ShadowRates(self.compute, self.exchange, self.shadow)
-        chosen = shadow_search(jnp, counts[None], home[None], rates, price, True, self.residual)[0][0]
+        chosen = self.fitting(jnp, counts[None], home[None], late)[0][0]
         wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
         fit = fit_replicas(jnp, wanted[None], falling(jnp, jnp.sum(counts, axis=0))[None], home[None], late)
         added, slot, transfer, used = late_tables(fit, slot, me, shape)

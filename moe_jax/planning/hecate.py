@@ -96,9 +96,9 @@ class HecatePlanner(Planner):
         """Return the fields of `Calibration`."""
         rates = shadow_rates(cost)
         return {
-            "compute": rates.compute / groups,
-            "exchange": rates.exchange / groups,
-            "late_transfer": rates.shadow / devices,
+            "compute": rates["compute"] / groups,
+            "exchange": rates["exchange"] / groups,
+            "late_transfer": rates["shadow"] / devices,
             "late_seconds": cost.late_seconds,
             "overlap_degree": tau,
         }
