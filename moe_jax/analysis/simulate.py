@@ -174,7 +174,7 @@ def follow_transfers(
         changes += place > 0 and shape != before
         sent, late_seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
         if len(plan.replicas) != len(ahead.replicas):
-            added, late_now = plan.replicas[ahead.find(plan.replicas) < 0], late
+            added, late_now = plan.replicas[~ahead.holds[tuple(plan.replicas.T)]], late
             if not bounded:  # the largest holds all that came so far, and goes in the cheaper form
                 largest = transfer_sizes(plan.home, added, *group.values())
                 largest = largest.shape(*group.values(), several)

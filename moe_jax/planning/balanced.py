@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import NUMPY, Planner, home_loads, register
+from moe_jax.planning.arrays import home_loads
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import level_quotas, share_rows, with_quotas
 
@@ -36,10 +37,8 @@ class BalancedPlanner(Planner):
         elif np.any(error):
             spared = add_spares(held, totals, bare, mu, error)
             if (spared != held).any():
-                held, quota = (
-                    spared,
-                    level_quotas(NUMPY, totals, spared, bare.homes, SWEEPS, np.reshape(error, (-1, 1))),
-                )
+                held = spared
+                quota = level_quotas(np, totals, held, bare.homes, SWEEPS, np.reshape(error, (-1, 1)))
         return with_quotas(bare, quota, loads, held)
 
     def late_rule(self, shape, cost, groups):
@@ -50,7 +49,7 @@ class BalancedPlanner(Planner):
     def refine(self, loads, placement, cost):
         """Solve the shares for the true counts over the replicas that are there."""
         totals = loads.sum(axis=1).astype(np.float64)
-        quota = level_quotas(NUMPY, totals, placement.holds, placement.homes, SWEEPS)
+        quota = level_quotas(np, totals, placement.holds, placement.homes, SWEEPS)
         return placement.replace(shares=share_rows(placement, quota, loads), rule="shares")
 
 
@@ -58,7 +57,7 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
     """Return quotas [L, E, D] with equal device sums: totals [L, E], homes only, at most mu replicas a device."""
     layers, devices, rows, home = placement.layers, placement.devices, np.arange(placement.layers), placement.home
     quota, at_home = np.where(placement.homes, totals[:, :, None], 0.0), totals.copy()
-    over = home_loads(totals, home, devices)
+    over = home_loads(np, totals, home, devices)
     over -= over.mean(axis=1, keepdims=True)
     small = 1e-9 * np.abs(totals).sum(axis=1, keepdims=True) + 1e-12
     free, stuck = np.full(over.shape, mu), np.zeros(over.shape, bool)

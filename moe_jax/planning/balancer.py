@@ -1,4 +1,4 @@
-"""The contract of every planner, the registry of their files, and the few array steps that several share.
+"""The contract of every planner, and the registry of their files.
 
 A planner's file registers a class; nothing else names it. The package imports every file in its folder, so a new file
 is a new balancer, and `PlannerConfig` takes its knobs from here (config.py).
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import types
 import typing
 from collections.abc import Callable, Mapping
 
@@ -150,42 +149,3 @@ def build_planner(config) -> Planner:
 @register("none")
 class NonePlanner(Planner):
     """Plain expert parallelism."""
-
-
-def falling(values, xp=np):
-    """Sort the last dim from large to small, ties by rising id: [..., n] -> ids [..., n]."""
-    return xp.argsort(-values, axis=-1, stable=True)
-
-
-def _put(array, index, value):
-    """Return the array with `value` at `index`; the old one is spent: here it is the same."""
-    array[index] = value
-    return array
-
-
-def _repeat(step, carry, times, going=None):
-    """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
-    turn = 0
-    while turn < times and (going is None or going(carry)):
-        carry, turn = step(turn, carry), turn + 1
-    return carry
-
-
-def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
-    """Add expert totals at their homes: totals [L, E], home [L, E] -> [L, D]."""
-    layers = len(home)
-    key = np.arange(layers)[:, None] * devices + home
-    return np.bincount(key.ravel(), totals.ravel(), layers * devices).reshape(layers, devices)
-
-
-NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat, "home_loads": home_loads})
-"""NumPy and the operations that jax.numpy writes differently, for steps that rules after the gate do on the device
-too: they take this as `xp`, or `JAX` of `moe/after_gate_rules.py`."""
-
-
-def everywhere(chosen: np.ndarray, placement: Placement) -> np.ndarray:
-    """Return int [n, 3], rows (layer, expert, device): chosen experts, bool [L, E], on all but their homes."""
-    at = np.repeat(np.argwhere(chosen), placement.devices, axis=0)
-    device = np.tile(np.arange(placement.devices), len(at) // placement.devices)
-    away = placement.home[tuple(at.T)] != device
-    return np.column_stack([at, device])[away]

@@ -305,6 +305,6 @@ def predicted_layer_seconds(
     total = sum(cost.parts(computed, received, placement.sizes, trans=trans).values())
     if not compiled or shape.late is None or planned is None:
         return total
-    late = placement.replicas[planned.find(placement.replicas) < 0]
+    late = placement.replicas[~planned.holds[tuple(placement.replicas.T)]]
     needed = transfer_sizes(placement.home, late, placement.devices, shape.late.inside)
     return total + late_price(needed, shape.late, dataclasses.replace(cost, late=shape.late).late_seconds, 0.0)

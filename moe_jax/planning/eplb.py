@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.planning.balancer import Planner, falling, knob, register
+from moe_jax.planning.arrays import falling
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.shares import edges, unit_rows
 
 
@@ -107,7 +108,7 @@ def pack(weight: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
     if room == 1:
         return np.broadcast_to(np.arange(items), weight.shape).copy(), np.zeros(weight.shape, int)
     rows = np.arange(batch)
-    order = falling(weight)
+    order = falling(np, weight)
     load, used = np.zeros((batch, packs)), np.zeros((batch, packs), int)
     pack_of, rank = np.empty(weight.shape, int), np.empty(weight.shape, int)
     for at in range(items):

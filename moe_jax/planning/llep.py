@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import NUMPY, Planner, falling, knob, register
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.arrays import falling, loop, put
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.shares import with_quotas
 from moe_jax.planning.sizes import fit_replicas
 
@@ -23,7 +25,7 @@ def spill_quotas(xp, totals, home, slots: int, devices: int, config):
     least-loaded device that has a slot left, up to that one's capacity.
 
     Args:
-      xp: `NUMPY`, or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       slots: replica slots of a device. It sends as many experts at most, so that the transfer of one that fits all
         slots has room for every spill.
       devices: D; config: the `PlannerConfig`, read for the knobs of `LlepPlanner`.
@@ -60,14 +62,31 @@ def spill_quotas(xp, totals, home, slots: int, devices: int, config):
         change = xp.where(here, moved, 0.0) - xp.where(device == source[:, None], moved, 0.0)
         first = ok & (mine[rows, source] == totals[rows, expert])
         sent = sent + (first[:, None] & (device == source[:, None]))
-        quota = xp.put(quota, (rows, expert), xp.maximum(mine + change, 0.0))
+        quota = put(quota, (rows, expert), xp.maximum(mine + change, 0.0))
         # an expert has given what it can when its surplus is gone, or when no chunk of it is worth a move
-        open_ = xp.put(open_, (rows, expert), open_[rows, expert] & ok & (chunk < surplus))
+        open_ = put(open_, (rows, expert), open_[rows, expert] & ok & (chunk < surplus))
         return quota, load + change, used + here, sent, open_
 
     none = xp.zeros(load.shape, int)
     start = (quota, load, none, none, totals > 0)
-    return xp.repeat(step, start, devices + 2 * experts, lambda carry: (next_expert(carry)[0] > 0).any())[0]
+    return loop(xp, step, start, devices + 2 * experts, lambda carry: (next_expert(carry)[0] > 0).any())[0]
+
+
+def fitted_quotas(xp, totals, home, late: TransferShape, config):
+    """Return the quotas of `spill_quotas` where experts whose replicas do not fit a transfer stay at home.
+
+    Args:
+      xp, totals, home, config: as there.
+
+    Returns:
+      (quotas [L, E, D]; bool [L, E], who stays; what `fit_replicas` returns of the others).
+    """
+    quota = spill_quotas(xp, totals, home, late.slots, late.devices, config)
+    at_home = home[:, :, None] == xp.arange(late.devices)
+    wanted = (quota > 0) & ~at_home
+    fit = fit_replicas(xp, wanted, falling(xp, totals), home, late)
+    stays = (wanted & ~fit[0]).any(axis=2)
+    return xp.where(stays[:, :, None], xp.where(at_home, totals[:, :, None], 0.0), quota), stays, fit
 
 
 @register("llep", after_gate=True)
@@ -91,16 +110,14 @@ class LlepPlanner(Planner):
     def refine(self, loads, placement, cost):
         """Spill for these loads, whatever was planned ahead; what does not fit a late transfer stays at home."""
         totals, late = loads.sum(axis=1).astype(np.float64), cost.late if self.config.when == "after_gate" else None
-        slots = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
         bare = placement.replace(replicas=None, shares=None, rule="shares")
-        quota = spill_quotas(NUMPY, totals, bare.home, slots, bare.devices, self.config)
         if late is not None:
-            wanted = (quota > 0) & ~bare.homes
-            added, *_ = fit_replicas(NUMPY, wanted, falling(totals), bare.home, late)
-            stays = (wanted & ~added).any(axis=2)
+            quota, stays, _ = fitted_quotas(np, totals, bare.home, late, self.config)
             self.counters["late_cut"] += int(stays.sum())
-            quota = np.where(stays[:, :, None], bare.homes * totals[:, :, None], quota)
+        else:
+            slots = cost.replica_slots if self.config.bounded else placement.experts
+            quota = spill_quotas(np, totals, bare.home, slots, bare.devices, self.config)
         return with_quotas(bare, quota, loads)
 
     def late_rule(self, shape, cost, groups):
-        return None if shape.late is None else ("quotas", {"plan": spill_quotas, "config": self.config})
+        return None if shape.late is None else ("quotas", {"plan": fitted_quotas, "config": self.config})

@@ -128,22 +128,6 @@ class Placement:
         return self.replace(replicas=None, shares=None, rule="nearest")
 
     @functools.cached_property
-    def holders(self) -> tuple[np.ndarray, np.ndarray]:
-        """(pair, device) int64 [h] each, by rising ids: homes and replicas; pair is layer E + expert."""
-        at_home = np.arange(self.home.size) * self.devices + self.home.ravel()
-        return np.divmod(np.sort(np.concatenate([at_home, self._keys(self.replicas)]), kind="stable"), self.devices)
-
-    def find(self, rows: np.ndarray) -> np.ndarray:
-        """Return the places in `holders` of rows (layer, expert, device) int [n, 3], -1 where they are not there."""
-        key, there = self._keys(rows), np.ravel_multi_index(self.holders, (self.home.size, self.devices))
-        place = np.minimum(np.searchsorted(there, key), len(there) - 1)
-        return np.where(there[place] == key, place, -1)
-
-    def _keys(self, rows: np.ndarray) -> np.ndarray:
-        layer, expert, device = rows[:, :3].T.astype(np.int64)
-        return (layer * self.experts + expert) * self.devices + device
-
-    @functools.cached_property
     def share_keys(self) -> np.ndarray:
         """int64 [m], rising: the place of each share row among (layer, expert, source node, device)."""
         layer, expert, device, _, node = self.shares.T.astype(np.int64)
@@ -159,25 +143,22 @@ class Placement:
     @functools.cached_property
     def holds(self) -> np.ndarray:
         """bool [L, E, D]: the device has the expert's parameters during a step, as home or as replica."""
-        held = np.zeros((*self.home.shape, self.devices), bool)
-        held.reshape(-1, self.devices)[self.holders] = True
-        held.setflags(write=False)
-        return held
+        holds = self.homes.copy()
+        holds[tuple(self.replicas.T)] = True
+        holds.setflags(write=False)
+        return holds
 
     @functools.cached_property
     def replicated(self) -> np.ndarray:
         """bool [L, E]: the expert has replicas."""
-        found = np.zeros(self.home.shape, bool)
-        found[tuple(self.replicas[:, :2].T)] = True
-        return found
+        return self.holds.sum(axis=2) > 1
 
     @functools.cached_property
     def candidates(self) -> Candidates:
         """The holders a token may choose between, as slices of sorted rows."""
         layers, experts, nodes = self.layers, self.experts, self.nodes
-        pair, holder = self.holders
-        node_count = np.zeros((layers, experts, nodes), np.int32)
-        np.add.at(node_count.reshape(-1, nodes), (pair, holder // self.devices_per_node), 1)
+        holder = np.nonzero(self.holds.reshape(-1, self.devices))[1]
+        node_count = self.holds.reshape(layers, experts, nodes, -1).sum(axis=3, dtype=np.int32)
         count = node_count.sum(axis=2, dtype=np.int32)
         start, node_start = (_starts(part) for part in (count, node_count))
         device, share = self.shares[:, 2], self.shares[:, 3].astype(np.int64)
@@ -186,9 +167,9 @@ class Placement:
         if len(share):
             key = (
                 self.share_keys // self.devices
-            )  # (layer, expert, 0 for rows of every node without its own, else 1 + node)
-            key_count = np.zeros((layers, experts, nodes + 1), np.int32)
-            np.add.at(key_count.reshape(-1), key, 1)
+            )  # (layer, expert, 0 for rows of nodes without their own, else 1 + node)
+            key_count = np.bincount(key, minlength=layers * experts * (nodes + 1)).astype(np.int32)
+            key_count = key_count.reshape(layers, experts, nodes + 1)
             key_start = _starts(key_count)
             share_num -= (share_num - share)[key_start.ravel()[key]]
             own = key_count[:, :, 1:] > 0
@@ -260,7 +241,7 @@ class Placement:
         refuse(np.array(self.rule)[layer] != "shares", shares, "share rows in a layer whose rule is not 'shares'")
         outside = (node < -1) | (node >= self.nodes) | (share < 0) | (share > SHARE_ONE)
         refuse(outside, shares, f"share outside 0..{SHARE_ONE}, or source node outside 0..{self.nodes - 1} (-1: every)")
-        refuse(self.find(shares) < 0, shares, "share for a device that does not hold the expert")
+        refuse(~self.holds[layer, expert, device], shares, "share for a device that does not hold the expert")
         refuse(np.diff(self.share_keys) == 0, shares[1:], "share listed twice; add the two rows")
         start = np.flatnonzero(np.diff(self.share_keys // devices, prepend=-1))
         wrong = np.add.reduceat(share.astype(np.int64), start) != SHARE_ONE

@@ -20,7 +20,7 @@ from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
 
-LOOKED_AT = 1 << 20  # pairs of a layer, all of up to 1,024 devices
+LOOKED_AT = 1 << 22  # pairs of all layers: all that four of 1,024 devices have
 PIECE = 1 << 16  # (source, expert) that are counted at a time
 
 
@@ -108,10 +108,11 @@ def expert_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
 def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
     """Return the most tokens of a pair (source, destination) of each kind, 0 where there is none: loads [L, S, E].
 
-    Of more than `LOOKED_AT` pairs of a layer some sources are counted, one in every so many.
+    Of more than `LOOKED_AT` pairs those of some sources are counted, one in every so many.
     """
     devices, per_node, most = placement.devices, placement.devices_per_node, BucketRows.even(0)
-    device, sources = np.arange(devices), np.arange(0, devices, max(1, devices**2 // LOOKED_AT))
+    every = -(-placement.layers * devices**2 // LOOKED_AT)
+    device, sources = np.arange(devices), np.arange(0, devices, every)
     for _, piece, source, _, to, tokens in counted(placement, loads, sources):
         at = sources[piece][:, None]
         pairs, own = _summed((source, to), tokens, (len(at), devices)), at == device
@@ -131,7 +132,7 @@ def nearest_loads(xp, loads, held, per_node: int):
     """Return what each device computes of its tokens, and of others', by the rule 'nearest' without its rounding.
 
     Args:
-      xp: `NUMPY` (balancer.py), or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       loads: [L, S, E], real; held: bool [L, E, D]; per_node: devices of a node.
 
     Returns:
@@ -154,19 +155,21 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
 
     Planners judge placements with this; it differs from the counted rule by less than one token per (source, expert).
     """
-    per_node, shared, mine = placement.devices_per_node, placement.candidates.share_count > 0, loads.swapaxes(1, 2)
-    if shared.any():
-        loads = np.where(np.repeat(shared, per_node, axis=2), 0, mine).swapaxes(1, 2)
+    per_node, mine = placement.devices_per_node, loads.swapaxes(1, 2)
+    if len(placement.shares):
+        shared = np.repeat(placement.candidates.share_count > 0, per_node, axis=2)
+        loads = np.where(shared, 0, mine).swapaxes(1, 2)
     local, came = nearest_loads(np, loads, placement.holds, per_node)
     home_rule = np.array([name == "home" for name in placement.rule])[:, None, None]
     if home_rule.any():
         came = np.where(home_rule, came.sum(axis=2, keepdims=True) * placement.homes, came)
     computed, received = (local + came).sum(axis=1), came.sum(axis=1)
-    if shared.any():
+    if len(placement.shares):
         layer, expert, device, units, node = placement.shares.T
-        own, part, here = np.zeros(shared.shape, bool), units / SHARE_ONE, device // per_node
+        part, here, by_node = units / SHARE_ONE, device // per_node, mine.reshape(*mine.shape[:2], -1, per_node)
+        by_node = by_node.sum(axis=3)
+        own = np.zeros(by_node.shape, bool)
         own[tuple(placement.shares[node >= 0][:, [0, 1, 4]].T)] = True  # nodes with rows of their own
-        by_node = mine.reshape(*shared.shape, per_node).sum(axis=3)
         rest = np.where(own, 0, by_node).sum(axis=2)  # of nodes that take the rows for all
         given = part * np.where(node < 0, rest[layer, expert], by_node[layer, expert, node])
         kept = np.where(node < 0, ~own[layer, expert, here], node == here) * part * mine[layer, expert, device]

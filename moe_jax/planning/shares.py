@@ -11,7 +11,7 @@ import numpy as np
 from moe_jax.cluster import Links
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY
+from moe_jax.planning.arrays import loop, put
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import SHARE_ONE, Placement
 
@@ -28,7 +28,7 @@ def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
     possible maximum. A layer is done when a sweep changes little; what it gets depends on its own loads alone.
 
     Args:
-      xp: `NUMPY` (balancer.py), or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
         is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
@@ -50,16 +50,16 @@ def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
         level = level[rows, devices - 1 - wet[:, ::-1].argmax(axis=1)]
         new = xp.where(holders, xp.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
         new = xp.where((going & (turn < count))[:, None], new, mine)
-        return xp.put(quota, (rows, expert), new), base + new, going
+        return put(quota, (rows, expert), new), base + new, going
 
     def sweep(_, carry):
         _, load, going = carry
-        quota, after, _ = xp.repeat(pour, carry, count.max())
+        quota, after, _ = loop(xp, pour, carry, count.max())
         return quota, after, going & (xp.abs(after - load).max(axis=1) > 1e-3 * after.mean(axis=1))
 
     quota = xp.where(homes, totals[:, :, None], 0.0)
     start = quota, quota.sum(axis=1), xp.full(layers, True)
-    return xp.repeat(sweep, start, sweeps, lambda carry: carry[2].any())[0]
+    return loop(xp, sweep, start, sweeps, lambda carry: carry[2].any())[0]
 
 
 def node_flow(xp, supply, demand, node):
@@ -75,7 +75,7 @@ def node_flow(xp, supply, demand, node):
     stay = xp.minimum(supply, demand)
     left, spare = (supply - stay)[:, node], demand - stay
     flow = left[:, None] * spare / xp.maximum(spare.sum(axis=1, keepdims=True), xp.finfo(demand.dtype).tiny)
-    flow = xp.put(flow, (slice(None), node), stay[:, node])  # was 0: the node has no token or no quota left
+    flow = put(flow, (slice(None), node), stay[:, node])  # was 0: the node has no token or no quota left
     plain = demand / demand.sum(axis=1, keepdims=True)
     sent = flow.sum(axis=1, keepdims=True)
     return xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), plain)
@@ -118,7 +118,7 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     # An expert without predicted tokens goes where its home is.
     mine = np.where(total > 0, mine * (whole / np.where(total > 0, total, 1.0)), at_home * whole)
     if nodes <= FEW_NODES:
-        tables = [unit_rows(pairs, node_edges(NUMPY, supply, mine, at_home, node), node) for node in range(nodes)]
+        tables = [unit_rows(pairs, node_edges(np, supply, mine, at_home, node), node) for node in range(nodes)]
         return np.concatenate(tables)
     mine = np.where(whole > 0, mine, at_home).reshape(len(pairs), nodes, -1)
     demand = mine.sum(axis=2)
@@ -127,8 +127,8 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
     left = mine * (left / np.where(demand > 0, demand, 1.0))[:, :, None]
     p, node = np.nonzero(keeps)
-    own = unit_rows(pairs[p], edges(NUMPY, mine[keeps]), node, node * placement.devices_per_node)
-    return np.concatenate([unit_rows(pairs, edges(NUMPY, left.reshape(len(pairs), -1)), -1), own])
+    own = unit_rows(pairs[p], edges(np, mine[keeps]), node, node * placement.devices_per_node)
+    return np.concatenate([unit_rows(pairs, edges(np, left.reshape(len(pairs), -1)), -1), own])
 
 
 def unit_rows(pairs: np.ndarray, upto: np.ndarray, source, first=0) -> np.ndarray:
@@ -165,7 +165,7 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
         return placement
     kept, computed = placement.replicated, routing.expert_loads(placement, loads)
     computed = np.where(computed.sum(axis=2, keepdims=True) > 0, computed, placement.homes)[kept]
-    return placement.replace(shares=unit_rows(np.argwhere(kept), edges(NUMPY, computed), -1), rule="shares")
+    return placement.replace(shares=unit_rows(np.argwhere(kept), edges(np, computed), -1), rule="shares")
 
 
 def padded_seconds(rows: BucketRows, placement: Placement, cost: Cost) -> float:
