@@ -75,7 +75,7 @@ class Shadowing:
       shadow: seconds to broadcast an expert and to reduce its gradient, as the paper has it; counted where
         `late_seconds` is empty.
       late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
-      residual: whether both sides of the comparison count the all-to-all that is left; as printed the equation does not.
+      residual: whether both sides of the comparison count the all-to-all that is left; as printed equation 8 does not.
     """
 
     compute: float
