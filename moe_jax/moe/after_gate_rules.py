@@ -15,7 +15,7 @@ from jax import lax
 
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.transfer_shape import TransferTables
-from moe_jax.planning.arrays import falling
+from moe_jax.planning.arrays import LOOPS, falling
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.hecate import Calibration
@@ -23,6 +23,20 @@ from moe_jax.planning.placement import SHARE_ONE
 from moe_jax.planning.plan_shape import LateRule, PlanShape
 from moe_jax.planning.shares import level_quotas, node_edges
 from moe_jax.planning.sizes import TransferSizes, fit_replicas
+
+
+def device_loop(step, carry, times, going=None):
+    """Do what `loop` of planning/arrays.py says, traced."""
+    if going is None:  # a GPU need not ask the host after every turn whether to go on, if `times` is a constant
+        return lax.fori_loop(0, times, step, carry)
+
+    def more(state):
+        return (state[0] < times) & going(state[1])
+
+    return lax.while_loop(more, lambda state: (state[0] + 1, step(*state)), (jnp.int32(0), carry))[1]
+
+
+LOOPS[jnp] = device_loop
 
 
 def slots_of(holders, experts: int):

@@ -17,22 +17,19 @@ def put(array, index, value):
     return array
 
 
+def _loop(step, carry, times, going=None):
+    turn = 0
+    while turn < times and (going is None or going(carry)):
+        carry, turn = step(turn, carry), turn + 1
+    return carry
+
+
+LOOPS = {np: _loop}  # and that of jax.numpy, which `moe/after_gate_rules.py` has: nothing here imports jax
+
+
 def loop(xp, step, carry, times, going=None):
     """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
-    if xp is np:
-        turn = 0
-        while turn < times and (going is None or going(carry)):
-            carry, turn = step(turn, carry), turn + 1
-        return carry
-    from jax import lax  # the host plans without it
-
-    if going is None:  # a GPU need not ask the host after every turn whether to go on, if `times` is a constant
-        return lax.fori_loop(0, times, step, carry)
-
-    def more(state):
-        return (state[0] < times) & going(state[1])
-
-    return lax.while_loop(more, lambda state: (state[0] + 1, step(*state)), (xp.int32(0), carry))[1]
+    return LOOPS[xp](step, carry, times, going)
 
 
 def falling(xp, values):
