@@ -35,7 +35,6 @@ _TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw among the most probable tokens t
 _SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on past the end of a text.")
 _QUANTIZE = flags.DEFINE_enum("quantize", "none", ["none", "int8"], "How the experts' weights are kept.")
-_DECODE = flags.DEFINE_enum("decode", "gather", ["gather", "exchange"], "How single tokens meet their experts.")
 _OUT = flags.DEFINE_string("out", "", "JSON file for prompts and continuations.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Wins over the run's config; may repeat.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
@@ -95,8 +94,7 @@ def generate(prompts, sampling, hosts) -> None:
     if not config.mesh.devices_per_node:
         bindings.append(f"MeshConfig.devices_per_node = {node_size(jax.devices(), hosts.machines)}")
     generator = load(
-        _WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=bindings, quantize=_QUANTIZE.value,
-        decode=_DECODE.value,
+        _WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=bindings, quantize=_QUANTIZE.value
     )  # fmt: skip
     if not _CHAT.value:
         answer(generator, prompts, sampling, hosts.is_main)

@@ -24,11 +24,12 @@ from moe_jax.errors import UserError
 from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
 from moe_jax.parallel.mesh import build_mesh
+from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.replan.build import build_sessions
+from moe_jax.replan.segments import stated_buckets
 from moe_jax.training.compiling import compile_guided
 from moe_jax.training.program import build_program
-from moe_jax.training.replanner import build_replanners
-from moe_jax.training.segments import stated_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +160,9 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
     if config.planner.name == "none":
         return None
     tokens = config.train.batch_size * config.data.sequence_length
-    replanners = build_replanners(config, roles)
-    return {name: own.planned(skewed_loads(own, tokens, skew))[0] for name, own in replanners.items()}
+    segments = build_sessions(config, roles)
+    top_k = config.moe.top_k
+    return {name: own.planned_for(skewed_loads(own.start, tokens, top_k, skew))[0] for name, own in segments.items()}
 
 
 def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
@@ -185,16 +187,15 @@ def memory_of(executable) -> dict[str, int]:
     }
 
 
-def skewed_loads(replanner, tokens: int, skew: float) -> np.ndarray:
+def skewed_loads(start: Placement, tokens: int, top_k: int, skew: float) -> np.ndarray:
     """Return made-up counts int64 [L, D, E] of one step's tokens: the expert of rank r gets a share of (r + 1)^-skew.
 
     The order of the experts differs from layer to layer and is the same in every run of the command; all sources are
     alike, and each layer's counts add up to K times the tokens.
     """
-    start = replanner.start
     layers, experts, sources = start.layers, start.experts, start.devices
     share = np.arange(1, experts + 1, dtype=np.float64) ** -skew
-    choices = tokens * replanner.config.moe.top_k // sources
+    choices = tokens * top_k // sources
     counts = np.floor(choices * share / share.sum()).astype(np.int64)
     counts[: choices - counts.sum()] += 1
     order = np.random.default_rng(0)

@@ -24,13 +24,12 @@ from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import flops_per_token, half_work, parameter_counts
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import find_schedule
+from moe_jax.moe.schedule import build_schedule, layer_shape
 from moe_jax.moe.schedules.pairwise import choose_groups
-from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.mesh import Roles
+from moe_jax.replan.segments import segment_runs
+from moe_jax.replan.session import PlanSession
 from moe_jax.training.overlap import compare_halves, why_not_halves
-from moe_jax.training.replanner import Replanner
-from moe_jax.training.segments import segment_runs
 from moe_jax.training.teacher import open_teacher
 
 OPTIMIZER_STATES = {
@@ -75,7 +74,7 @@ def dry_run(
     sections = {
         "Memory": [verdict(plan, needs.held.total, given)],
         "Config": shown,
-        "Choices": _choice_lines(run, roles, described, plan.end_id, plan.replanners),
+        "Choices": _choice_lines(run, roles, described, plan.end_id, plan.sessions),
         "Mesh": _mesh_lines(run, roles, given=devices is not None or plan.target is not None),
         "Segments": _segment_lines(run, roles),
         "Schedule": _schedule_lines(run, roles, described),
@@ -88,7 +87,7 @@ def dry_run(
 
 
 def _choice_lines(
-    run: RunConfig, roles: Roles, target: Target | None, end_id: int, replanners: dict[str, Replanner]
+    run: RunConfig, roles: Roles, target: Target | None, end_id: int, sessions: dict[str, PlanSession]
 ) -> list[str]:
     """Say what attention is on the target (or without one on CPU devices and on GPUs), what a layer would take in two
     halves, what id keeps packed documents apart, by what prices, and what the planner derives for each segment."""
@@ -115,8 +114,8 @@ def _choice_lines(
         )
     cluster = cluster_named(run.planner.cluster or run.moe.cluster, roles.device_kind)
     lines.append(f"prices of {cluster.name}: {cluster.basis()}")
-    for name, replanner in replanners.items():
-        remark = replanner.plans.planner.remark(replanner.plans.cost)
+    for name, session in sessions.items():
+        remark = session.planner.remark(session.cost)
         lines += [f"PlannerConfig.name {run.planner.name!r} for {name}: {remark}"] if remark else []
     return lines
 
@@ -193,7 +192,7 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
                 other_half = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
             sizes = layer_sizes(moe, own_roles, tokens, None, model.model_dim, item)
             sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, other_half=other_half)
-            said += find_schedule(moe.schedule).sentences(own_roles, sizes)
+            said += build_schedule(moe.schedule, own_roles, sizes).notes
         lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines
 

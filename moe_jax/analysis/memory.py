@@ -29,11 +29,12 @@ from moe_jax.moe.build import check_router, make_schedule
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import build_shape
+from moe_jax.replan.build import build_sessions
+from moe_jax.replan.costs import most_shapes, settle_memory
+from moe_jax.replan.segments import build_model, initial_placement, segment_runs, sizes_of
+from moe_jax.replan.session import PlanSession
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
-from moe_jax.training.plan_cost import most_shapes, settle_memory
-from moe_jax.training.replanner import Replanner, build_replanners
-from moe_jax.training.segments import build_model, initial_placement, segment_runs, sizes_of
 from moe_jax.training.teacher import mesh_experts, teacher_model
 
 MOST_SHARE = 0.9  # of a GPU's memory that jax may take: NCCL, CUDA and its graphs take theirs besides
@@ -59,7 +60,7 @@ class Plan:
     vocab_size: int
     end_id: int  # that ends a document
     target: Target | None  # None: CPU devices
-    replanners: dict[str, Replanner]  # of each segment; {} without a planner
+    sessions: dict[str, PlanSession]  # of each segment; {} without a planner
     teacher: LanguageModel | None
 
 
@@ -88,26 +89,26 @@ def lay_out(run: RunConfig, devices: int | None, target: str) -> Plan:
     roles = build_mesh(mesh, count, mesh_experts(run, count), "" if described is None else described.device)
     tokenizer = build_tokenizer(run.data)
     vocab_size = padded_vocabulary(tokenizer, run.model)
-    replanners = _check_sizes(run, roles, vocab_size, described)
+    sessions = _check_sizes(run, roles, vocab_size, described)
     teacher = teacher_model(run, roles, tokenizer, vocab_size, described)
-    return Plan(run, roles, vocab_size, tokenizer.end_id, described, replanners, teacher)
+    return Plan(run, roles, vocab_size, tokenizer.end_id, described, sessions, teacher)
 
 
-def _check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> dict[str, Replanner]:
+def _check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> dict[str, PlanSession]:
     """Raise the UserError that building the run would raise; return the planner of each segment, {} without any."""
     find_schedule(run.moe.schedule)
     length, sequences = run.data.sequence_length, run.train.microbatch_size
     resolved = dataclasses.replace(run, model=resolve_attention(run.model, target))
     check_step(build_model(resolved, roles, vocab_size), sequences, length, run.train.grad_accum_steps)
     tokens = rows_of(run.model, roles, sequences) * length
-    replanners = {}
+    sessions = {}
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
-        replanners = build_replanners(run, roles)
+        sessions = build_sessions(run, roles)
     for own, own_roles in segment_runs(run, roles).values():
         check_router(own.moe, own_roles, tokens, length, run.planner)
         x = jax.ShapeDtypeStruct((tokens, run.model.model_dim), run.model.dtype)
         make_schedule(own.moe, own_roles, x, split_tokens=run.model.sequence_parallel)
-    return replanners
+    return sessions
 
 
 def count_bytes(plan: Plan) -> Needs:

@@ -11,19 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_jax.cluster import exchange_seconds
+from moe_jax.cluster import Links
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import AFTER_GATE, NAMES, routing
-from moe_jax.planning.auto import plan_session
-from moe_jax.planning.balancer import BALANCERS, Planner, grown, with_late
+from moe_jax.planning.balancer import BALANCERS, Planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
+from moe_jax.planning.growth import grown, with_late
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, placement_sizes, transfer_sizes
+from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, transfer_sizes
+from moe_jax.replan.auto import plan_session
 
 SUFFIX = "_after_gate"
 SHOWN = 8  # lags that a message names
@@ -114,6 +115,7 @@ def simulate(
     samples = judged(trace.iterations, lag)[::every]
     apart = np.maximum(1, np.diff(trace.iterations, prepend=trace.iterations[0]) // least_lag(trace.iterations))
     rows: list[dict] = []
+    links = Links.of(cost.cluster, placement.devices, "replay", cost.shards)
     plans: list[tuple[Placement, Placement]] = []
     before, seen = placement, 0
     for sample in samples.tolist():
@@ -130,7 +132,7 @@ def simulate(
         plans.append((ahead, plan))
         pairs = routing.pair_loads(plan, trace.loads[sample])
         computed, held = pairs.sum(axis=1), plan.holds & ~plan.homes
-        exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay", cost.shards)
+        exchange = links.exchange(pairs * cost.exchanged_bytes)
         row = {
             "computed": computed,
             "received": computed - np.einsum("ldd->ld", pairs),
@@ -172,7 +174,7 @@ def follow_transfers(
         changes += place > 0 and shape != before
         sent, late_seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
         if len(plan.replicas) != len(ahead.replicas):
-            added, late_now = plan.replicas[ahead.find(plan.replicas) < 0], late
+            added, late_now = plan.replicas[~ahead.holds[tuple(plan.replicas.T)]], late
             if not bounded:  # the largest holds all that came so far, and goes in the cheaper form
                 largest = transfer_sizes(plan.home, added, *group.values())
                 largest = largest.shape(*group.values(), several)
@@ -190,7 +192,7 @@ def follow_transfers(
         in_force, seconds = (0.0, 0.0), 0.0
         if shape.ahead is not None:
             in_force, seconds = tuple(shape.ahead.sent()), cost.shape_seconds(shape.ahead)
-        rows.append((placement_sizes(ahead), in_force, sent, late_seconds, seconds))
+        rows.append((ahead.sizes, in_force, sent, late_seconds, seconds))
     sizes, in_force, sent, late_seconds, seconds = zip(*rows, strict=True)
     newest = shape.ahead or shape.spare
     return Transfers(

@@ -33,8 +33,7 @@ from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routers import RouterInputs, choose_experts
 from moe_jax.moe.routing import even_tables, local, pack, regroup, route
-from moe_jax.moe.schedule import LayerSizes, find_schedule
-from moe_jax.moe.schedules.parm import layer_shape
+from moe_jax.moe.schedule import CHOOSERS, LayerSizes, find_schedule, layer_shape, schedule_on
 from moe_jax.moe.schedules.s2 import collect_parts, receive_part, rows_ahead
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.exchange import ExpertGroup
@@ -306,7 +305,7 @@ def _on_every_device(devices, function, shapes) -> Callable:
     return lambda: compiled(*arrays)
 
 
-SCHEDULES = find_schedule("parm").chooses_from  # whole layers are timed so that `parm` can compare them
+SCHEDULES = CHOOSERS["parm"].among  # whole layers are timed so that `parm` can compare them
 GATHER = "saa"  # how s2 returns in timed layers: Parm's form
 _SIZES = (  # (N, M, F, capacity factor, K): small and large, with few and with many rows
     (384, 192, 96, 1.0, 2),
@@ -353,7 +352,7 @@ class LayerCase(typing.NamedTuple):
 
 def schedules_of(case: LayerCase) -> tuple[str, ...]:
     """Return the schedules that are different programs: without MP s2 is s1, and without ESP too deepspeed is s1."""
-    return tuple(name for name in SCHEDULES if find_schedule(name).on_mesh(case.mp_size, case.esp_size).name == name)
+    return tuple(name for name in SCHEDULES if schedule_on(name, case.mp_size, case.esp_size).name == name)
 
 
 def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> LayerSeconds:

@@ -11,11 +11,7 @@ from moe_jax.cluster.cluster import (
 )
 from moe_jax.cluster.collectives import (
     Group,
-    exchange_seconds,
-    group_of,
-    received_seconds,
-    start_up,
-    uniform_seconds,
+    Links,
 )
 from moe_jax.cluster.fits import Fit, fit_alpha_beta, fit_layers
 
@@ -24,16 +20,12 @@ __all__ = [
     "Fit",
     "Group",
     "HOST",
+    "Links",
     "UNNAMED",
     "cluster_named",
     "cluster_of",
-    "exchange_seconds",
     "fit_alpha_beta",
     "fit_layers",
-    "group_of",
     "read_cluster",
-    "received_seconds",
-    "start_up",
-    "uniform_seconds",
     "write_cluster",
 ]

@@ -1,20 +1,22 @@
 """How long a collective takes by its bytes, its groups and the links: the one place where bytes become seconds.
 
-    exchange_seconds      bytes of every pair of devices are known     a replayed sample
-    received_seconds      what every device receives is known          a planner's search
-    uniform_seconds       all devices send the same                    transfers, padded exchanges, layers
+    Links.exchange        bytes of every pair of devices are known     a replayed sample
+    Links.received        what every device receives is known          a planner's search
+    Links.uniform         all devices send the same                    transfers, padded exchanges, layers
     traffic               groups of a compiled program                 `inspect`, XLA's scheduler
 
-All of them ask `link_seconds`: the fit of a user's calibration where there is one; else one start-up of the collective,
-a step for each of its messages, and the slowest link, max_e V_e / W_e (FasterMoE section 3.2), whose time inside a
-node comes from a public table where the device has one (`prices.py`). Links are a tree: a device has an up and a down
-link to its switch (a PCIe switch or a CPU socket, where the cluster names them), switches are joined in a node, and
-nodes through network cards that neighbours share; in a flat cluster devices are connected to the network themselves.
+All of them ask `Links.seconds`: the fit of a user's calibration where there is one; else one start-up of the
+collective, a step for each of its messages, and the slowest link, max_e V_e / W_e (FasterMoE section 3.2), whose time
+inside a node comes from a public table where the device has one (`prices.py`). Links are a tree: a device has an up and
+a down link to its switch (a PCIe switch or a CPU socket, where the cluster names them), switches are joined in a node,
+and nodes through network cards that neighbours share; in a flat cluster devices are connected to the network
+themselves.
 Letters: docs/notation.md; `...` stands for any leading dims.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import typing
@@ -35,161 +37,169 @@ class Group(typing.NamedTuple):
     kind: str = "all-to-all"  # of `KINDS`
     stride: int = 1  # how far members stand apart, as fits are named
 
+    @property
+    def passes(self) -> int:
+        """How often what a device sends of its bytes passes it: an all-reduce is a reduce-scatter and an all-gather."""
+        return 2 if self.kind == "all-reduce" else 1
 
-def group_of(cluster: Cluster, members: int, stride: int = 1) -> Group:
-    """Return the group of an all-to-all over so many members, neighbours in a cluster."""
-    return Group(members, min(cluster.devices_per_node or members, members), stride=stride)
 
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """The links of a cluster as the devices of one collective meet them; a UserError names `asked_by`.
 
-def link_seconds(
-    cluster: Cluster, group: Group, inside, across, shared: tuple = (None, None), requested_by: str = ""
-) -> np.ndarray:
-    """Return the time of one collective by the most bytes over a link of each kind; nothing to send takes none.
-
-    Args:
-      inside, across: [...], bytes that the busiest device sends to its own node and to others.
-      shared: bytes [...] over the busiest switch and the busiest card, None for a kind that is not there.
-
-    Raises:
-      UserError: a link's speed is absent; a device's own must be known where nodes share no card.
+    Devices' own links are left out where their speed is absent and nodes share cards: those are then the slow ones.
     """
-    inside, across = np.broadcast_arrays(np.asarray(inside, np.float64), np.asarray(across, np.float64))
-    by_device, (by_switch, by_card) = inside + across, shared
-    fit = _fit_of(cluster, group)
-    if fit is not None:
-        handed = by_device * group.members / max(1, group.members - 1)
-        return np.where(by_device > 0, np.maximum(0.0, fit.seconds(handed)), 0.0)
-    measured = None if cluster.prices is None else cluster.prices.collective(group.kind, group.in_node)
-    times = []
-    if by_card is not None:
-        per_node, cards = cluster.need("devices_per_node", requested_by), cluster.cards_per_node
-        # where its devices cannot be shared out evenly among its cards, a node's count as one
-        as_one = cards > 1 and _sharers(cards, per_node) == per_node > 1
-        times.append(by_card / (cluster.need("inter_bandwidth", requested_by) / (1 if as_one else cards)))
-    if by_switch is not None:
-        times.append(by_switch / cluster.need("switch_bandwidth", requested_by))
-    if measured is not None:
-        near = group.in_node  # one device sends (n - 1) / n of Z, in an all-reduce twice that, in a permute all
-        sent = 1.0 if group.kind == "collective-permute" else (near - 1) / near * _times(group.kind)
-        times.append(measured._replace(start=0.0).seconds(inside / sent))
-    elif by_card is None or cluster.intra_bandwidth is not None:
-        times.append(by_device / cluster.need("intra_bandwidth", requested_by))
-    started = np.where(across > 0, start_up(cluster, group, True), start_up(cluster, group, False))
-    return np.where(by_device > 0, functools.reduce(np.maximum, times) + started, 0.0)
 
+    cluster: Cluster
+    group: Group
+    asked_by: str = ""
 
-def start_up(cluster: Cluster, group: Group, leaves: bool) -> float:
-    """Return the seconds of an empty collective: one start, and a step for each message or round; absent ones are 0.
+    @classmethod
+    def of(cls, cluster: Cluster, members: int, asked_by: str = "", stride: int = 1) -> Links:
+        """Return those of an all-to-all over so many members, neighbours in a cluster."""
+        in_node = min(cluster.devices_per_node or members, members)
+        return cls(cluster, Group(members, in_node, stride=stride), asked_by)
 
-    Args:
-      leaves: whether it leaves its node; a flat cluster has none, and its devices' links are those inside.
-    """
-    if (fit := _fit_of(cluster, group)) is not None:
-        return fit.alpha
-    measured = None if cluster.prices is None else cluster.prices.collective(group.kind, group.in_node)
-    rounds = _times(group.kind) * math.ceil(math.log2(max(group.members, 1)))
-    inside, outside = (0, rounds) if leaves else (rounds, 0)
-    if group.kind in ("all-to-all", "collective-permute"):
-        inside, outside = group.in_node - 1, group.members - group.in_node
-    if group.kind == "collective-permute":
-        inside, outside = (0, 1) if leaves else (1, 0)
-    if not leaves and measured is not None:
-        return measured.start
-    steps = 0.0 if measured is not None else inside * (cluster.intra_step or 0.0)
-    if cluster.flat:
-        return (cluster.intra_latency or 0.0) + (inside + outside) * (cluster.intra_step or 0.0)
-    start = cluster.inter_latency if leaves else cluster.intra_latency
-    return (start or 0.0) + steps + outside * (cluster.inter_step or 0.0)
+    @property
+    def fit(self) -> Fit | None:
+        """What the user's calibration has for an all-to-all of this group."""
+        if not self.cluster.fits or self.group.kind != "all-to-all":
+            return None
+        return dict(self.cluster.fits).get(fit_name("all_to_all", self.group.members, stride=self.group.stride))
 
+    @property
+    def measured(self) -> Fit | None:
+        """What a public table has for this collective inside a node."""
+        prices, group = self.cluster.prices, self.group
+        return None if prices is None else prices.collective(group.kind, group.in_node)
 
-def _fit_of(cluster: Cluster, group: Group) -> Fit | None:
-    """Return what the user's calibration has for an all-to-all of this group."""
-    if group.kind != "all-to-all":
-        return None
-    return dict(cluster.fits).get(fit_name("all_to_all", group.members, stride=group.stride))
+    @property
+    def per_node(self) -> int:
+        """Members of a node."""
+        return min(self.cluster.devices_per_node or self.group.members, self.group.members)
 
+    def seconds(self, inside, across, shared: tuple = (None, None)) -> np.ndarray:
+        """Return the time of one collective by the most bytes over a link of each kind; nothing to send takes none.
 
-def _times(kind: str) -> int:
-    """How often what a device sends of its bytes passes it: an all-reduce is a reduce-scatter and an all-gather."""
-    return 2 if kind == "all-reduce" else 1
+        Args:
+          inside, across: [...], bytes that the busiest device sends to its own node and to others.
+          shared: bytes [...] over the busiest switch and the busiest card, None for a kind that is not there.
 
+        Raises:
+          UserError: a link's speed is absent; a device's own must be known where nodes share no card.
+        """
+        inside, across = np.broadcast_arrays(np.asarray(inside, np.float64), np.asarray(across, np.float64))
+        cluster, group, by_device, (by_switch, by_card) = self.cluster, self.group, inside + across, shared
+        fit, measured = self.fit, self.measured
+        if fit is not None:
+            handed = by_device * group.members / max(1, group.members - 1)
+            return np.where(by_device > 0, np.maximum(0.0, fit.seconds(handed)), 0.0)
+        times = []
+        if by_card is not None:
+            per_node, cards = cluster.need("devices_per_node", self.asked_by), cluster.cards_per_node
+            # where its devices cannot be shared out evenly among its cards, a node's count as one
+            as_one = cards > 1 and self.sharers(cards, per_node) == per_node > 1
+            times.append(by_card / (cluster.need("inter_bandwidth", self.asked_by) / (1 if as_one else cards)))
+        if by_switch is not None:
+            times.append(by_switch / cluster.need("switch_bandwidth", self.asked_by))
+        if measured is not None:
+            near = group.in_node  # one device sends (n - 1) / n of Z, in an all-reduce twice that, in a permute all
+            sent = 1.0 if group.kind == "collective-permute" else (near - 1) / near * group.passes
+            times.append(measured._replace(start=0.0).seconds(inside / sent))
+        elif by_card is None or cluster.intra_bandwidth is not None:
+            times.append(by_device / cluster.need("intra_bandwidth", self.asked_by))
+        started = np.where(across > 0, self.start_up(True), self.start_up(False))
+        return np.where(by_device > 0, functools.reduce(np.maximum, times) + started, 0.0)
 
-def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, requested_by: str, stride: int = 1) -> np.ndarray:
-    """Return the time of an all-to-all-v: pair_bytes [..., D, D] (source, destination) -> seconds [...].
+    def start_up(self, leaves: bool) -> float:
+        """Return the seconds of an empty collective: a start, and a step for each message or round; absent ones are 0.
 
-    Device links are left out when their speed is absent but nodes share links: those are then the slow ones.
-    """
-    pairs = np.asarray(pair_bytes, np.float64)
-    devices, per_node = pairs.shape[-1], cluster.need("devices_per_node", "the topology")
-    away = pairs * ~np.eye(devices, dtype=bool)
-    node = np.arange(devices) // per_node
-    same_node = node[:, None] == node
+        Args:
+          leaves: whether it leaves its node; a flat cluster has none, and its devices' links are those inside.
+        """
+        cluster, group, measured = self.cluster, self.group, self.measured
+        if (fit := self.fit) is not None:
+            return fit.alpha
+        rounds = group.passes * math.ceil(math.log2(max(group.members, 1)))
+        inside, outside = (0, rounds) if leaves else (rounds, 0)
+        if group.kind in ("all-to-all", "collective-permute"):
+            inside, outside = group.in_node - 1, group.members - group.in_node
+        if group.kind == "collective-permute":
+            inside, outside = (0, 1) if leaves else (1, 0)
+        if not leaves and measured is not None:
+            return measured.start
+        steps = 0.0 if measured is not None else inside * (cluster.intra_step or 0.0)
+        if cluster.flat:
+            return (cluster.intra_latency or 0.0) + (inside + outside) * (cluster.intra_step or 0.0)
+        start = cluster.inter_latency if leaves else cluster.intra_latency
+        return (start or 0.0) + steps + outside * (cluster.inter_step or 0.0)
 
-    def busiest(moving, neighbours):
-        """Return the most bytes that leave or reach so many neighbours by the link that they share."""
-        sums = [_grouped(moving.sum(axis=axis), neighbours).max(axis=-1) for axis in (-1, -2)]
-        return np.maximum(*sums)
+    def exchange(self, pair_bytes: np.ndarray) -> np.ndarray:
+        """Return the time of an all-to-all-v: pair_bytes [..., D, D] (source, destination) -> seconds [...]."""
+        pairs, cluster = np.asarray(pair_bytes, np.float64), self.cluster
+        devices, per_node = pairs.shape[-1], cluster.need("devices_per_node", "the topology")
+        away = pairs * ~np.eye(devices, dtype=bool)
+        node = np.arange(devices) // per_node
+        same_node = node[:, None] == node
 
-    by_switch = by_card = None
-    below, sharers = _sharers(cluster.switches_per_node, per_node), _sharers(cluster.cards_per_node, per_node)
-    if below < per_node:
-        switch = np.arange(devices) // below
-        by_switch = busiest(away * (same_node & (switch[:, None] != switch)), below)
-    if not cluster.flat and devices > per_node:
-        by_card = busiest(away * ~same_node, sharers)
-    group = group_of(cluster, devices, stride=stride)
-    if cluster.flat or devices <= per_node:
-        return link_seconds(cluster, group, busiest(away, 1), 0.0, (by_switch, None), requested_by)
-    inside, total = busiest(away * same_node, 1), busiest(away, 1)
-    return link_seconds(cluster, group, inside, total - inside, (by_switch, by_card), requested_by)
+        def busiest(moving, neighbours):
+            """Return the most bytes that leave or reach so many neighbours by the link that they share."""
+            sums = [self.summed(moving.sum(axis=axis), neighbours).max(axis=-1) for axis in (-1, -2)]
+            return np.maximum(*sums)
 
+        by_switch = by_card = None
+        below = self.sharers(cluster.switches_per_node, per_node)
+        if below < per_node:
+            switch = np.arange(devices) // below
+            by_switch = busiest(away * (same_node & (switch[:, None] != switch)), below)
+        if cluster.flat or devices <= per_node:
+            return self.seconds(busiest(away, 1), 0.0, (by_switch, None))
+        by_card = busiest(away * ~same_node, self.sharers(cluster.cards_per_node, per_node))
+        inside, total = busiest(away * same_node, 1), busiest(away, 1)
+        return self.seconds(inside, total - inside, (by_switch, by_card))
 
-def received_seconds(cluster: Cluster, received: np.ndarray, requested_by: str, stride: int = 1) -> np.ndarray:
-    """Return the time of an exchange whose sources are spread evenly: bytes received [..., D] -> seconds [...].
+    def received(self, received: np.ndarray) -> np.ndarray:
+        """Return the time of an exchange whose sources are spread evenly: bytes received [..., D] -> seconds [...].
 
-    For searches, which know what every device receives but not from whom; links that are absent are left out as in
-    `exchange_seconds`.
-    """
-    devices = received.shape[-1]
-    per_node = min(cluster.devices_per_node or devices, devices)
-    others, most = max(1, devices - 1), received.max(axis=-1)
-    by_switch = by_card = None
-    if not cluster.flat and devices > per_node:
-        sharers = _sharers(cluster.cards_per_node, per_node)
-        by_card = _grouped(received, sharers).max(axis=-1) * (devices - per_node) / others
-    if (below := _sharers(cluster.switches_per_node, per_node)) < per_node:
-        by_switch = _grouped(received, below).max(axis=-1) * (per_node - below) / others
-    out = 0.0 if cluster.flat else (devices - per_node) / others
-    group = group_of(cluster, devices, stride=stride)
-    return link_seconds(cluster, group, most * (1 - out), most * out, (by_switch, by_card), requested_by)
+        For searches, which know what every device receives but not from whom.
+        """
+        cluster, devices, per_node = self.cluster, self.group.members, self.per_node
+        others, most = max(1, devices - 1), received.max(axis=-1)
+        by_switch = by_card = None
+        if not cluster.flat and devices > per_node:
+            sharers = self.sharers(cluster.cards_per_node, per_node)
+            by_card = self.summed(received, sharers).max(axis=-1) * (devices - per_node) / others
+        if (below := self.sharers(cluster.switches_per_node, per_node)) < per_node:
+            by_switch = self.summed(received, below).max(axis=-1) * (per_node - below) / others
+        out = 0.0 if cluster.flat else (devices - per_node) / others
+        return self.seconds(most * (1 - out), most * out, (by_switch, by_card))
 
+    def uniform(self, inside, across) -> np.ndarray:
+        """Return the time of one collective in which every device sends the same.
 
-def uniform_seconds(cluster: Cluster, group: Group, inside, across, requested_by: str):
-    """Return the time of one collective in which every device sends the same.
+        Args:
+          inside, across: bytes that a device sends to its own node and to other nodes, spread evenly over their
+            devices; numbers or arrays [...]. Nothing to send takes no time.
+        """
+        inside, across = np.broadcast_arrays(np.asarray(inside, np.float64), np.asarray(across, np.float64))
+        cluster, by_switch, by_card = self.cluster, None, None
+        if not cluster.flat and np.any(across > 0):
+            by_card = across * self.sharers(cluster.cards_per_node, cluster.need("devices_per_node", self.asked_by))
+        per_node = cluster.devices_per_node or 1
+        if np.any(inside > 0) and (below := self.sharers(cluster.switches_per_node, per_node)) < per_node:
+            by_switch = inside * below * (per_node - below) / (per_node - 1)
+        return self.seconds(inside, across, (by_switch, by_card))
 
-    Args:
-      inside, across: bytes that a device sends to its own node and to other nodes, spread evenly over their devices;
-        numbers or arrays [...]. Nothing to send takes no time.
-    """
-    inside, across = np.broadcast_arrays(np.asarray(inside, np.float64), np.asarray(across, np.float64))
-    by_switch = by_card = None
-    if not cluster.flat and np.any(across > 0):
-        per_node = cluster.need("devices_per_node", requested_by)
-        by_card = across * _sharers(cluster.cards_per_node, per_node)
-    per_node = cluster.devices_per_node or 1
-    if np.any(inside > 0) and (below := _sharers(cluster.switches_per_node, per_node)) < per_node:
-        by_switch = inside * below * (per_node - below) / (per_node - 1)
-    return link_seconds(cluster, group, inside, across, (by_switch, by_card), requested_by)
+    @staticmethod
+    def sharers(links: int, per_node: int) -> int:
+        """Return how many neighbours share one of a node's links: an equal part of them, or all where there is none."""
+        links = min(links, per_node)
+        return per_node // links if per_node % links == 0 else per_node
 
-
-def _sharers(links: int, per_node: int) -> int:
-    """Return how many neighbours share one of a node's links: an equal part of them, or all where there is none."""
-    links = min(links, per_node)
-    return per_node // links if per_node % links == 0 else per_node
-
-
-def _grouped(values: np.ndarray, size: int) -> np.ndarray:
-    return values.reshape(*values.shape[:-1], -1, size).sum(axis=-1)
+    @staticmethod
+    def summed(values: np.ndarray, size: int) -> np.ndarray:
+        """Return the sums of so many neighbours each: [..., D] -> [..., D / size]."""
+        return values.reshape(*values.shape[:-1], -1, size).sum(axis=-1)
 
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
@@ -224,7 +234,7 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], prices:
         widest = near = 2
     else:
         moves = any(len(group) > 1 for group in groups)
-        times = _times(kind)
+        times = Group(1, 1, kind).passes
         for group in groups:
             n, nodes = len(group), Counter(device // per_node for device in group)
             if n == 1:
@@ -247,5 +257,5 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], prices:
     # a device reaches one adapter at a time; `outside` are its own bytes
     cluster, by_card = cluster_of(prices), max(leaving / target.adapters, outside)
     shared = (None, by_card if leaving else None)
-    seconds = link_seconds(cluster, Group(widest, near, kind), inside, outside, shared, "a program")
+    seconds = Links(cluster, Group(widest, near, kind), "a program").seconds(inside, outside, shared)
     return inside, leaving, float(seconds)

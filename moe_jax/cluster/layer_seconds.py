@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Sequence
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.collectives import Group, start_up, uniform_seconds
+from moe_jax.cluster.collectives import Group, Links
 from moe_jax.cluster.fits import fit_name
 from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
@@ -84,7 +84,7 @@ class Transfer(typing.NamedTuple):
 class LayerShape:
     """The schedule and the sizes that decide what is communicated; see the letters above.
 
-    `moe/schedules/parm.py` fills it from the class of the schedule. One that has no formula is a UserError.
+    `layer_shape` in `moe/schedule.py` fills it of a schedule. One that has no formula is a UserError.
     """
 
     schedule: str = "s1"  # a name in `FORMULAS`, as it runs on this mesh: s1 where another one is s1 there
@@ -428,15 +428,15 @@ def transfer_seconds(transfers: Sequence[Transfer], shape: LayerShape, cluster: 
             mp_group, *last = _on_links(gathers, shape, cluster, requested_by)
             group = group._replace(kind="collective-permute")
             shared = (own + (gathers.calls - 1) * next_to for own, next_to in zip(sent, last, strict=True))
-            seconds = (rounds.calls - 1) * start_up(cluster, group, sent[1] > 0)
-            seconds += float(uniform_seconds(cluster, group, *shared, requested_by))
-            seconds += float(uniform_seconds(cluster, mp_group, *last, requested_by))
+            seconds = (rounds.calls - 1) * Links(cluster, group).start_up(sent[1] > 0)
+            seconds += float(Links(cluster, group, requested_by).uniform(*shared))
+            seconds += float(Links(cluster, mp_group, requested_by).uniform(*last))
     for move in rest:
         if cluster.fits:
             fit = cluster.fit(_fit_of(move, shape), requested_by)
             one = max(0.0, fit.seconds(move.elements * (move.item or 1)))
         else:
-            one = float(uniform_seconds(cluster, *_on_links(move, shape, cluster, requested_by), requested_by))
+            one = _seconds_of(move, shape, cluster, requested_by)
         seconds += move.calls * one
     return seconds
 
@@ -444,6 +444,12 @@ def transfer_seconds(transfers: Sequence[Transfer], shape: LayerShape, cluster: 
 def _fit_of(move: Transfer, shape: LayerShape) -> str:
     size, stride = shape.span(move.group)
     return fit_name(move.collective, size, stride=stride)
+
+
+def _seconds_of(move: Transfer, shape: LayerShape, cluster: Cluster, requested_by: str) -> float:
+    """Return the time of one call of a transfer, by links."""
+    group, inside, across = _on_links(move, shape, cluster, requested_by)
+    return float(Links(cluster, group, requested_by).uniform(inside, across))
 
 
 def _on_links(move: Transfer, shape: LayerShape, cluster: Cluster, requested_by: str) -> tuple[Group, float, float]:
@@ -479,10 +485,7 @@ def transport_seconds(cluster: Cluster, devices: int, slicing: int, shards: int,
     sizes = {"ep_size": devices // shards, "esp_size": shards, "mp_size": slicing, "members_in_node": near // shards}
     shape, whole = LayerShape(tokens=0, model_dim=0, rows=0, **sizes), Transfer("all_to_all", _BOTH, sent)
     return {
-        name: sum(
-            float(uniform_seconds(cluster, *_on_links(move, shape, cluster, asked_by), asked_by))
-            for move in _carried(whole, shape, name)
-        )
+        name: sum(_seconds_of(move, shape, cluster, asked_by) for move in _carried(whole, shape, name))
         for name in TRANSPORTS
     }
 

@@ -48,7 +48,7 @@ MAY_DIFFER = (
 # Bindings that --override may change besides, at a resume: the optimizer's state goes on.
 OVERRIDABLE = (
     "train.learning_rate", "train.learning_rate_schedule", "train.warmup_steps", "train.final_learning_rate",
-    "train.decay_shape", "train.batch_size", "train.grad_accum_steps", "train.weight_decay", "train.clip_norm",
+    "train.batch_size", "train.grad_accum_steps", "train.weight_decay", "train.clip_norm",
     "DataConfig.path", "DataConfig.field", "DataConfig.weights",
 )  # fmt: skip
 # What runs that were begun before a field was there did, where that is not its default.
@@ -57,6 +57,19 @@ BEFORE = {"DataConfig.add_special_tokens": "False"}
 REMOVED = {
     "train.copy_every": ("0", "set train.checkpoint_every lower: checkpoints are written beside the steps"),
     "MoEConfig.expert_dtype": ("'compute'", "experts multiply in ModelConfig.dtype; MoEConfig.dispatch_dtype stays"),
+    "train.decay_shape": ("'linear'", "leave it out: 'wsd' decays in a line"),
+    "ModelConfig.mask_rate": ("0.15", "leave it out: 0.15 of the tokens are masked, as by BERT"),
+    "MoEConfig.topology_release": ("False", "leave it out: only MoEConfig.remote_fraction of the tokens leave a node"),
+    "PlannerConfig.headroom": ("2.0", "leave it out: 'balanced' has two replicas a device after the gate"),
+    "PlannerConfig.residual": ("True", "leave it out: 'fastermoe' counts the exchange that is left after shadowing"),
+    "PlannerConfig.auto_margin": (
+        "0.01",
+        "leave it out: 'auto' changes for a hundredth of a step",
+    ),
+    "PlannerConfig.decay": ("0.5", "set PlannerConfig.window: the weights of 'exponential' halve from step to step"),
+    "PlannerConfig.swap_seconds": ("0.0", "leave it out: a new shape compiles beside the steps and costs none"),
+    "PlannerConfig.bucket_limit": ("4.0", "leave it out: planned buckets have at most four times their mean rows"),
+    "PlannerConfig.executables": ("4", "leave it out: four compiled steps are kept"),
     "train.min_dim_size_to_factor": ("128", "it was of 'adafactor': take train.optimizer = 'adamw' or 'muon'"),
 }
 ABSENT = "(absent)"

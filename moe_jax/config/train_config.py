@@ -56,7 +56,6 @@ class DistillationConfig:
 
 OPTIMIZERS = ("adamw", "muon")
 LEARNING_RATE_SCHEDULES = ("cosine", "constant", "linear", "wsd")
-DECAY_SHAPES = ("linear", "1-sqrt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +73,7 @@ class TrainConfig:
         (warm-up, stable, decay).
       warmup_steps: steps until the peak.
       final_learning_rate: after the last step, as a share of the peak; 'constant' ignores it.
-      decay_steps: steps at the end in which 'wsd' decays; 0 takes a tenth of `steps`.
-      decay_shape: of that decay: 'linear' or '1-sqrt'.
+      decay_steps: steps at the end in which 'wsd' decays, in a line; 0 takes a tenth of `steps`.
       weight_decay: of every optimizer, multiplied by the learning rate; norms, biases, gates and mixes are not decayed.
       beta1, beta2, epsilon: of AdamW; muon's momentum is beta1.
       first_moment_dtype: of AdamW's first moment and of muon's momentum: 'bfloat16', or '' for the dtype of the
@@ -118,7 +116,6 @@ class TrainConfig:
     warmup_steps: int = 20
     final_learning_rate: float = 0.1
     decay_steps: int = 0
-    decay_shape: str = "linear"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -160,11 +157,7 @@ class TrainConfig:
         check_zero_stages(self.zero_stage, self.expert_zero_stage)
         if self.learning_rate <= 0:
             raise UserError(f"train.learning_rate ({self.learning_rate}) must be positive")
-        choices = {
-            "optimizer": OPTIMIZERS,
-            "learning_rate_schedule": LEARNING_RATE_SCHEDULES,
-            "decay_shape": DECAY_SHAPES,
-        }
+        choices = {"optimizer": OPTIMIZERS, "learning_rate_schedule": LEARNING_RATE_SCHEDULES}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UserError(f"train.{name} ({getattr(self, name)!r}) must be one of {', '.join(known)}")

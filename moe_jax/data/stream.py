@@ -148,10 +148,13 @@ def windows_of(
     return TextWindows(span, sequence_length, short=short)
 
 
+MASK_RATE = 0.15  # BERT's part of the tokens that are hidden
+
+
 def mask_tokens(
-    tokens: np.ndarray, step: int, rows: np.ndarray, seed: int, tokenizer: Tokenizer, rate: float
+    tokens: np.ndarray, step: int, rows: np.ndarray, seed: int, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hide `rate` of the tokens: 80% become the mask, 10% a random token, and 10% stay as they are.
+    """Hide `MASK_RATE` of the tokens: 80% become the mask, 10% a random token, and 10% stay as they are.
 
     Ends of documents, and special tokens around them, are neither hidden nor drawn.
 
@@ -168,7 +171,7 @@ def mask_tokens(
     column = np.arange(tokens.shape[1])[None, :]
     special = np.unique([tokenizer.mask_id, tokenizer.end_id, *tokenizer.front, *tokenizer.back])
 
-    chosen = (uniform(_MASKS, seed, step, 0, row, column) < rate) & ~np.isin(tokens, special)
+    chosen = (uniform(_MASKS, seed, step, 0, row, column) < MASK_RATE) & ~np.isin(tokens, special)
     fate = uniform(_MASKS, seed, step, 1, row, column)
     ordinary = np.uint64(tokenizer.vocab_size - special.size)
     drawn = (hash64(_MASKS, seed, step, 2, row, column) % ordinary).astype(np.int64)

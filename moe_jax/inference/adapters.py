@@ -52,47 +52,44 @@ class Adapters:
 
     def merged(self, place: TensorPlace, tensor: np.ndarray) -> np.ndarray:
         """Return the tensor of a place with its adapters added."""
-        found = self.factors(place)
-        if found is None:
+        if (pair := self.factors(place)) is None:
             return tensor
-        a, b = found
+        a, b = pair
         return tensor + (self.lora.alpha / self.lora.rank) * (b @ a)
 
     def peft_tensors(self, places: list[TensorPlace]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (name, array) as peft has them: lora_A [rank, in], lora_B [out, rank], of all experts side by side."""
         fused: dict[str, dict[int | None, list[tuple]]] = {}
         for place in places:
-            if (found := self.factors(place)) is None:
+            if (pair := self.factors(place)) is None:
                 continue
             if place.fused:
-                fused.setdefault(place.fused[0], {}).setdefault(place.fused[2], []).append(found)
+                name, _, half = place.fused
+                fused.setdefault(name, {}).setdefault(half, []).append(pair)
             else:
-                yield from _named(place.name.removesuffix(".weight"), *found)
-        both = {name.rpartition(".")[0] for name in fused if name.endswith("gate_up_proj")}
-        both &= {name.rpartition(".")[0] for name in fused if name.endswith("down_proj")}
+                yield from _named(place.name.removesuffix(".weight"), *pair)
         for name, halves in fused.items():
-            # factors of experts, as [E, rank, in] and [E, out, rank]
-            stacks = {half: tuple(map(np.stack, zip(*of_experts, strict=True))) for half, of_experts in halves.items()}
-            a = np.concatenate([own for own, _ in stacks.values()], axis=1)
-            blocks, out = [], next(iter(stacks.values()))[1].shape[1]
-            for half, (_, own) in stacks.items():
-                above = (half or 0) * out
-                below = 0 if half is None else out - above
-                blocks.append(np.pad(own, ((0, 0), (above, below), (0, 0))))
-            b = np.concatenate(blocks, axis=2)
             module, _, tensor = name.rpartition(".")
+            all_a, all_b = [], []  # of a half each: [E, rank, in] and [E, out, rank], rows of the other half zero
+            for half, pairs in halves.items():
+                a, b = map(np.stack, zip(*pairs, strict=True))
+                above = (half or 0) * b.shape[1]
+                below = 0 if half is None else b.shape[1] - above
+                all_a.append(a)
+                all_b.append(np.pad(b, ((0, 0), (above, below), (0, 0))))
+            a, b = np.concatenate(all_a, axis=1), np.concatenate(all_b, axis=2)
             # peft wraps the module once for each of its tensors, the first one innermost
-            inside = ".base_layer" if module in both and tensor == "gate_up_proj" else ""
-            flat = a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
-            yield from _named(module + inside, *flat)
+            if tensor == "gate_up_proj" and f"{module}.down_proj" in fused:
+                module += ".base_layer"
+            yield from _named(module, a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1))
 
     def peft_config(self, places: list[TensorPlace]) -> dict:
         """Return adapter_config.json."""
-        own = [place for place in places if place.leaf + LORA_A in self._arrays]
-        layers = lambda name: re.sub(r"^model\.layers\.\d+\.", "", name)  # noqa: E731
-        modules = sorted({place.name.removesuffix(".weight") for place in own if not place.fused})
-        tensors = sorted({layers(place.fused[0]) for place in own if place.fused}, reverse=True)
-        halves = {place.fused[2] for place in own if place.fused}
+        adapted = [place for place in places if place.leaf + LORA_A in self._arrays]
+        modules = sorted({place.name.removesuffix(".weight") for place in adapted if not place.fused})
+        fused = [place.fused for place in adapted if place.fused]
+        tensors = sorted({re.sub(r"^model\.layers\.\d+\.", "", name) for name, *_ in fused}, reverse=True)
+        halves = {half for *_, half in fused}
         rank, alpha = self.lora.rank, self.lora.alpha
         wide = {"mlp.experts.gate_up_proj": 2} if {0, 1} <= halves else {}
         return {

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,8 @@ from moe_jax.inference.families import (
     upcycled_keys,
     write_config,
 )
-from moe_jax.inference.tensor_places import BACK, FFN, TensorPlace, tensor_places
-from moe_jax.models.config import ModelConfig, segments_of
-from moe_jax.models.counts import leaf_shapes
-from moe_jax.models.language_model import is_bank, segment_of
+from moe_jax.inference.tensor_places import BACK, FFN, TensorPlace, file_shapes, tensor_places
+from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
 from moe_jax.storage.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
 from moe_jax.storage.host_data import HostData
@@ -75,7 +73,7 @@ def import_folder(
       UserError: another architecture, keys or tensors that are missing, unknown or of a wrong shape, damaged files, a
         folder that is there already, or one that cannot be written. Nothing is left behind then.
     """
-    source = Path(source).expanduser()
+    source, workdir = Path(source).expanduser(), Path(workdir).expanduser()
     keys = read_json(check_inside(source, "config.json"))
     if upcycling is not None:
         keys = upcycled_keys(keys, upcycling.experts, upcycling.top_k)
@@ -88,51 +86,58 @@ def import_folder(
             model = dataclasses.replace(model, tied_head=False)
     places = tensor_places(family, model, moe)
     sources = {place.name: _source(tensors, place, upcycling) for place in places}
-    left = tensors.names - {source[0] for source in sources.values() if source is not None}
-    left -= tensors.scales
-    if model.tied_head:
-        left.discard(HEAD)
-    ahead = {name for name in left if name.startswith(skipped_layers(keys))}
-    if ahead:
-        _LOG.warning(
-            "%s: %d tensors predict tokens farther ahead and are skipped: %s, ...", source, len(ahead), min(ahead)
-        )
-        left -= ahead
-    for name in sorted(name for name in left if not name.endswith(NOT_NEEDED)):
-        raise UserError(f"{tensors.path}: the tensor {name} is unknown to moe_jax for {family.model_type!r} models")
-    by_leaf: dict[str, dict[str, TensorPlace]] = {}
-    for place in places:
-        by_leaf.setdefault(place.leaf, {})[str(place.index)] = place
-    leaves, param_dtype, odd = {}, np.dtype(model.param_dtype), []
-    for name, shape in file_shapes(model, moe).items():
-        own = by_leaf.pop(name)
+    read = {wanted[0] for wanted in sources.values() if wanted is not None}
+    _check_rest(tensors, read | ({HEAD} if model.tied_head else set()), family, keys)
 
-        def read(index, own=own):
-            place = own[str(index)]
-            found = sources[place.name]
-            if found is None:  # a router, which the dense checkpoint has none of
-                tensor = place.shape[1] ** -0.5 * upcycling.drawn(place.name, place.shape)
-            else:
-                tensor = tensors.read(*found)
-                tensor = upcycling.expert(place.name, tensor) if upcycling and place.fused else tensor
-            return _noted(place.name, place.to_part(tensor), param_dtype, odd)
+    def part_of(place: TensorPlace) -> np.ndarray:
+        if (wanted := sources[place.name]) is None:  # a router, which the dense checkpoint has none of
+            tensor = place.shape[1] ** -0.5 * upcycling.drawn(place.name, place.shape)
+        else:
+            tensor = tensors.read(*wanted)
+            tensor = upcycling.expert(place.name, tensor) if upcycling and place.fused else tensor
+        return _noted(place.name, place.to_part(tensor), np.dtype(model.param_dtype), odd)
 
-        assert sum(math.prod(place.part) for place in own.values()) == math.prod(shape), name
-        leaves[name] = LeafParts(shape, param_dtype, [place.index for place in own.values()], read)
-    assert not by_leaf, f"no leaf is called {next(iter(by_leaf))}"
-
+    odd: list[str] = []
     data = DataConfig()  # bytes, where the checkpoint has no tokenizer
     if (source / FILE).exists():
-        data = DataConfig(tokenizer=str(Path(workdir).expanduser().absolute() / FILE))
+        data = DataConfig(tokenizer=str(workdir.absolute() / FILE))
     run = RunConfig(train=TrainConfig(learning_rate=LEARNING_RATE), model=model, moe=moe, data=data)
     # what differs from the defaults is marked as set in config.gin
     text = config_text(run, bound={binding for binding, *_ in config_differences("", config_text(run))})
     with new_folder(workdir, () if allow_nonfinite else odd) as folder:
         (folder / "checkpoints").mkdir()
-        write_params(folder / "checkpoints", leaves, HostData(config=text, parameters_only=True).to_json())
+        host = HostData(config=text, parameters_only=True).to_json()
+        write_params(folder / "checkpoints", _leaves(model, moe, places, part_of), host)
         write_atomically(RunFolder(folder, create=False).config, text)
         carry_files(source, folder)
     return run
+
+
+def _check_rest(tensors: TensorFolder, read: set[str], family: Family, keys: dict[str, Any]) -> None:
+    """Raise a UserError for a tensor that is not `read` and means something to a model of config.json's `keys`."""
+    left = tensors.names - read - tensors.scales
+    if ahead := {name for name in left if name.startswith(skipped_layers(family, keys))}:
+        _LOG.warning(
+            "%s: %d tensors predict tokens farther ahead and are skipped: %s, ...", tensors.path, len(ahead), min(ahead)
+        )
+    for name in sorted(name for name in left - ahead if not name.endswith(NOT_NEEDED)):
+        raise UserError(f"{tensors.path}: the tensor {name} is unknown to moe_jax for {family.model_type!r} models")
+
+
+def _leaves(model: ModelConfig, moe: MoEConfig, places: list[TensorPlace], part_of: Callable) -> dict[str, LeafParts]:
+    """Return {name: the leaf}, which `part_of` reads place by place."""
+    by_leaf: dict[str, dict[str, TensorPlace]] = {}
+    for place in places:
+        by_leaf.setdefault(place.leaf, {})[str(place.index)] = place
+    leaves, shapes = {}, file_shapes(model, moe)
+    assert by_leaf.keys() == shapes.keys(), f"no leaf, or no place, is called {by_leaf.keys() ^ shapes.keys()}"
+    for name, shape in shapes.items():
+        parts = by_leaf[name]
+        assert sum(math.prod(place.part) for place in parts.values()) == math.prod(shape), name
+        indices = [place.index for place in parts.values()]
+        read = lambda index, parts=parts: part_of(parts[str(index)])  # noqa: E731
+        leaves[name] = LeafParts(shape, np.dtype(model.param_dtype), indices, read)
+    return leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,54 +189,58 @@ def export_folder(
     Raises:
       UserError: a run without a checkpoint, a model that no known architecture computes, or as `import_folder`.
     """
-    folder = RunFolder(workdir, create=False)
-    run = run_config(workdir)
+    folder, run = RunFolder(workdir, create=False), run_config(workdir)
     dtype = dtype or run.model.dtype
     if dtype not in DTYPES:
         raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(DTYPES)}")
+    if adapter and not run.lora.rank:
+        raise UserError(f"{workdir} holds a whole model and no adapters; write that with --to_hf")
     checkpoints = Checkpointer(folder.checkpoints, keep=1)
     step = checkpoints.choose()
     host = HostData.from_json(checkpoints.read_host(step))
     tokenizer = find_tokenizer(run.data, folder.path, host.tokenizer)
-    vocabulary = padded_vocabulary(tokenizer, run.model)
-    model = dataclasses.replace(run.model, vocab_size=vocabulary, dtype=dtype)
+    model = dataclasses.replace(run.model, vocab_size=padded_vocabulary(tokenizer, run.model), dtype=dtype)
     family = find_export_family(model, run.moe)
     places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
-    source, at, merged = folder.checkpoints, step, lambda place, tensor: tensor
     odd: list[str] = []
-    refused = () if allow_nonfinite else odd
-    if run.lora.rank:
-        adapters, base = Adapters(run, vocabulary, checkpoints, step), host.base
+    with new_folder(target, () if allow_nonfinite else odd) as out:
+        adapters = Adapters(run, model.vocab_size, checkpoints, step) if run.lora.rank else None
         if adapter:
-            with new_folder(target, refused) as out:
-                named = adapters.peft_tensors(places)
-                arrays = {name: _noted(name, array, array.dtype, odd) for name, array in named}
-                library().numpy.save_file(arrays, str(out / "adapter_model.safetensors"))
-                write_json(out / "adapter_config.json", adapters.peft_config(places))
+            named = adapters.peft_tensors(places)
+            arrays = {name: _noted(name, array, array.dtype, odd) for name, array in named}
+            library().numpy.save_file(arrays, str(out / "adapter_model.safetensors"))
+            write_json(out / "adapter_config.json", adapters.peft_config(places))
             return family
-        check_base(base)
-        source, at, merged = RunFolder(base.folder, create=False).checkpoints, base.step, adapters.merged
-    elif adapter:
-        raise UserError(f"{workdir} holds a whole model and no adapters; write that with --to_hf")
-    parts = read_parts(source, at, [(place.leaf, place.index) for place in places])
-    with new_folder(target, refused) as out:
-        dtypes = [np.dtype("float32" if place.float32 else model.dtype) for place in places]
-        named = (
-            (place.name, _noted(place.name, merged(place, place.to_tensor(part)), of_file, odd))
-            for place, part, of_file in zip(places, parts, dtypes, strict=True)
-        )
-        write_tensors(out, named, shard_bytes)
+        stored, at = folder.checkpoints, step
+        if adapters is not None:
+            check_base(host.base)
+            stored, at = RunFolder(host.base.folder, create=False).checkpoints, host.base.step
+
+        def tensors() -> Iterator[tuple[str, np.ndarray]]:
+            parts = read_parts(stored, at, [(place.leaf, place.index) for place in places])
+            for place, part in zip(places, parts, strict=True):
+                tensor = place.to_tensor(part)
+                tensor = tensor if adapters is None else adapters.merged(place, tensor)
+                of_file = np.dtype("float32" if place.float32 else dtype)
+                yield place.name, _noted(place.name, tensor, of_file, odd)
+
+        write_tensors(out, tensors(), shard_bytes)
         # files to be carried: the run's own, or those of the tokenizer that it was trained with
-        own = (folder.path / FILE).exists() or run.data.tokenizer == "byte"
-        source = folder.path if own else Path(run.data.tokenizer).expanduser().parent
+        is_own = (folder.path / FILE).exists() or run.data.tokenizer == "byte"
+        source = folder.path if is_own else Path(run.data.tokenizer).expanduser().parent
         carry_files(source, out, add_special_tokens=run.data.add_special_tokens)
-        generation, config = END_FILES
-        carried, ids = read_json(out / config) if (out / config).exists() else {}, special_ids(tokenizer, vocabulary)
-        keys = ids | {key: value for key, value in carried.items() if key in HARMLESS}
-        if not (out / generation).exists():
-            write_json(out / generation, {key: keys[key] for key in ids})
-        write_json(out / config, keys | write_config(family, model, run.moe))
+        _write_configs(out, special_ids(tokenizer, model.vocab_size), write_config(family, model, run.moe))
     return family
+
+
+def _write_configs(folder: Path, ids: dict[str, Any], keys: dict[str, Any]) -> None:
+    """Write config.json and, where it was not carried along, generation_config.json, with a tokenizer's ids."""
+    generation, config = (folder / name for name in END_FILES)
+    carried = read_json(config) if config.exists() else {}
+    known = ids | {key: value for key, value in carried.items() if key in HARMLESS}
+    if not generation.exists():
+        write_json(generation, {key: known[key] for key in ids})
+    write_json(config, known | keys)
 
 
 def _noted(name: str, tensor: np.ndarray, dtype: np.dtype, odd: list[str]) -> np.ndarray:
@@ -286,33 +295,20 @@ def _source(tensors: TensorFolder, place: TensorPlace, upcycling: Upcycling | No
         # the matrix of the dense FFN that an expert's is copied from
         matrix = FFN[BACK if fused[2] is None else fused[2]]
         names, fused = [f"{'.'.join(place.name.split('.')[:3])}.mlp.{matrix}.weight"], None
-    found = next(((name, None) for name in names if name in tensors.names), None)
-    if found is None and fused and fused[0] in tensors.names:
+    name, part = next((name for name in names if name in tensors.names), None), None
+    if name is None and fused and fused[0] in tensors.names:
         name, expert, half = fused
         (rows, columns), start = shape, (half or 0) * shape[0]
         shape = (*tensors.shape(name)[:1], rows if half is None else 2 * rows, columns)
-        found = name, (expert, slice(start, start + rows))
-    if found is None:
+        part = expert, slice(start, start + rows)
+    if name is None:
         raise UserError(f"{tensors.path}: the tensor {names[0]} is missing; copy the folder again")
-    held = tensors.shape(found[0])
-    if held != shape:
+    if (stored := tensors.shape(name)) != shape:
         raise UserError(
-            f"{tensors.path}: {found[0]} is {list(held)}, but {list(shape)} by config.json; one of the two is of "
-            "another model"
+            f"{tensors.path}: {name} is {list(stored)}, but {list(shape)} by config.json; one of the two is of another "
+            "model"
         )
-    return found
-
-
-def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the parameters in a checkpoint; leaves of the bank are [L, E, ...]."""
-    segments = {segment.name: segment for segment in segments_of(model, moe)}
-    found = {}
-    for name, shape in leaf_shapes(model, moe, model.vocab_size).items():
-        if is_bank(name):
-            own = segments[segment_of(name)]
-            shape = (own.config.moe_layers, own.moe.num_experts, *shape[1:])
-        found[f"params/{name}"] = shape
-    return found
+    return name, part
 
 
 def library() -> Any:
@@ -332,14 +328,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST_JSON:
             raise UserError(f"{path} has {path.stat().st_size} bytes, more than {_LARGEST_JSON}; copy the folder again")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        keys = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give a folder with a checkpoint of transformers") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path} ({error}); copy the folder again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}, not a JSON object; copy the folder again")
-    return found
+    if not isinstance(keys, dict):
+        raise UserError(f"{path} holds a {type(keys).__name__}, not a JSON object; copy the folder again")
+    return keys
 
 
 class TensorFolder:
@@ -351,63 +347,57 @@ class TensorFolder:
         Args:
           blocks: of `quantized_blocks`, where a float8 matrix has a scale for each block, `NAME_scale_inv`.
         """
-        safetensors, index, self.path = library(), check_inside(path, INDEX), path
-        self._held: dict[str, tuple[Path, Any]] = {}  # of each tensor its file, and that opened
+        index, self.path, self.blocks = check_inside(path, INDEX), path, blocks
+        self._stored: dict[str, tuple[Path, Any]] = {}  # of each tensor its file, and that opened
         self._header: tuple[Path, int, dict] | None = None  # of the file read last: where its tensors begin, and which
-        wanted: dict[Path, list[str]] = {check_inside(path, SINGLE): []}
+        expected: dict[Path, list[str]] = {check_inside(path, SINGLE): []}
         if index.exists():
-            entries, wanted = read_json(index).get("weight_map"), {}
+            entries, expected = read_json(index).get("weight_map"), {}
             if not isinstance(entries, dict):
                 raise UserError(f"{index} has no weight_map; copy the folder again")
             for name in sorted(entries):
-                wanted.setdefault(check_inside(path, str(entries[name])), []).append(name)
+                expected.setdefault(check_inside(path, str(entries[name])), []).append(name)
         elif not (path / SINGLE).exists():
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; give a folder with safetensors files")
-        for file in sorted(wanted):
-            try:
-                handle = safetensors.safe_open(str(file), framework="numpy")
-            except FileNotFoundError as error:
-                raise UserError(f"{file} does not exist, and {INDEX} names it; copy the folder again") from error
-            except (safetensors.SafetensorError, OSError) as error:
-                raise UserError(f"cannot read {file} ({error}): it is damaged or not whole; copy it again") from error
-            held = set(handle.keys())
-            for name in wanted[file] or held:
-                if name not in held:
+        for file in sorted(expected):
+            handle = _open(file)
+            names = set(handle.keys())
+            for name in expected[file] or names:
+                if name not in names:
                     raise UserError(f"{file} has no tensor {name}, which {INDEX} says it has; copy the folder again")
-                self._held[name] = file, handle
-        self.names, self.blocks = set(self._held), blocks
-        of_matrices = {f"{name}{SCALE}" for name in self.names} if blocks else set()
-        self.scales = {name for name in of_matrices & self.names if self._dtype(name.removesuffix(SCALE)) == FLOAT8}
+                self._stored[name] = file, handle
+        self.names = set(self._stored)
+        scales = {name + SCALE for name in self.names if blocks and name + SCALE in self.names}
+        self.scales = {name for name in scales if self._dtype(name.removesuffix(SCALE)) == FLOAT8}
 
     def _dtype(self, name: str) -> str:
-        return self._held[name][1].get_slice(name).get_dtype()
+        return self._stored[name][1].get_slice(name).get_dtype()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, or raise a UserError where its dtype is none that can be read."""
-        file, handle = self._held[name]
+        file, handle = self._stored[name]
         part = handle.get_slice(name)
         shape, dtype = tuple(part.get_shape()), part.get_dtype()
         if self.blocks and dtype == FLOAT8:
             scale = name + SCALE
             if scale not in self.names:
                 raise UserError(f"{file}: {name} is {dtype} and has no {scale}; copy the folder again")
-            wanted = tuple(-(-size // block) for size, block in zip(shape, self.blocks, strict=False))
-            if len(shape) != 2 or self.shape(scale) != wanted:
-                held = list(self.shape(scale))
-                raise UserError(f"{file}: {scale} is {held}, which are not the blocks of {list(shape)} by config.json")
+            blocks = tuple(-(-size // block) for size, block in zip(shape, self.blocks, strict=False))
+            if len(shape) != 2 or self.shape(scale) != blocks:
+                its = list(self.shape(scale))
+                raise UserError(f"{file}: {scale} is {its}, which are not the blocks of {list(shape)} by config.json")
         elif dtype not in READ_DTYPES:
             raise UserError(f"{file}: {name} is {dtype}, and moe_jax reads {', '.join(READ_DTYPES)}")
         return shape
 
     def read(self, name: str, part: tuple[int, slice] | None = None) -> np.ndarray:
         """Return a tensor, or of one [E, ..., ...] the rows of an expert, `part`."""
-        file, handle = self._held[name]
+        file, handle = self._stored[name]
         if name + SCALE in self.scales:
             scale = self.read(name + SCALE).astype(np.float32)
-            rows, columns = (
-                np.arange(size) // block for size, block in zip(self.shape(name), self.blocks, strict=True)
-            )
-            return self._float8(file, name) * scale[rows][:, columns]
+            rows, columns = self.shape(name)
+            scale = scale.repeat(self.blocks[0], axis=0)[:rows].repeat(self.blocks[1], axis=1)[:, :columns]
+            return self._float8(file, name) * scale
         if part is None:
             return handle.get_tensor(name)
         expert, rows = part
@@ -421,8 +411,19 @@ class TensorFolder:
                 self._header = file, 8 + size, json.loads(opened.read(size))
         _, begin, header = self._header
         first, last = header[name]["data_offsets"]
-        held = np.fromfile(file, np.dtype("float8_e4m3fn"), last - first, offset=begin + first)
-        return held.reshape(header[name]["shape"]).astype(np.float32)
+        stored = np.fromfile(file, np.dtype("float8_e4m3fn"), last - first, offset=begin + first)
+        return stored.reshape(header[name]["shape"]).astype(np.float32)
+
+
+def _open(file: Path) -> Any:
+    """Return a safetensors file opened, or raise a UserError."""
+    safetensors = library()
+    try:
+        return safetensors.safe_open(str(file), framework="numpy")
+    except FileNotFoundError as error:
+        raise UserError(f"{file} does not exist, and {INDEX} names it; copy the folder again") from error
+    except (safetensors.SafetensorError, OSError) as error:
+        raise UserError(f"cannot read {file} ({error}): it is damaged or not whole; copy it again") from error
 
 
 def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES) -> None:
@@ -431,27 +432,26 @@ def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_b
     Args:
       shard_bytes: of one file, at most, but for a tensor that is larger by itself; several files get an index.
     """
-    files, held, total = [], {}, 0
+    files, total, size = [{}], 0, 0  # of each file its tensors; those of the last one are still in memory
 
     def flush():
-        path = folder / f"part-{len(files)}"
-        library().numpy.save_file(held, str(path), metadata={"format": "pt"})
-        files.append((path, list(held)))
-        held.clear()
+        library().numpy.save_file(files[-1], str(folder / f"part-{len(files)}"), metadata={"format": "pt"})
+        files[-1] = list(files[-1])
 
     for name, tensor in named:
-        if held and sum(array.nbytes for array in held.values()) + tensor.nbytes > shard_bytes:
+        if files[-1] and size + tensor.nbytes > shard_bytes:
             flush()
-        held[name] = np.ascontiguousarray(tensor)
-        total += tensor.nbytes
+            files.append({})
+            size = 0
+        files[-1][name] = np.ascontiguousarray(tensor)
+        size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
     if len(files) == 1:
-        files[0][0].rename(folder / SINGLE)
+        (folder / "part-1").rename(folder / SINGLE)
         return
     weight_map = {}
-    for number, (path, names) in enumerate(files, 1):
+    for number, names in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        path.rename(folder / file)
+        (folder / f"part-{number}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_json(folder / INDEX, index)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -33,6 +33,7 @@ from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import expert_counts
 from moe_jax.models.lora import adapters_of, base_of, joined, merged_model
+from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
@@ -47,9 +48,6 @@ from moe_jax.storage.host_data import HostData
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import restore_params
-
-# of attention, FFNs, and an untied head
-MATRICES = ("qkv", "q", "kv", "q_down", "q_up", "kv_down", "kv_up", "out", "w_in", "w_gate", "w_out", "head")
 
 
 def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:
@@ -82,7 +80,7 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
 
 def load(
     workdir: str | os.PathLike[str], *, step: int | None = None, averaged: bool = False, bindings: Sequence[str] = (),
-    devices: Sequence | None = None, quantize: str = "none", decode: str = "gather",
+    devices: Sequence | None = None, quantize: str = "none",
 ) -> Generator:  # fmt: skip
     """Return a finished or running run's model, ready to generate.
 
@@ -93,7 +91,6 @@ def load(
         MeshConfig, which must make the number of devices.
       devices: to run on; None takes all.
       quantize: 'int8' keeps the experts' weights so, for a small change of the loss.
-      decode: how single tokens meet their experts, 'gather' or 'exchange', as `Generator` says.
 
     Raises:
       UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
@@ -107,19 +104,14 @@ def load(
         name = HostData.from_json(checkpoints.read_host(step)).tokenizer
         tokenizer = find_tokenizer(config.data, folder.path, name) if is_known else None
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
-        adapted = dataclasses.replace(model, lora=config.lora)
-        abstract = jax.tree.map(
-            lambda leaf, spec: leaf.update(sharding=model.roles.sharding(*spec)),
-            adapted.shapes(),
-            adapted.layout().params,
-        )
+        adapted, sharding = dataclasses.replace(model, lora=config.lora), model.roles.sharding
+        shapes, specs = adapted.shapes(), adapted.layout().params
+        abstract = jax.tree.map(lambda leaf, spec: leaf.update(sharding=sharding(*spec)), shapes, specs)
         params = restore_params(checkpoints, step, adapted, abstract, model.even_homes, "ema" if averaged else "params")
     if config.lora.rank:
-        merge = jax.jit(lambda base, own: merged_model(joined(base, adapted.scaled(own))), donate_argnums=0)
-        params = jax.device_put(
-            merge(base_of(params), adapters_of(params)),
-            jax.tree.map(lambda spec: model.roles.sharding(*spec), model.layout().params),
-        )
+        merge = jax.jit(lambda base, lora: merged_model(joined(base, adapted.scaled(lora))), donate_argnums=0)
+        shardings = jax.tree.map(lambda spec: sharding(*spec), model.layout().params)
+        params = jax.device_put(merge(base_of(params), adapters_of(params)), shardings)
     dtype = model.config.dtype
 
     def cast(path, leaf):
@@ -137,7 +129,6 @@ def load(
         end_ids=read_end_ids(folder.path) or (() if tokenizer is None else tokenizer.end_ids),
         vocabulary=model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size),
         quantize=quantize,
-        decode=decode,
     )
 
 
@@ -161,9 +152,9 @@ def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | Non
 
 
 def is_matrix(path) -> bool:
-    """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix."""
+    """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix, or an untied head."""
     keys = [entry.key for entry in path]
-    return keys[0] == "bank" or "gate" not in keys[:-1] and keys[-1] in MATRICES
+    return keys[0] == "bank" or "gate" not in keys[:-1] and (keys[-1] == "head" or matrix_dims(keys[-1]) is not None)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabulary: int, longest: int | None) -> None:
@@ -204,8 +195,6 @@ def reside(placement: Placement) -> tuple[PlanShape, Tables, np.ndarray]:
 
 PLANNERS = ("balanced", "eplb")  # those that need no prices, only loads and a number of slots
 QUANTIZE = ("none", "int8")
-DECODE = ("gather", "exchange")
-END_SLOTS = 8  # ids that end a text; more of them compile another program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,20 +225,17 @@ class Generator:
       model: as `build_model` makes it; params: of its layout; tokenizer: None for ids alone; end_ids: that end a text.
       vocabulary: ids below it may be chosen; a model's own may be rounded up.
       quantize: 'int8' keeps the experts so and deletes those given; 'none' keeps these.
-      decode: 'gather' brings few tokens to all devices that share the experts (`few_tokens.py`); 'exchange' sends each
-        to its experts by the run's schedule and all-to-all, as prompts always are.
 
     Raises:
-      UserError: another `quantize` or `decode`.
+      UserError: another `quantize`.
     """
 
     def __init__(
         self, model: LanguageModel, params: dict, *, tokenizer: Tokenizer | None = None, end_ids: Sequence[int] = (),
-        vocabulary: int | None = None, quantize: str = "none", decode: str = "gather",
+        vocabulary: int | None = None, quantize: str = "none",
     ):  # fmt: skip
-        for name, value, known in (("quantize", quantize, QUANTIZE), ("decode", decode, DECODE)):
-            if value not in known:
-                raise UserError(f"{name} ({value!r}) must be one of {', '.join(known)}")
+        if quantize not in QUANTIZE:
+            raise UserError(f"quantize ({quantize!r}) must be one of {', '.join(QUANTIZE)}")
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
         # positions of the model, None where they have no end
@@ -258,7 +244,7 @@ class Generator:
         if quantize == "int8":
             self.params = {**params, "bank": {name: quantize_bank(bank) for name, bank in params["bank"].items()}}
             specs = {**specs, "bank": jax.tree.map(lambda leaf: leaf.sharding.spec, self.params["bank"])}
-        self._serving = Serving(model, self.vocabulary, specs, {}, quantize, decode)
+        self._serving = Serving(model, self.vocabulary, specs, {}, quantize)
         self._settle(model.even_placements)
 
     def _settle(self, placements: dict[str, Placement]) -> None:
@@ -355,60 +341,69 @@ class Generator:
     def _run(self, prompts: list[list[int]], left: list[int], sampling: Sampling, ends: tuple, on_token, experts: bool):
         """Return (new ids of each prompt, at most `left`, experts of each or None, seconds [steps])."""
         roles = self.model.roles
-        parts = roles.size(roles.dense)
-        rows, sizes = bucket(-(-len(prompts) // parts)), []
+        rows, length = bucket(-(-len(prompts) // roles.size(roles.dense))), self._rounded(max(map(len, prompts)))
         most = max(len(prompt) + more - 1 for prompt, more in zip(prompts, left, strict=True))
-        for tokens in (max(map(len, prompts)), most):  # that go in, and that the cache holds
-            size = bucket(tokens, LEAST_LENGTH)
-            sizes.append(size if self.longest is None else max(min(size, self.longest), tokens))
-        length, cache_rows = sizes[0], max(sizes)
         greedy, top_k, cuts = sampling.compiled
-        prefill = self.program("step", rows, length, cache_rows, greedy, top_k, cuts)
+        prefill = self.program("step", rows, length, max(length, self._rounded(most)), greedy, top_k, cuts)
         decode = self.program("step", rows, 1, 0, greedy, top_k, cuts)
+        settings = to_devices((np.float32(sampling.temperature), np.float32(sampling.top_p)), roles.sharding())
+        model, by_row = (self.params, self.tables), roles.sharding(roles.dense)
 
-        total = parts * rows  # rows that fill the batch are empty, and not live
-        ids, keys = np.zeros((total, length), np.int32), np.zeros((total, 3), np.uint32)
-        last, more = np.zeros(total, np.int32), np.zeros(total, np.int32)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = prompt
-            last[row], more[row] = len(prompt) - 1, left[row]
-        keys[: len(prompts)] = prompt_keys(prompts, sampling.seed)
-        state = State(None, *to_devices((ids, last, more > 0, more, keys), roles.sharding(roles.dense)))
-        padded = np.full(bucket(len(ends), END_SLOTS), -1, np.int32)
-        padded[: len(ends)] = ends
-        inputs = np.float32(sampling.temperature), np.float32(sampling.top_p), padded
-        temperature, top_p, end_ids = to_devices(inputs, roles.sharding())
-
-        started, seconds = time.perf_counter(), []
         said: list[list[int]] = [[] for _ in prompts]
         taken: list[list[np.ndarray]] = [[] for _ in prompts]  # of each prompt [tokens, L, K]
-        # The host only counts and hands out tokens: an id goes into the next call without leaving the devices, and is
-        # read while that call runs.
-        state, chosen = prefill(self.params, self.tables, state, temperature, top_p, end_ids)
+        state = to_devices(self._first_state(prompts, sampling.seed, rows, length), by_row)
+        goes_on = np.arange(state.ids.shape[0]) < len(prompts)  # rows that fill the batch do not
+        live = to_devices(goes_on, by_row)
+        # An id goes into the next call without leaving the devices, and is read while that call runs: so what is chosen
+        # once more for a sequence that has ended is left out.
+        started, seconds = time.perf_counter(), []
+        state, chosen = prefill(*model, state, live, *settings)
         for step in range(max(left)):
             if step + 1 < max(left):
-                state, following = decode(self.params, self.tables, state, temperature, top_p, end_ids)
-            new_ids = np.asarray(chosen[0])[: len(prompts)]
+                state, following = decode(*model, state, live, *settings)
+            new_ids, before, goes_on = np.asarray(chosen[0]), goes_on, goes_on.copy()
             seconds.append(time.perf_counter() - started)
-            for row in np.flatnonzero(new_ids >= 0):
+            choices = self._choices(chosen[2], rows, 1 if step else length) if experts else None
+            for row in np.flatnonzero(before):
                 said[row].append(int(new_ids[row]))
+                goes_on[row] = len(said[row]) < left[row] and said[row][-1] not in ends
+                if experts:
+                    taken[row].append(choices[row][choices[row, :, 0, 0] >= 0])  # padding has no expert
                 if on_token is not None:
                     on_token(int(row), prompts[row], said[row])
-            if experts:
-                number, layers = (1 if step else length), []
-                widest = max(segment.moe.top_k for segment in self.model.expert_segments)
-                for segment in self.model.expert_segments:
-                    own = np.asarray(chosen[2][segment.name])  # [L, B', K]
-                    own = own.reshape(own.shape[0], parts, -1, own.shape[2])[:, :, : rows * number]
-                    own = own.reshape(own.shape[0], total, number, own.shape[3])
-                    layers.append(np.pad(own, [(0, 0)] * 3 + [(0, widest - own.shape[3])], constant_values=-1))
-                found = np.concatenate(layers).transpose(1, 2, 0, 3)
-                for row, tokens in enumerate(taken):
-                    tokens.append(found[row][found[row, :, 0, 0] >= 0])  # padding has no expert
-            if all(len(new) >= limit or new[-1] in ends for new, limit in zip(said, left, strict=True)):
+            if not goes_on.any():
                 break
+            if (goes_on != before).any():
+                live = to_devices(goes_on, by_row)
             chosen = following
         return said, [np.concatenate(tokens) for tokens in taken] if experts else None, np.asarray(seconds)
+
+    def _rounded(self, tokens: int) -> int:
+        """Return a length that programs are compiled for, at least `tokens`."""
+        size = bucket(tokens, LEAST_LENGTH)
+        return size if self.longest is None else max(min(size, self.longest), tokens)
+
+    def _first_state(self, prompts: Sequence[Sequence[int]], seed: int, rows: int, length: int) -> State:
+        """Return the NumPy state before the first new token; rows that fill the batch are zeros."""
+        total = rows * self.model.roles.size(self.model.roles.dense)
+        ids, last = np.zeros((total, length), np.int32), np.zeros(total, np.int32)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+            last[row] = len(prompt) - 1
+        keys = np.zeros((total, 3), np.uint32)
+        keys[: len(prompts)] = prompt_keys(prompts, seed)
+        return State(None, ids, last, keys)
+
+    def _choices(self, choices: dict, rows: int, length: int) -> np.ndarray:
+        """Return int32 [B, Sq, L, K], -1 for padding, from the choices of a step on `rows` sequences a device."""
+        layers, parts = [], self.model.roles.size(self.model.roles.dense)
+        widest = max(segment.moe.top_k for segment in self.model.expert_segments)
+        for segment in self.model.expert_segments:
+            ids = np.asarray(choices[segment.name])  # [L, B', K]
+            depth, _, top_k = ids.shape
+            ids = ids.reshape(depth, parts, -1, top_k)[:, :, : rows * length].reshape(depth, -1, length, top_k)
+            layers.append(np.pad(ids, [(0, 0)] * 3 + [(0, widest - top_k)], constant_values=-1))
+        return np.concatenate(layers).transpose(1, 2, 0, 3)
 
     def experts(self, prompts: str | Sequence) -> list[np.ndarray]:
         """Return the experts that each token of each prompt takes, int32 [tokens, L, K] for each prompt."""
@@ -421,17 +416,12 @@ class Generator:
         """
         check_prompts([list(ids)[:-1] for ids in sequences], 1, self.vocabulary, self.longest)
         check_prompts([list(ids)[1:] for ids in sequences], 1, self.vocabulary, None)
-        roles = self.model.roles
-        parts = roles.size(roles.dense)
-        rows, length = bucket(-(-len(sequences) // parts)), max(map(len, sequences)) - 1
-        inputs, targets = (np.zeros((parts * rows, length), np.int32) for _ in range(2))
-        lengths = np.zeros(parts * rows, np.int32)
-        for row, ids in enumerate(sequences):
-            lengths[row] = len(ids) - 1
-            inputs[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        arrays = to_devices((inputs, targets, lengths), roles.sharding(roles.dense))
+        roles, length = self.model.roles, max(map(len, sequences))
+        rows = bucket(-(-len(sequences) // roles.size(roles.dense)))
+        state = self._first_state(sequences, 0, rows, length)
+        arrays = to_devices((state.ids, state.positions), roles.sharding(roles.dense))
         total = self.program("score", rows, length)(self.params, self.tables, *arrays)
-        return float(total) / int(lengths.sum())
+        return float(total) / sum(len(ids) - 1 for ids in sequences)
 
     def text_of(self, ids: Sequence[int], prompt: Sequence[int], ends=()) -> str:
         """Return the text of ids behind a prompt's, which keeps their first space, without an end at their end."""

@@ -26,7 +26,7 @@ from moe_jax.cluster import cluster_named
 from moe_jax.cluster.layer_seconds import transport_seconds
 from moe_jax.errors import UserError
 from moe_jax.inference import few_tokens
-from moe_jax.inference.few_tokens import FewTokensGroup, Int8MoE, alike
+from moe_jax.inference.few_tokens import FewTokensGroup, Int8MoE
 from moe_jax.models import LanguageModel
 from moe_jax.models.config import Segment
 from moe_jax.models.cross_entropy import chunked_cross_entropy
@@ -52,8 +52,6 @@ class Serving:
     specs: Any  # PartitionSpecs {'dense': ..., 'bank': ...}
     shapes: dict[str, PlanShape]  # {segment: slots and candidates of its placement}
     quantize: str = "none"  # how the bank is kept, or 'int8'
-    # one token for each sequence: 'gather' them where they are few (`few_tokens.py`), or 'exchange'
-    decode: str = "gather"
 
 
 def attentions_of(segment: Segment) -> tuple[str, ...]:
@@ -83,17 +81,23 @@ def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> C
     """
     model, config, roles = serving.model, serving.model.config, serving.model.roles
     graph = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
-    ways = {}  # of segments whose tokens are gathered
-    if not cache_rows and serving.decode == "gather":
-        for segment in model.expert_segments:
-            slots = serving.shapes[segment.name].slots
-            ways[segment] = few_tokens.way_of(rows, segment.moe.top_k, slots, model.roles_of(segment))
-    in_place = any(ways.values()) and not few_tokens.on_cpu(roles)
+    few = {}  # {segment: whether its layers are those of few tokens}
+    for segment in model.expert_segments:
+        plan, its_roles = serving.shapes[segment.name], model.roles_of(segment)
+        few[segment] = not cache_rows and few_tokens.serves(rows, segment.moe.top_k, plan, its_roles)
+    in_place = any(few.values())
     group = (FewTokensGroup if in_place else ModelGroup)(roles.model, rows, False)
     loops = {}
     for segment in model.segments:
-        layer = _make_layer(serving, segment, rows * length, ways.get(segment)) if segment.has_experts else None
+        layer = _make_layer(serving, segment, rows * length, few[segment]) if segment.has_experts else None
         loops[segment] = _make_loop(segment, layer, group, in_place)
+
+    def store(positions, new, cached):
+        """Return the cache of keys or values with new ones [U, b, Sq, Hkv, Dh]; whole prompts make one."""
+        if cache_rows:
+            return jnp.pad(jnp.swapaxes(new, 2, 3), ((0, 0),) * 3 + ((0, cache_rows - length), (0, 0)))
+        at = slice(None), jnp.arange(rows), slice(None), positions[:, 0]
+        return cached.at[at].set(jnp.swapaxes(new[:, :, 0], 0, 1))
 
     def forward(params, tables, cache, ids, positions, real):
         tables, dense = local(tables), params["dense"]
@@ -102,27 +106,13 @@ def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> C
         new_cache: Cache = {}
         all_choices = {}
         for segment, loop in loops.items():
-            units = dense["units"][segment.name]
-            own = [tree.get(segment.name) for tree in (params["bank"], tables)]
-            own[1] = alike(own[1], model.roles_of(segment)) if ways.get(segment) else own[1]
-            cached = None if cache_rows else cache[segment.name]
-            x, new, choices = loop(x, units, *own, cached, positions, real)
-            new_cache[segment.name] = {}
-            for name, pair in new.items():  # [U, b, Sq, Hkv, Dh] each
-                if cache_rows:
-                    widths = ((0, 0),) * 3 + ((0, cache_rows - length), (0, 0))
-                    stored = [jnp.pad(jnp.swapaxes(array, 2, 3), widths) for array in pair]
-                else:
-                    at = slice(None), jnp.arange(rows), slice(None), positions[:, 0]
-                    rest = zip(cached[name], pair, strict=True)
-                    stored = [old.at[at].set(jnp.swapaxes(array[:, :, 0], 0, 1)) for old, array in rest]
-                new_cache[segment.name][name] = tuple(stored)
-            if ways.get(segment):
-                spare = (0, -rows % roles.size(roles.model))
-                choices = jnp.pad(choices, ((0, 0), spare, (0, 0)), constant_values=-1)
-                choices = own_part(choices, roles.model, dim=1)
+            name = segment.name
+            cached = None if cache_rows else cache[name]
+            inputs = dense["units"][name], params["bank"].get(name), tables.get(name), cached
+            x, new, choices = loop(x, *inputs, positions, real)
+            new_cache[name] = jax.tree.map(functools.partial(store, positions), new, cached or new)
             if choices is not None:
-                all_choices[segment.name] = cast_varying(choices, roles.all)
+                all_choices[name] = cast_varying(choices, roles.all)
         with jax.named_scope("logits"):
             return whole.norm(x), whole.embedding.head_table(), new_cache, all_choices
 
@@ -132,7 +122,7 @@ def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> C
 def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_place: bool) -> Callable:
     """Return loop(x, units, bank, tables, cache or None, positions, real) -> (x, new, choices [L, t', K] or None).
 
-    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]; in_place: few
+    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]; in_place: single
     tokens on a GPU, where small kernels count.
     """
     graph = unit_graph(segment)
@@ -166,10 +156,10 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
     return loop
 
 
-def _make_layer(serving: Serving, segment: Segment, tokens: int, way: str | None) -> Callable:
+def _make_layer(serving: Serving, segment: Segment, tokens: int, few: bool) -> Callable:
     """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here).
 
-    With a `way` of `way_of`, where tokens are few, choices are of all.
+    With `few` it is that of `few_tokens.py`.
     """
     roles = serving.model.roles_of(segment)
     whole = tokens + -tokens % roles.size(roles.model)  # the devices of an MP group share them evenly
@@ -177,14 +167,15 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, way: str | None
     config = settle_transport(segment.moe, roles, whole, row_bytes)
     like = jax.ShapeDtypeStruct((whole, segment.config.model_dim), segment.config.dtype)
     of_training = make_moe(config, roles, like, segment.config.activation, serving.shapes[segment.name])
-    layer_type = Int8MoE if serving.quantize == "int8" else MoE
     config = dataclasses.replace(config, record_choices=True)  # which the router, built before, need not replay
-    moe = layer_type(config, roles, of_training.activation, of_training.plan, of_training.router, of_training.schedule)
+    moe = (Int8MoE if serving.quantize == "int8" else MoE)(**{**vars(of_training), "config": config})
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), PADDING)
-        if way:
-            return few_tokens.run_layer(moe, way, x, index, gate, bank, tables)
+        if few:
+            y, choices = few_tokens.run_layer(moe, x, index, gate, bank, tables)
+            choices = jnp.pad(choices, ((0, whole - tokens), (0, 0)), constant_values=-1)
+            return y, own_part(choices, roles.model)
         x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
         index = jnp.pad(index, (0, whole - tokens), constant_values=PADDING)
         y, stats, _ = moe(x, gate, RouterInputs(None, index, tables, padded=True), bank, {})
@@ -313,8 +304,6 @@ class State:
     cache: Cache | None  # of all tokens but those in `ids`; None before the first
     ids: jax.Array  # int32 [B, Sq], the last token of each, or padded prompts before the first
     positions: jax.Array  # int32 [B], where the last one stands
-    live: jax.Array  # bool [B], whether another token is to come
-    left: jax.Array  # int32 [B], how many at most
     keys: jax.Array  # uint32 [B, 3], of `prompt_keys`
 
 
@@ -327,19 +316,19 @@ def state_specs(model: LanguageModel) -> State:
     """Return the PartitionSpec of every array of a `State` with a cache."""
     heads = None if model.config.kv_lora_rank else model.roles.model or None
     rows, keys = P(model.roles.dense), P(None, model.roles.dense, heads)
-    cache = {own.name: {name: (keys, keys) for name in attentions_of(own)} for own in model.segments}
-    return State(cache, rows, rows, rows, rows, rows)
+    cache = {segment.name: {name: (keys, keys) for name in attentions_of(segment)} for segment in model.segments}
+    return State(cache, rows, rows, rows)
 
 
 def make_step(
     serving: Serving, rows: int, length: int, cache_rows: int, greedy: bool, top_k: int, cuts: bool
 ) -> Callable:
-    """Return step(params, tables, State, temperature, top_p, end_ids) -> (State, chosen); a cache is donated.
+    """Return step(params, tables, State, live, temperature, top_p) -> (State, chosen); a cache is donated.
 
-    It is compiled lazily, for any temperature and top_p, float32 [], and end_ids, int32 [n], -1 where unused. chosen is
-    (int32 [B], the token chosen for each sequence, -1 where it had ended, equal on all devices;
-    logits float [B, V], in at least float32, -inf where the vocabulary has no such token; {segment: int32 [L, B', K]},
-    experts of the tokens that went in, -1 for padding, those of a device's rows after one another).
+    It is compiled lazily, for any live, bool [B], which sequences go on, and any temperature and top_p, float32 [].
+    chosen is (int32 [B], the token chosen for each sequence, equal on all devices; logits float [B, V], in at least
+    float32, -inf where the vocabulary has no such token; {segment: int32 [L, B', K]}, experts of the tokens that went
+    in, -1 for padding and for sequences that are not live, those of a device's rows after one another).
 
     Args:
       rows: b; length: Sq; cache_rows: of whole prompts, T of the new cache; else Sq is 1 and it is 0.
@@ -348,8 +337,8 @@ def make_step(
     model, roles = serving.model, serving.model.roles
     forward = make_forward(serving, rows, length, cache_rows)
 
-    def body(params, tables, state, temperature, top_p, end_ids):
-        ids, last, real = state.ids, state.positions, state.live[:, None]
+    def body(params, tables, state, live, temperature, top_p):
+        ids, last, real = state.ids, state.positions, live[:, None]
         positions = last[:, None]
         if cache_rows:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], ids.shape)
@@ -357,56 +346,58 @@ def make_step(
             ids = jnp.where(real, ids, 0)
         x, table, cache, choices = forward(params, tables, state.cache, ids, positions, real)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0] if cache_rows else x[:, 0]
-        # each device of an MP group has a part of the table [V, M]
-        split = roles.model if table.shape[0] % roles.size(roles.model) == 0 else ()
-        own = in_dtype(own_part(table, split), x.dtype)
-        acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-        if rows == 1 and not few_tokens.on_cpu(roles):  # multiplied where it lies, without a matmul
-            part = jnp.sum(x[:, None].astype(acc_dtype) * own[0][None].astype(acc_dtype), axis=-1)
-        else:
-            part = project("bm,vm->bv", x, own, out=acc_dtype)
-        logits = join_parts(part, split, dim=1)
+        logits = _logits(x, table, roles)
         with jax.named_scope("sampling"):
             known = jnp.arange(logits.shape[1], dtype=jnp.int32) < serving.vocabulary
             logits = jnp.where(known[None], logits, -jnp.inf)
             scale, share = None if greedy else temperature, top_p if cuts else None
             ids = choose_tokens(logits, state.keys, last + 1, top_k, scale, share)
-            ended = jnp.any(ids[:, None] == end_ids[None], axis=1)
-            left = state.left - state.live
-            live = state.live & ~ended & (left > 0)
-            said = join_parts(jnp.where(state.live, ids, -1), roles.dense)
-        ids, positions = jnp.where(live, ids, 0), jnp.where(live, last + 1, last)
-        return State(cache, ids[:, None], positions, live, left, state.keys), (said, logits, choices)
+        state = State(cache, ids[:, None], jnp.where(live, last + 1, last), state.keys)
+        return state, (join_parts(ids, roles.dense), logits, choices)
 
     after = state_specs(model)
     before = dataclasses.replace(after, cache=None) if cache_rows else after
     choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
-    in_specs = serving.specs, model.tables_specs, before, P(), P(), P()
+    in_specs = serving.specs, model.tables_specs, before, P(roles.dense), P(), P()
     out_specs = after, (P(), P(roles.dense), choices)
     sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(sharded, donate_argnums=() if cache_rows else (2,))
 
 
+def _logits(x, table, roles: Roles):
+    """Return logits [b, V] of x [b, M] by the table [V, M], of which each device of an MP group multiplies a part."""
+    split = roles.model if table.shape[0] % roles.size(roles.model) == 0 else ()
+    part = in_dtype(own_part(table, split), x.dtype)
+    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if x.shape[0] == 1 and not few_tokens.on_cpu(roles):  # multiplied where it lies, without a matmul
+        product = jnp.sum(x[:, None].astype(acc_dtype) * part[0][None].astype(acc_dtype), axis=-1)
+    else:
+        product = project("bm,vm->bv", x, part, out=acc_dtype)
+    return join_parts(product, split, dim=1)
+
+
 def make_score(serving: Serving, rows: int, length: int) -> Callable:
-    """Return score(params, tables, inputs [B, Sq], targets [B, Sq], lengths [B]) -> float [], the sum of losses."""
+    """Return score(params, tables, ids int32 [B, Sq], last int32 [B]) -> float [], the sum of losses.
+
+    Those of the ids 1 to `last` of each sequence, given the ones before.
+    """
     model, roles = serving.model, serving.model.roles
-    forward = make_forward(serving, rows, length, cache_rows=length)
+    forward = make_forward(serving, rows, length - 1, cache_rows=length - 1)
 
-    def body(params, tables, inputs, targets, lengths):
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], inputs.shape)
-        real = positions < lengths[:, None]
+    def body(params, tables, ids, last):
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        positions = jnp.broadcast_to(jnp.arange(length - 1, dtype=jnp.int32)[None], inputs.shape)
+        real = positions < last[:, None]
         x, table, *_ = forward(params, tables, None, inputs, positions, real)
-        spare = (0, -(rows * length) % roles.size(roles.model))
+        spare = (0, -targets.size % roles.size(roles.model))
 
-        def own(array):  # tokens that fill up the last device's part are zero, and not real
-            flat = array.reshape((rows * length,) + array.shape[2:])
+        def part(array):  # tokens that fill up the last device's part are zero, and not real
+            flat = array.reshape((targets.size,) + array.shape[2:])
             return own_part(jnp.pad(flat, (spare,) + ((0, 0),) * (flat.ndim - 1)), roles.model)
 
-        x, targets, real = own(x), own(targets), own(real)
-        weights = real.astype(x.dtype)
-        total = chunked_cross_entropy((x,), table, (targets,), (weights,), model.config.loss_chunk)
+        weights = part(real).astype(x.dtype)
+        total = chunked_cross_entropy((part(x),), table, (part(targets),), (weights,), model.config.loss_chunk)
         return lax.psum(total, roles.all)
 
-    specs = P(roles.dense)
-    in_specs = serving.specs, model.tables_specs, specs, specs, specs
+    in_specs = serving.specs, model.tables_specs, P(roles.dense), P(roles.dense)
     return jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=P()))

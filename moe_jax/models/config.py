@@ -112,7 +112,6 @@ class ModelConfig:
       document_mask: tokens of a packed sequence attend only to tokens of their own document, learned positions count
         from each document's first token (rotary ones, which are relative, go on), and a document's first token is no
         target. Documents end with the tokenizer's end id. Off, attention crosses from one document into the next.
-      mask_rate: fraction of tokens masked, 'bert' only.
     """
 
     kind: str = "gpt"
@@ -155,7 +154,6 @@ class ModelConfig:
     stack: str = "scan"
     loss_chunk: int = 1024
     document_mask: bool = False
-    mask_rate: float = 0.15
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
@@ -200,8 +198,6 @@ class ModelConfig:
                 "ModelConfig.refetch_replicas (True) needs ModelConfig.prefetch = 'hecate' or 'pro_prophet', "
                 "not 'none': only those schedules say when replicas come again"
             )
-        if not 0 < self.mask_rate < 1:
-            raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
 
     def _check_latent(self) -> None:
         """Raise a UserError for fields of latent attention that do not fit together, or are set without it."""

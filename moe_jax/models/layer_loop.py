@@ -258,8 +258,7 @@ def _make_block_wise_loop(
             f"{segment.moe.schedule!r}; set ModelConfig.{name} = 'none'"
         )
     if not find_schedule(segment.moe.schedule).one_piece:
-        records = map(find_schedule, schedules())
-        possible = [record.name for record in records if record.one_piece and record.moves_tokens]
+        possible = [name for name in schedules() if find_schedule(name).one_piece]
         raise UserError(
             f"ModelConfig.{name} needs a MoEConfig.schedule whose experts run in one piece, not "
             f"{segment.moe.schedule!r}; set MoEConfig.schedule to one of {', '.join(possible)}, or "

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.moe.after_gate_rules import build_rule
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
@@ -26,40 +26,6 @@ from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas, s
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import late_size
-
-
-class JaxArrays:
-    """jax.numpy with the operations of `moe_jax.planning.balancer.NUMPY`."""
-
-    def __getattr__(self, name: str) -> typing.Any:
-        return getattr(jnp, name)
-
-    def put(self, array, index, value):
-        return array.at[index].set(value)
-
-    def repeat(self, step, carry, times, going=None):
-        if going is None:  # a GPU need not ask the host after every turn whether to go on, if `times` is a constant
-            return lax.fori_loop(0, times, step, carry)
-
-        def more(state):
-            return (state[0] < times) & going(state[1])
-
-        return lax.while_loop(more, lambda state: (state[0] + 1, step(*state)), (jnp.int32(0), carry))[1]
-
-    def home_loads(self, totals, home, devices):
-        return jnp.sum((home[:, :, None] == jnp.arange(devices)[None, None]) * totals[:, :, None], axis=1)
-
-
-JAX = JaxArrays()
-
-
-def slots_of(holders, experts: int):
-    """Return int32 [E, D], the slot in which each device holds each expert; -1 where it does not."""
-    devices, slots = holders.shape
-    expert = jnp.where(holders < 0, experts, holders)
-    slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], holders.shape)
-    device = jnp.broadcast_to(jnp.arange(devices, dtype=jnp.int32)[:, None], holders.shape)
-    return jnp.full((experts, devices), -1, jnp.int32).at[expert, device].set(slot, mode="drop")
 
 
 def decide(plan: PlanShape | None, roles: Roles, stats, bank, grad_sink, tables: Tables, replicas: tuple):
@@ -79,7 +45,8 @@ def decide(plan: PlanShape | None, roles: Roles, stats, bank, grad_sink, tables:
         both = jnp.concatenate([counts, cast_varying(tables.slot_expert, varying_axes(counts))])
         gathered = lax.all_gather(cast_varying(both, axes), axes, to="invarying")
         experts = counts.shape[0]
-        decided, transfer, used = plan.after_gate.decide(
+        rule = build_rule(plan.after_gate)
+        decided, transfer, used = rule.decide(
             tables, gathered[:, :experts], gathered[:, experts:], lax.axis_index(axes), plan
         )
         if late is None:

@@ -8,60 +8,59 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from moe_jax.moe.after_gate import JAX, slots_of
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.transfer_shape import TransferTables
-from moe_jax.planning.balancer import falling
+from moe_jax.planning.arrays import LOOPS, falling
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.fastermoe import ShadowRates, shadow_search
-from moe_jax.planning.hecate import spread_replicas
+from moe_jax.planning.fastermoe import Shadowing
+from moe_jax.planning.hecate import Calibration
 from moe_jax.planning.placement import SHARE_ONE
-from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.shares import level_quotas, node_flow
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, late_room, sizes_everywhere
+from moe_jax.planning.plan_shape import LateRule, PlanShape
+from moe_jax.planning.shares import level_quotas, node_edges
+from moe_jax.planning.sizes import TransferSizes, fit_replicas
+
+
+def device_loop(step, carry, times, going=None):
+    """Do what `loop` of planning/arrays.py says, traced."""
+    if going is None:  # a GPU need not ask the host after every turn whether to go on, if `times` is a constant
+        return lax.fori_loop(0, times, step, carry)
+
+    def more(state):
+        return (state[0] < times) & going(state[1])
+
+    return lax.while_loop(more, lambda state: (state[0] + 1, step(*state)), (jnp.int32(0), carry))[1]
+
+
+LOOPS[jnp] = device_loop
+
+
+def slots_of(holders, experts: int):
+    """Return int32 [E, D], the slot in which each device holds each expert; -1 where it does not."""
+    devices, slots = holders.shape
+    expert = jnp.where(holders < 0, experts, holders)
+    slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], holders.shape)
+    device = jnp.broadcast_to(jnp.arange(devices, dtype=jnp.int32)[:, None], holders.shape)
+    return jnp.full((experts, devices), -1, jnp.int32).at[expert, device].set(slot, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShadowRule:
-    """FasterMoE's dynamic shadowing: shadow experts by falling load until one does not pay.
-
-    One that does not fit the late transfer is skipped. A device computes its own tokens of a shadowed expert, all
-    others go home. Source: FasterMoE, equations 7 and 8, algorithm 1.
-
-    Attributes:
-      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
-      shadow: seconds to broadcast an expert and to reduce its gradient, as the paper has it; counted where
-        `late_seconds` is empty.
-      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
-      residual: whether both sides of the comparison count the all-to-all that is left.
-    """
-
-    compute: float
-    exchange: float
-    residual: bool
-    shadow: float = 0.0
-    late_seconds: tuple[float, ...] = ()
+class ShadowRule(Shadowing):
+    """FasterMoE's dynamic shadowing: a device computes its own tokens of a shadowed expert, all others go home."""
 
     def decide(self, tables, counts, holders, me, shape):
         slot, late = slots_of(holders[:, : shape.home_slots], counts.shape[1]), shape.late
         home = jnp.argmax(slot, axis=1).astype(jnp.int32)
         at_home = home * shape.slots + jnp.max(slot, axis=1)
         counts = counts.astype(jnp.result_type(float))
-
-        def price(offers):
-            sizes = sizes_everywhere(offers, late.inside)
-            each = jnp.sum(offers, axis=1) * self.shadow
-            return late_price(sizes, late, self.late_seconds, each, jnp), late_room(sizes, late)
-
-        rates = ShadowRates(self.compute, self.exchange, self.shadow)
-        chosen = shadow_search(JAX, counts[None], home[None], rates, price, True, self.residual)[0][0]
+        chosen = self.fitting(jnp, counts[None], home[None], late)[0][0]
         wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
-        added, slot, transfer, used = fit_late(wanted, falling(jnp.sum(counts, axis=0), jnp), slot, me, shape)
+        fit = fit_replicas(jnp, wanted[None], falling(jnp, jnp.sum(counts, axis=0))[None], home[None], late)
+        added, slot, transfer, used = late_tables(fit, slot, me, shape)
         dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)
         decided = dataclasses.replace(
             tables,
@@ -73,53 +72,16 @@ class ShadowRule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrateRule:
-    """Hecate's calibration: add replicas, in the slots that are filled late, where that saves more than it costs.
-
-    Tokens go by the rule `nearest` over the replicas planned ahead and those added.
-    Source: Hecate, sections 4.2 to 4.4, algorithm 1.
-
-    Attributes:
-      overlap_degree: tau, at most E.
-      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
-      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert, as the
-        paper has it; counted where `late_seconds` is empty.
-      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
-    """
-
-    overlap_degree: int
-    compute: float
-    exchange: float
-    late_transfer: float = 0.0
-    late_seconds: tuple[float, ...] = ()
+class CalibrateRule(Calibration):
+    """Hecate's calibration; tokens go by the rule `nearest` over the replicas planned ahead and those added."""
 
     def decide(self, tables, counts, holders, me, shape):
-        devices, experts = counts.shape
-        slot, per_node = slots_of(holders, experts), shape.devices_per_node
-        held, free = slot >= 0, np.full((1, devices), shape.late_slots, np.int32)
-        counts = counts.astype(jnp.result_type(float))
-        totals = jnp.sum(counts, axis=0)
-        order = falling(totals, jnp)[: self.overlap_degree]
-        wanted = spread_replicas(JAX, totals[None], held[None], order[None], free, per_node)[0]
-        added, with_late, transfer, used = fit_late(wanted, order, slot, me, shape)
-        gain = self.seconds(counts, held, per_node) - self.seconds(counts, held | added, per_node)
-        each = self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
-        pays = gain > late_price(used, shape.late, self.late_seconds, each, jnp)
-        tables = nearest(tables, jnp.where(pays, with_late, slot), me, shape)
-        return tables, transfer, TransferSizes(*(jnp.where(pays, size, 0) for size in used))
-
-    def seconds(self, counts, held, per_node: int):
-        """Return the layer's seconds without its transfers, by expected loads: held bool [E, D] -> []."""
-        devices, experts = counts.shape
-        split = (experts, devices // per_node, per_node)
-        own = jnp.where(held, counts.T, 0.0)
-        away = jnp.sum((counts.T - own).reshape(split), axis=2)  # [E, Nn], tokens whose device lacks the expert
-        on_node = jnp.sum(held.reshape(split), axis=2)
-        inside = jnp.where(on_node > 0, away / jnp.maximum(on_node, 1), 0.0)
-        outside = jnp.sum(jnp.where(on_node > 0, 0.0, away), axis=1) / jnp.sum(held, axis=1)
-        came = jnp.repeat(inside + outside[:, None], per_node, axis=1) * held
-        received = jnp.sum(came, axis=0)
-        return self.compute * jnp.max(jnp.sum(own, axis=0) + received) + self.exchange * jnp.max(received)
+        slot = slots_of(holders, counts.shape[1])
+        counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
+        _, fit, pays = self.choose(jnp, counts[None], (slot >= 0)[None], home[None], shape.late)
+        _, with_late, transfer, used = late_tables(fit, slot, me, shape)
+        tables = nearest(tables, jnp.where(pays[0], with_late, slot), me, shape)
+        return tables, transfer, TransferSizes(*(jnp.where(pays[0], size, 0) for size in used))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +105,7 @@ class ShareRule:
         """Return what `level_quotas` does [E, D]; on an NVIDIA GPU by one kernel that fits it, equal up to rounding."""
 
         def loops(totals, held, home):
-            return level_quotas(JAX, totals[None], held[None], home[None], self.sweeps)[0]
+            return level_quotas(jnp, totals[None], held[None], home[None], self.sweeps)[0]
 
         def kernel(totals, held, home):
             return level_in_one_kernel(totals, held, home, sweeps=self.sweeps)
@@ -155,11 +117,11 @@ class ShareRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuotaRule:
-    """Apply a plan of quotas, tokens of an expert by device; experts whose replicas do not fit stay at home.
+    """Apply a plan of quotas, tokens of an expert by device, with replicas that fit the late transfer.
 
     Attributes:
-      plan: what decides: tokens by expert and device [L, E, D], from (xp, totals [L, E], homes int [L, E], slots of a
-        device, devices, config).
+      plan: what decides, as `fitted_quotas` of `planning/llep.py`: (quotas [L, E, D], _, what `fit_replicas` returns)
+        from (xp, totals [L, E], homes int [L, E], the transfer, config).
       config: whose knobs `plan` reads.
     """
 
@@ -167,42 +129,43 @@ class QuotaRule:
     config: PlannerConfig
 
     def decide(self, tables, counts, holders, me, shape):
-        devices, experts = counts.shape
-        slot = slots_of(holders, experts)
-        at_home = (slot >= 0) & (slot < shape.home_slots)
-        home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
-        counts = counts.astype(jnp.result_type(float))
-        totals = jnp.sum(counts, axis=0)
-        quota = self.plan(JAX, totals[None], home[None], shape.late_slots, devices, self.config)[0]
-        wanted = (quota > 0) & ~at_home
-        added, slot, transfer, used = fit_late(wanted, falling(totals, jnp), slot, me, shape)
-        cut = jnp.any(wanted & ~added, axis=1, keepdims=True)
-        quota = jnp.where(cut, jnp.where(at_home, totals[:, None], 0.0), quota)
-        return share_tables(tables, counts, quota, slot, me, shape), transfer, used
+        slot = slots_of(holders, counts.shape[1])
+        counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
+        quota, _, fit = self.plan(jnp, jnp.sum(counts, axis=0)[None], home[None], shape.late, self.config)
+        _, slot, transfer, used = late_tables(fit, slot, me, shape)
+        return share_tables(tables, counts, quota[0], slot, me, shape), transfer, used
 
 
 RULES: dict[str, type] = {"calibrate": CalibrateRule, "quotas": QuotaRule, "shadow": ShadowRule, "shares": ShareRule}
 """By the name that a planner gives (`Planner.late_rule`)."""
 
 
-def fit_late(wanted, order, slot, me, plan: PlanShape):
-    """Take experts in order while they fit the late transfer, and write its tables for device `me`.
+def build_rule(late_rule: LateRule) -> Any:
+    """Return the rule that a plan's shape names."""
+    return RULES[late_rule.name](**dict(late_rule.fields))
+
+
+def homes_of(slot, plan: PlanShape):
+    """Return int32 [E], the device of each expert's home: slot int32 [E, D], -1 where the expert is not."""
+    return jnp.argmax((slot >= 0) & (slot < plan.home_slots), axis=1).astype(jnp.int32)
+
+
+def late_tables(fit, slot, me, plan: PlanShape):
+    """Write the tables of the late transfer for device `me`.
 
     Args:
-      wanted: bool [E, D], new replicas; order: int32 [Et], experts that may have some, each once.
+      fit: of one layer, what `fit_replicas` returns.
       slot: int32 [E, D], the slot of each expert on each device before the gate, -1 where it is not.
       me: int32 []; plan: with the largest size of the transfer, `late`.
 
     Returns:
       (added bool [E, D], the replicas that fit; slot with theirs; TransferTables of this device; TransferSizes in use).
     """
-    shape, home_slots, (experts, _) = plan.late, plan.home_slots, wanted.shape
+    added, (nth, turn, late), sizes = fit[0][0], (place[0] for place in fit[1]), fit[2]
+    shape, home_slots, (experts, _) = plan.late, plan.home_slots, added.shape
     nodes, inside = shape.nodes, shape.inside
     at_home = (slot >= 0) & (slot < home_slots)
-    home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
-    home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
-    fitting, places, sizes = fit_replicas(JAX, wanted[None], order[None], home[None], shape)
-    added, (nth, turn, late) = fitting[0], (place[0] for place in places)
+    home, home_slot = homes_of(slot, plan), jnp.max(jnp.where(at_home, slot, 0), axis=1)
 
     place = home % inside * shape.offers + nth  # among its level's offers
     offer = jnp.full((shape.offers,), home_slots, jnp.int32)
@@ -256,23 +219,11 @@ def share_tables(tables, counts, quota, slot, me, shape):
     """Return the tables of this source by which tokens are split as quotas [E, D] say; slot int32 [E, D], -1: none."""
     devices, experts = counts.shape
     at_home = (slot >= 0) & (slot < shape.home_slots)
-    device = jnp.arange(devices, dtype=jnp.int32)
+    device, per_node = jnp.arange(devices, dtype=jnp.int32), shape.devices_per_node
+    supply = jnp.sum(counts.reshape(-1, per_node, experts), axis=1).T  # [E, Nn]
     return dataclasses.replace(
         tables,
         dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
-        dest_num=edges_of(counts, quota, at_home, me // shape.devices_per_node, shape.devices_per_node),
+        dest_num=node_edges(jnp, supply, quota, at_home, me // per_node).astype(jnp.uint32),
         dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
     )
-
-
-def edges_of(counts, quota, home, node, devices_per_node: int):
-    """Return uint32 [E, D], running shares of one node's tokens (`node_flow`) over rising devices, units of 2^-16."""
-    devices, experts = counts.shape
-    nodes = devices // devices_per_node
-    supply = jnp.sum(counts.reshape(nodes, devices_per_node, experts), axis=1).T  # [E, Nn]
-    quota = jnp.where(jnp.sum(quota, axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
-    demand = jnp.sum(quota.reshape(experts, nodes, devices_per_node), axis=2)
-    part = node_flow(JAX, supply, demand, node)
-    there = jnp.repeat(part / jnp.where(demand > 0, demand, 1.0), devices_per_node, axis=1)
-    upto = jnp.cumsum(there * quota, axis=1)
-    return jnp.rint(upto / upto[:, -1:] * SHARE_ONE).astype(jnp.uint32)

@@ -7,7 +7,8 @@ import logging
 
 import jax.numpy as jnp
 
-import moe_jax.moe.schedules  # noqa: F401 its files register themselves
+import moe_jax.moe.choosers
+import moe_jax.moe.schedules  # noqa: F401 their files register themselves
 from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import E4M3, check_blocks
@@ -15,8 +16,7 @@ from moe_jax.kernels.grouped import implementations
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterPlace, build_router
-from moe_jax.moe.schedule import LayerSizes, Schedule, build_schedule, find_schedule, schedules
-from moe_jax.moe.schedules.auto import Auto, candidates
+from moe_jax.moe.schedule import CHOOSERS, LayerSizes, Schedule, build_schedule, find_schedule, schedule_on, schedules
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning import PlannerConfig
@@ -101,12 +101,12 @@ def layer_sizes(
 
 def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None, length: int = 0) -> RouterPlace:
     """Return where the router of a layer runs; length: of a sequence, 0 where that is not known."""
-    schedule = find_schedule(config.schedule).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
-    chosen = candidates(roles, config, False) if schedule is Auto else (schedule.name, *schedule.chooses_from)
+    chooser, groups = CHOOSERS.get(config.schedule), (roles.size(roles.model), roles.size(roles.expert_shard))
+    named = (config.schedule,) if chooser is None else chooser.possible(roles, config)
     return RouterPlace(
         roles=roles,
         slots=roles.most_homes(config.num_experts) if plan is None else plan.slots,
-        splits_tokens=not any(find_schedule(name).gates_group for name in chosen),
+        splits_tokens=not any(schedule_on(name, *groups).gates_group for name in named),
         redirects=plan is not None and plan.after_gate is not None and plan.candidates > 1,
         length=length,
     )
@@ -139,9 +139,8 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
 def check_float8(config: MoEConfig, model_dim: int) -> None:
     """Raise a UserError where `dispatch_dtype` asks for float8 and the model dim or the schedule forbids it."""
     if config.dispatch_dtype == E4M3:
-        records = map(find_schedule, schedules())
-        possible = [record.name for record in records if record.one_piece and record.moves_tokens]
-        if config.schedule not in possible:
+        if not find_schedule(config.schedule).one_piece:
+            possible = [name for name in schedules() if find_schedule(name).one_piece]
             raise UserError(
                 f"MoEConfig.dispatch_dtype ('float8_e4m3') cannot be used with MoEConfig.schedule = "
                 f"{config.schedule!r}, which sends no rows in one exchange; choose one of {', '.join(possible)}, or "

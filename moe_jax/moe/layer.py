@@ -135,7 +135,7 @@ class MoE:
     def finish(self, y, routed: Routed, stats: GateStats, experts: Callable):
         """Run what follows the combine of pass 0, whose result is y: later passes, leave; returns [t, M]."""
         schedule = self.schedule
-        one_pass = functools.partial(schedule.later_pass, routed, experts=experts)
+        one_pass = functools.partial(schedule.run_pass, routed, experts=experts)
         y = add_later_passes(y, one_pass, routed.passes, schedule.run_passes, before=lax.stop_gradient(stats))
         return schedule.leave(y)
 

@@ -8,7 +8,7 @@ A schedule is built once, for static sizes, and called by the layer (`moe/layer.
     y           = schedule.leave(y)                            [t, M] again
 
 `layer.py` has plain expert parallelism, whose pass is five steps around two exchanges, `schedules/` the others, a file
-each.
+each; `choosers.py` has what chooses among them by sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from moe_jax.cluster.layer_seconds import HalfWork
+from moe_jax.cluster.layer_seconds import HalfWork, LayerShape
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import bytes_to_rows, rows_to_bytes
 from moe_jax.moe.config import MoEConfig
@@ -166,22 +166,24 @@ class Sent:
 
 
 class Schedule(abc.ABC):
-    """The order in which one layer moves its bytes; see the head of this file. Questions by name ask the class.
+    """The order in which one layer moves its bytes; see the head of this file.
+
+    A subclass has `route` and `run_pass`, and `leave` where results do not come home as `enter` lets tokens in. The
+    first six attributes are of the class: they are asked before one is built.
 
     Attributes:
       name: by which `MoEConfig.schedule` selects it.
       gates_group: each device gates all tokens of its MP group, not its own part [t / N_MP, M] of them.
       moves_tokens: rows travel to their experts; else every device computes all experts, replicated or gathered.
-      one_piece: its experts run in one piece between two exchanges, so block-wise schedules can run it.
+      one_piece: rows travel in one exchange to experts that run in one piece, and back in another, so block-wise
+        schedules can run it.
       needs_results: its backward reads the rows that came home, which a backward that computes experts again has to
         bring home again.
       cuts_buckets: the devices of an MP group share every bucket, so that on several EP members lengths must agree.
-      s1_without: roles; where each of them has one device the schedule is `s1`, and is built as that. () for never.
-      chooses_from: names of the schedules that it chooses from, in the order of tables; () for one that is itself.
-      roles, sizes: of one built: the mesh, of the tokens that a device gates.
+      roles, sizes: the mesh, and the sizes of the tokens that a device gates.
       layout: where the rows of its buckets stand.
       most_passes: passes that a routing may need.
-      notes: what it chose for itself and by which rule, sentences for the log.
+      reason: why a `Chooser` took it, a sentence; '' where a config names it.
     """
 
     name: ClassVar[str]
@@ -190,45 +192,31 @@ class Schedule(abc.ABC):
     one_piece: ClassVar[bool] = False
     needs_results: ClassVar[bool] = True
     cuts_buckets: ClassVar[bool] = False
-    s1_without: ClassVar[tuple[str, ...]] = ()
-    chooses_from: ClassVar[tuple[str, ...]] = ()
-    notes: tuple[str, ...] = ()
+    reason: str = ""
 
     def __init__(self, roles: Roles, sizes: LayerSizes):
+        """Build it for a mesh and the sizes of a whole MP group; a UserError for a mesh that it cannot run on."""
         self.roles = roles
         self.sizes = sizes if self.gates_group else sizes.split(roles.size(roles.model))
-        self.layout = layout_of(roles, self.bucket_rows(sizes, roles))
+        self.layout = layout_of(roles, self.bucket_rows())
         self.most_passes = self.sizes.most_passes(self.layout.rows.far)
 
-    @classmethod
-    def build(cls, roles: Roles, sizes: LayerSizes) -> Schedule:
-        """Return the schedule for a mesh and the sizes of a whole MP group; one that chooses returns its choice."""
-        return cls(roles, sizes)
+    def bucket_rows(self) -> BucketRows:
+        """Return the rows of its buckets."""
+        return self.sizes.bucket_rows(self.roles.size(self.roles.expert))
 
-    @classmethod
-    def bucket_rows(cls, sizes: LayerSizes, roles: Roles) -> BucketRows:
-        """Return the rows of its buckets; sizes: of a whole MP group."""
-        own = sizes if cls.gates_group else sizes.split(roles.size(roles.model))
-        return own.bucket_rows(roles.size(roles.expert))
+    def buckets(self) -> list[tuple[str, BucketLayout, float]]:
+        """Return (what a row is, '' for a choice; where rows stand; how many even loads fill of a bucket) by kind.
 
-    @classmethod
-    def shared_rows(cls, sizes: LayerSizes, roles: Roles) -> tuple[BucketRows, float] | None:
-        """Return (rows of its buckets, of which even loads fill so many) where several choices share one, else None.
-
-        sizes: of a whole MP group.
+        The last kind is what travels.
         """
-        return None
+        choices = self.sizes.config.top_k * self.sizes.tokens
+        return [("", self.layout, choices / self.roles.size(self.roles.expert))]
 
-    @classmethod
-    def sentences(cls, roles: Roles, sizes: LayerSizes) -> list[str]:
-        """Return what `--dry_run` says of its own choices."""
-        return []
-
-    @classmethod
-    def on_mesh(cls, mp_size: int, esp_size: int) -> type[Schedule]:
-        """Return the schedule that this one is where MP and ESP groups have so many devices."""
-        sizes = {"model": mp_size, "expert_shard": esp_size}
-        return find_schedule("s1") if cls.s1_without and all(sizes[role] == 1 for role in cls.s1_without) else cls
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen and by which rule, sentences for the log."""
+        return (self.reason,) if self.reason else ()
 
     @property
     def run_passes(self) -> int:
@@ -265,14 +253,10 @@ class Schedule(abc.ABC):
         """Return what the experts computed in pass `index`, weighted and summed where `route` took the tokens.
 
         Args:
-          index: int or int32 [].
+          index: 0, or an int32 [] from 1 on.
           experts: (rows [R, M] in group order, group_sizes int32 [G], and, where the results shall be weighted already,
             weights [R]) -> [R, M].
         """
-
-    def later_pass(self, routed: Routed, index, experts: Callable):
-        """Return what `run_pass` does, for an index int32 [] from 1 on."""
-        return self.run_pass(routed, index, experts)
 
     def leave(self, y):
         """Return the sum y of all passes, as x came."""
@@ -310,7 +294,26 @@ def send_as_float8(exchange: Callable, rows, sent: Sent):
     return narrow(rows, sent)
 
 
+class Chooser(abc.ABC):
+    """What `MoEConfig.schedule` may name instead of a schedule: a rule that names one; `choosers.py` has them.
+
+    Attributes:
+      among: names of the schedules that it may name, in the order of tables.
+    """
+
+    among: ClassVar[tuple[str, ...]]
+
+    @abc.abstractmethod
+    def choose(self, roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
+        """Return (the name of a schedule, why, as a sentence) for a mesh and the sizes of a whole MP group."""
+
+    def possible(self, roles: Roles, config: MoEConfig) -> tuple[str, ...]:
+        """Return those of `among` that it may name on a mesh."""
+        return self.among
+
+
 SCHEDULES: dict[str, type[Schedule]] = {}
+CHOOSERS: dict[str, Chooser] = {}
 
 
 def register(name: str) -> Callable[[type[Schedule]], type[Schedule]]:
@@ -326,26 +329,37 @@ def register(name: str) -> Callable[[type[Schedule]], type[Schedule]]:
 
 
 def schedules() -> tuple[str, ...]:
-    """Return the names of all schedules."""
-    return tuple(sorted(SCHEDULES))
+    """Return the names that `MoEConfig.schedule` takes, of schedules and choosers."""
+    return tuple(sorted((*SCHEDULES, *CHOOSERS)))
 
 
 def find_schedule(name: str) -> type[Schedule]:
-    """Return the class of a schedule, or raise a UserError for an unknown name."""
-    if name not in SCHEDULES:
+    """Return the class of a schedule, or raise a UserError for an unknown name; before a chooser has chosen, of s1."""
+    if name not in schedules():
         raise UserError(
             f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}, or "
             "name the --plugin that has it"
         )
-    return SCHEDULES[name]
+    return SCHEDULES["s1" if name in CHOOSERS else name]
+
+
+def schedule_on(name: str, mp_size: int, esp_size: int) -> type[Schedule]:
+    """Return the class of a schedule where MP and ESP groups have so many devices: it may do there what s1 does."""
+    if mp_size == 1 and (name == "s2" or (name == "deepspeed" and esp_size == 1)):
+        name = "s1"
+    return find_schedule(name)
 
 
 def build_schedule(name: str, roles: Roles, sizes: LayerSizes) -> Schedule:
-    """Return the schedule `name`, or raise a UserError for an unknown one or a mesh that it cannot run on."""
+    """Return the schedule `name`, or the one that the chooser `name` takes; sizes: of a whole MP group.
+
+    Raises:
+      UserError: an unknown name, or a mesh that it cannot run on.
+    """
     parts, top_k, transport = roles.size(roles.model), sizes.config.top_k, sizes.config.transport
     if transport not in TRANSPORTS:  # generation alone resolves 'auto'
         raise UserError(f"MoEConfig.transport ({transport!r}) must be one of {', '.join(TRANSPORTS)}")
-    chosen = find_schedule(name).on_mesh(parts, roles.size(roles.expert_shard))
+    find_schedule(name)  # known, whatever the sizes
     if sizes.tokens % parts:
         raise UserError(
             f"the {sizes.tokens} tokens of a model-parallel group must be divisible by MeshConfig.model ({parts}); "
@@ -359,4 +373,37 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes) -> Schedule:
             f"experts in a layer must be at most {MOST_ROWS}, so that int32 can number their rows; lower "
             "train.batch_size or DataConfig.sequence_length, or raise train.grad_accum_steps"
         )
-    return chosen.build(roles, sizes)
+    taken, reason = CHOOSERS[name].choose(roles, sizes) if name in CHOOSERS else (name, "")
+    schedule = schedule_on(taken, parts, roles.size(roles.expert_shard))(roles, sizes)
+    schedule.reason = reason
+    return schedule
+
+
+def layer_shape(name: str, roles: Roles, sizes: LayerSizes, groups: int = 1) -> LayerShape:
+    """Return the cost formulas' inputs, in bytes, for a layer under a schedule ('pairwise' in `groups`).
+
+    Raises:
+      UserError: a mesh that the schedule cannot run on, or a schedule without a formula.
+    """
+    mp_size, ep_size, esp_size = (roles.size(axes) for axes in (roles.model, roles.expert, roles.expert_shard))
+    schedule = schedule_on(name, mp_size, esp_size)(roles, sizes)
+    layout = schedule.buckets()[-1][1]
+    return LayerShape(
+        schedule=schedule.name,
+        gates_group=schedule.gates_group,
+        cuts_buckets=schedule.cuts_buckets,
+        tokens=sizes.tokens,
+        model_dim=sizes.row_bytes,
+        rows=layout.rows.far,
+        more_in_node=layout.piece("node"),
+        more_own=layout.piece("own"),
+        members_in_node=layout.near,
+        ep_size=ep_size,
+        esp_size=esp_size,
+        mp_size=mp_size,
+        top_k=sizes.config.top_k,
+        experts=sizes.config.num_experts,
+        split_tokens=sizes.split_tokens,
+        groups=groups,
+        sent_bytes=sizes.sent_bytes,
+    )

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.cluster.cluster import Cluster, cluster_of
-from moe_jax.cluster.collectives import Group, uniform_seconds
+from moe_jax.cluster.collectives import Group, Links
 from moe_jax.cluster.layer_seconds import preceding_seconds, transport_seconds
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import read_device
@@ -132,7 +132,7 @@ def reduce_seconds(cluster: Cluster, mp: int, numbers: float) -> float:
     near = min(mp, cluster.devices_per_node)
     across = 2 * ITEM * numbers * (mp - near) / (mp * near)
     inside = 2 * ITEM * numbers * (mp - 1) / mp - across
-    return float(uniform_seconds(cluster, Group(mp, near, "all-reduce"), inside, across, "a sum over MP"))
+    return float(Links(cluster, Group(mp, near, "all-reduce"), "a sum over MP").uniform(inside, across))
 
 
 AGAIN = "activations computed again, a fourth forward (the authors' scripts checkpoint them)"

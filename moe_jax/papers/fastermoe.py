@@ -7,18 +7,18 @@ device. Letters: docs/notation.md; n samples.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.cluster import exchange_seconds
+from moe_jax.cluster import Links
 from moe_jax.papers.loads import OF_64, find_loads
 from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import Model, Setting, machine
 from moe_jax.papers.table import Found, Inputs, Tables
-from moe_jax.planning.balancer import NUMPY
-from moe_jax.planning.fastermoe import ShadowRates, shadow_search
+from moe_jax.planning.fastermoe import Shadowing
 
 TOP_K, ITEM = 2, 4  # choices of a token, bytes of a number
 # Machine, MoE layers, M, tokens of a device. Table 2's cells are not in the text: layers, M and tokens on johnny are
@@ -106,21 +106,22 @@ def prices(setting: Setting) -> tuple[float, float, float]:
 def shadows(setting: Setting, loads: np.ndarray, artifact: bool) -> np.ndarray:
     """Return the experts that algorithm 1 shadows, bool [n, L, E], by equation 8 as printed or the artifact's form."""
     token, row, expert = prices(setting)
-    rates = ShadowRates(3 * token, 4 * row, 2 * expert)
+    rule = Shadowing(compute=3 * token, exchange=4 * row, shadow=2 * expert, residual=False)
     if artifact:
-        rates = rates._replace(compute=12 * token, shadow=2 * expert / setting.devices)
+        rule = dataclasses.replace(rule, compute=12 * token, shadow=2 * expert / setting.devices)
     flat = loads.reshape(-1, *loads.shape[2:]).astype(np.float64)
     home = np.tile(np.arange(setting.experts), (len(flat), 1))
 
     def price(offers):
-        return offers.sum(axis=1) * rates.shadow, np.full(len(flat), True)
+        return offers.sum(axis=1) * rule.shadow, np.full(len(flat), True)
 
-    return shadow_search(NUMPY, flat, home, rates, price, False, False)[0].reshape(*loads.shape[:2], -1)
+    return rule.search(np, flat, home, price, skips=False)[0].reshape(*loads.shape[:2], -1)
 
 
 def exchange(setting: Setting, pairs: np.ndarray) -> np.ndarray:
     """Return T_comm of one all-to-all, link by link: tokens [..., D, D] -> seconds [...]."""
-    return exchange_seconds(setting.cluster, pairs * (setting.model.model_dim * ITEM), "an exchange")
+    links = Links.of(setting.cluster, pairs.shape[-1], "an exchange")
+    return links.exchange(pairs * (setting.model.model_dim * ITEM))
 
 
 def in_turn(setting: Setting, pairs: np.ndarray, moved=0.0) -> tuple[np.ndarray, np.ndarray]:

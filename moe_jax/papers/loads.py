@@ -3,7 +3,7 @@
 A name is one of
 
     top_1, top_2, top_2_of_64       shipped: runs of this project without a balance loss, of 32 experts or of 64
-                                    (configs/trace)
+                                    (configs/trace; written by scripts/bench/make_trace.py of commit f2a0f1eb)
     stationary, drifting, bursty    synthetic: Zipf popularity with exponent 1, by seed
     W0_balanced ... W7_burst        the imbalance workloads of Megatron-LM's pull request 7488, by their names and by
                                     what each isolates; shares and lengths are this project's

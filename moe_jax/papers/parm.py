@@ -24,8 +24,7 @@ from moe_jax.cluster.layer_seconds import Transfer, layer_transfers, moving_seco
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import device_named, read_device
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.schedule import LayerSizes
-from moe_jax.moe.schedules.parm import layer_shape
+from moe_jax.moe.schedule import LayerSizes, layer_shape
 from moe_jax.papers import systems
 from moe_jax.papers.pictures import curves
 from moe_jax.papers.table import Beside, Found, Tables

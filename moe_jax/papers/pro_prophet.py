@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.cluster.collectives import Group, received_seconds, start_up
+from moe_jax.cluster.collectives import Group, Links
 from moe_jax.cluster.tables import assumed
 from moe_jax.papers.fastermoe import shadows
 from moe_jax.papers.loads import fit_loads, sharpened
@@ -151,7 +151,7 @@ def released_seconds(setting: Setting) -> float:
     to the host, each at PyTorch's price of a launch, the list's high one.
     """
     cluster, devices = setting.cluster, setting.devices
-    start = start_up(cluster, Group(devices, cluster.devices_per_node), True)
+    start = Links(cluster, Group(devices, cluster.devices_per_node)).start_up(True)
     return TORCH_SEARCH + start + (devices + 1) * assumed("launch", "high")
 
 
@@ -266,7 +266,7 @@ def figure_13(inputs):
     sent, rows = records.received * (row.model.model_dim * row.item), []
     for name, seconds in (
         ("all-to-all, equation 1", sent.max(axis=2) / row.cluster.bandwidth("figure_13")),
-        ("all-to-all, the planners' price", received_seconds(row.cluster, sent, "figure_13", 1)),
+        ("all-to-all, the planners' price", Links.of(row.cluster, sent.shape[-1], "figure_13").received(sent)),
     ):
         error = 100 * abs(seconds / records.exchange - 1)
         rows.append((name, error.mean(), np.percentile(error, 95)))

@@ -25,7 +25,7 @@ from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_session import PlanSession
+from moe_jax.replan.session import PlanSession
 
 TOKENS, MODEL_DIM, HIDDEN_DIM, LENGTH, PER_NODE, SLOTS = 2048, 4096, 2048, 4096, 8, 4  # tokens of a device
 SYSTEMS = {"EP": "none", "FasterMoE": "fastermoe", "Pro-Prophet": "pro_prophet", "Hecate": "hecate"}

@@ -51,6 +51,28 @@ class BucketRows:
         node = max(self.node, self.far)
         return BucketRows(own=max(self.own, node), node=node, far=self.far)
 
+    def used(self, members: int, near: int) -> BucketRows:
+        """Return the rows that buckets wanted so have: own >= node >= far, and one size of two that are the same.
+
+        Args: members: D; near: members of a node, which divides D; where that is 1 or D, two sizes are one.
+        """
+        rows = self.raised()
+        assert members % near == 0 and rows.far > 0, (rows, members, near)
+        if near == 1:
+            rows = dataclasses.replace(rows, node=rows.far)
+        if near == members:
+            rows = dataclasses.replace(rows, far=rows.node)
+        return BucketRows.even(rows.own) if members == 1 else rows
+
+    def carried(self, members: int, near: int) -> BucketRows:
+        """Return the rows that one device hands on in one exchange: own (they stay), inside its node, across nodes."""
+        used = self.used(members, near)
+        return BucketRows(own=used.own, node=(near - 1) * used.node, far=(members - near) * used.far)
+
+    def rounded(self, multiple: int) -> BucketRows:
+        """Return the least multiples that hold these rows, one multiple at least."""
+        return self.each(lambda rows: multiple * max(1, math.ceil(rows / multiple)))
+
     def within(self, other: BucketRows) -> bool:
         """Say whether no size is larger than the other's."""
         return self.own <= other.own and self.node <= other.node and self.far <= other.far
@@ -58,6 +80,10 @@ class BucketRows:
     def at_most(self, other: BucketRows) -> BucketRows:
         """Return the smaller of each two sizes."""
         return BucketRows(own=min(self.own, other.own), node=min(self.node, other.node), far=min(self.far, other.far))
+
+    def at_least(self, other: BucketRows) -> BucketRows:
+        """Return the larger of each two sizes."""
+        return BucketRows(own=max(self.own, other.own), node=max(self.node, other.node), far=max(self.far, other.far))
 
     def where_smaller(self, need: BucketRows, larger: BucketRows) -> BucketRows:
         """Return these sizes, and those of `larger` for the kinds that need more than these have."""
@@ -131,32 +157,8 @@ class BucketLayout:
 
 
 def bucket_layout(rows: BucketRows | int, members: int, near: int = 1) -> BucketLayout:
-    """Return where the rows of the buckets of one source stand.
-
-    Args:
-      rows: of a bucket as wanted; an int is for all destinations.
-      members: D.
-      near: members of a node, which divides D. Where a node is one member, or all of them, two sizes are one.
-    """
-    rows = (BucketRows.even(rows) if isinstance(rows, int) else rows).raised()
-    assert members % near == 0 and rows.far > 0, (rows, members, near)
-    if near == 1:
-        rows = dataclasses.replace(rows, node=rows.far)
-    if near == members:
-        rows = dataclasses.replace(rows, far=rows.node)
-    if members == 1:
-        rows = BucketRows.even(rows.own)
-    return BucketLayout(rows, members, near)
-
-
-def carried(rows: BucketRows, members: int, near: int) -> BucketRows:
-    """Return the rows that one device hands to others in one exchange: own (they stay), inside its node, across nodes.
-
-    Args:
-      rows: of a bucket as wanted; members: D; near: members of a node.
-    """
-    used = bucket_layout(rows, members, near).rows
-    return BucketRows(own=used.own, node=(near - 1) * used.node, far=(members - near) * used.far)
+    """Return where the rows of the buckets of one source stand; arguments as of `BucketRows.used`, an int for all."""
+    return BucketLayout((BucketRows.even(rows) if isinstance(rows, int) else rows).used(members, near), members, near)
 
 
 def round_up(rows: float, multiple: int) -> int:

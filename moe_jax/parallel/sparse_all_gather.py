@@ -36,12 +36,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.parallel.sorted_search import first_places
-from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
+from moe_jax.parallel.transfer_shape import PARTS, TransferShape, TransferTables
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 
 Array = jax.Array
 Bank = dict[str, Array]
-PARTS = 8  # a transfer is cut at multiples of an eighth
 WHOLE = (0, PARTS)
 
 jax.tree_util.register_dataclass(TransferTables, data_fields=["offer", "pick", "want"], meta_fields=[])

@@ -14,6 +14,8 @@ import typing
 
 from moe_jax.errors import UserError
 
+PARTS = 8  # a transfer is cut at multiples of an eighth
+
 
 def sent_by_collective(
     offers, slots, crossing, *, devices: int, devices_per_node: int, by_node: bool

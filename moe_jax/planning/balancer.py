@@ -1,4 +1,4 @@
-"""The contract of every planner, the registry of their files, and the few array steps that several share.
+"""The contract of every planner, and the registry of their files.
 
 A planner's file registers a class; nothing else names it. The package imports every file in its folder, so a new file
 is a new balancer, and `PlannerConfig` takes its knobs from here (config.py).
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import types
 import typing
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from moe_jax.planning.cost import Cost, predicted_layer_seconds
+from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import PlanShape, build_shape, for_program, grow
-from moe_jax.planning.sizes import TransferSizes, placement_sizes
+from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.sizes import TransferSizes
 
 BALANCERS: dict[str, type[Planner]] = {}
 
@@ -150,79 +149,3 @@ def build_planner(config) -> Planner:
 @register("none")
 class NonePlanner(Planner):
     """Plain expert parallelism."""
-
-
-def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
-    """Return the shape with slots and candidates for what the planner decides after the gate; `shape.late` is kept."""
-    slots = planner.slots_after_gate(cost)
-    if slots and shape.late is None:
-        offers = min(slots, shape.home_slots)
-        crossing = offers * shape.devices_per_node
-        if not planner.any_holder:  # then each of the experts has a replica on every device
-            crossing = min(slots, crossing)
-        sizes = TransferSizes(offers, slots, crossing)
-        group = shape.devices, shape.devices_per_node
-        shape = dataclasses.replace(shape, late=sizes.shape(*group, cost.form(sizes, *group) == "by_node"))
-    if shape.replica_slots and planner.any_holder:
-        shape = dataclasses.replace(shape, candidates=shape.devices)
-    return shape
-
-
-def grown(planner: Planner, shape: PlanShape, plan: Placement, cost: Cost) -> PlanShape:
-    """Return what a run compiles for a plan after a shape: an idle transfer leaves, and comes back as it was.
-
-    The first one takes the cheaper form. Programs that `auto` names keep theirs.
-    """
-    if not len(plan.replicas):
-        kept = shape.ahead if plan.program else None
-        return grow(dataclasses.replace(shape, ahead=kept, spare=shape.ahead or shape.spare), plan)
-    shape, group = for_program(shape, plan), (plan.devices, plan.devices_per_node)
-    shape = dataclasses.replace(shape, ahead=shape.ahead or shape.spare)
-    need = placement_sizes(plan).shape(*group, 1 < plan.devices_per_node < plan.devices)
-    by_node, most = cost.form(need, *group) == "by_node", planner.ahead_most(plan, cost)
-    return grow(shape, plan, by_node=by_node, replica_slots=cost.replica_slots, most=most)
-
-
-def plan_seconds(planner: Planner, plan: Placement, loads: np.ndarray, cost: Cost) -> float:
-    """Return the predicted seconds of all layers, with what a step compiled for the plan sends: loads [L, S, E]."""
-    shape = grown(planner, dataclasses.replace(build_shape(plan), ahead=None), plan, cost)
-    return float(predicted_layer_seconds(plan, loads, cost, shape).sum())
-
-
-def falling(values, xp=np):
-    """Sort the last dim from large to small, ties by rising id: [..., n] -> ids [..., n]."""
-    return xp.argsort(-values, axis=-1, stable=True)
-
-
-def _put(array, index, value):
-    """Return the array with `value` at `index`; the old one is spent: here it is the same."""
-    array[index] = value
-    return array
-
-
-def _repeat(step, carry, times, going=None):
-    """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
-    turn = 0
-    while turn < times and (going is None or going(carry)):
-        carry, turn = step(turn, carry), turn + 1
-    return carry
-
-
-def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
-    """Add expert totals at their homes: totals [L, E], home [L, E] -> [L, D]."""
-    layers = len(home)
-    key = np.arange(layers)[:, None] * devices + home
-    return np.bincount(key.ravel(), totals.ravel(), layers * devices).reshape(layers, devices)
-
-
-NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat, "home_loads": home_loads})
-"""NumPy and the operations that jax.numpy writes differently, for steps that rules after the gate do on the device
-too: they take this as `xp`, or `JAX` of `moe/after_gate.py`."""
-
-
-def everywhere(chosen: np.ndarray, placement: Placement) -> np.ndarray:
-    """Return int [n, 3], rows (layer, expert, device): chosen experts, bool [L, E], on all but their homes."""
-    at = np.repeat(np.argwhere(chosen), placement.devices, axis=0)
-    device = np.tile(np.arange(placement.devices), len(at) // placement.devices)
-    away = placement.home[tuple(at.T)] != device
-    return np.column_stack([at, device])[away]

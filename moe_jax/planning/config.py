@@ -38,20 +38,14 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
       must_pay: run replicas only where layers with their transfers are predicted to take less time (price 'executor').
       bounded: keep to the replica slots where the original has no such bound.
       price: of a plan: 'executor', what the program will do; or 'paper', by the papers' formulas and one bandwidth.
-      predictor, window, decay: how the next step's loads are predicted (None: the planner's own, else 'last'), from how
-        many steps, with which weight.
-      horizon: steps over which a gain must pay for a change that costs (homes, shapes).
-      swap_seconds: the cost of a new shape in that decision.
+      predictor, window: how the next step's loads are predicted (None: the planner's own, else 'last'), from how many
+        steps.
       cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' for none.
       split: which holder a token goes to: 'plan', as the planner says, near ones first; 'even', in the same proportions
         from every source: the plan's device loads stay, and a padded exchange has no fullest pair; or 'auto', the one
         whose exchange is predicted to take less time ('plan' after the gate).
-      bucket_limit: rows of a planned bucket for another device over their mean, at most: such a bucket is as large as
-        the fullest pair of its kind that is predicted (same node, other nodes), which under skewed loads can be all
-        tokens of a device, for each destination. What does not fit takes another pass.
       transfer: how replicas get parameters: in slices over all devices ('flat'), over devices of a node and then nodes
         ('by_node'), or 'auto' for the cheaper one.
-      executables: how many compiled steps are kept at most, the running one included.
     """
 
     name: str = "none"
@@ -65,14 +59,9 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
     price: str = knob("executor", values=PRICES)
     predictor: str | None = knob(None, values=(None, *PREDICTORS))
     window: int = knob(5, least=1)
-    decay: float = 0.5
-    horizon: int = knob(100, least=1)
-    swap_seconds: float = knob(0.0, least=0.0)
     cluster: str = ""
     split: str = knob("auto", values=("auto", "plan", "even"))
-    bucket_limit: float = knob(4.0, least=1.0)
     transfer: str = knob("auto", values=FORMS)
-    executables: int = knob(4, least=2)
 
     def __post_init__(self):
         if self.name not in BALANCERS:
@@ -96,8 +85,6 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
                 self.refuse(field.name, f"must be at least {least:g}; {default} is the default")
             elif above is not None and not value > above:
                 self.refuse(field.name, f"must be above {above:g}; {default} is the default")
-        if not 0 < self.decay <= 1:
-            self.refuse("decay", "must lie in (0, 1], the weight of the newest step")
         planner = BALANCERS[self.name]
         if self.when == "after_gate" and not planner.after_gate:
             raise UserError(

@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from moe_jax.cluster import Cluster, Group, received_seconds, start_up, uniform_seconds
+from moe_jax.cluster import Cluster, Group, Links
 from moe_jax.cluster.layer_seconds import ScheduleLine
 from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
@@ -26,7 +26,7 @@ from moe_jax.planning import routing
 from moe_jax.planning.block_schedule import Prefetch, Times, exposed, stage_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes, late_price, placement_sizes, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, late_price, transfer_sizes
 
 PRICES = ("executor", "paper")
 FORMS = ("auto", "flat", "by_node")
@@ -158,7 +158,8 @@ class Cost:
         """
         if self.price == "paper":
             return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth()
-        return received_seconds(self.cluster, received * self.exchanged_bytes, ASKED_BY, self.shards)
+        links = Links.of(self.cluster, received.shape[-1], ASKED_BY, self.shards)
+        return links.received(received * self.exchanged_bytes)
 
     def forward(self, computed: np.ndarray) -> np.ndarray:
         """T_FEC: H [..., D] -> seconds [...]; the backward takes twice that. Source: Pro-Prophet, equations 2 and 3."""
@@ -275,9 +276,10 @@ def _transfer_rates(
     groups = [near, Group(nodes, 1, stride=devices_per_node * stride), near] if by_node else [whole, whole]
     sent, lines = sent_by_collective(1, 1, 1, devices=devices, devices_per_node=devices_per_node, by_node=by_node), []
     for group, (inside, across) in zip(groups, sent, strict=True):
-        start = start_up(cluster, group, across > 0)
+        links = Links(cluster, group, ASKED_BY)
+        start = links.start_up(across > 0)
         moved = (MANY * inside * chunk_bytes, MANY * across * chunk_bytes)
-        lines.append((start, (float(uniform_seconds(cluster, group, *moved, ASKED_BY)) - start) / MANY))
+        lines.append((start, (float(links.uniform(*moved)) - start) / MANY))
     each = [line[1] for line in lines]
     return sum(line[0] for line in lines), each[0], each[-1], each[1] if by_node else 0.0
 
@@ -300,9 +302,9 @@ def predicted_layer_seconds(
     if compiled:
         ahead = 0.0 if shape.ahead is None else cost.shape_seconds(shape.ahead)
         trans = np.full(placement.layers, ahead)
-    total = sum(cost.parts(computed, received, placement_sizes(placement), trans=trans).values())
+    total = sum(cost.parts(computed, received, placement.sizes, trans=trans).values())
     if not compiled or shape.late is None or planned is None:
         return total
-    late = placement.replicas[planned.find(placement.replicas) < 0]
+    late = placement.replicas[~planned.holds[tuple(placement.replicas.T)]]
     needed = transfer_sizes(placement.home, late, placement.devices, shape.late.inside)
     return total + late_price(needed, shape.late, dataclasses.replace(cost, late=shape.late).late_seconds, 0.0)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.planning.balancer import Planner, falling, knob, register
-from moe_jax.planning.placement import SHARE_ONE
+from moe_jax.planning.arrays import falling
+from moe_jax.planning.balancer import Planner, knob, register
+from moe_jax.planning.shares import edges, unit_rows
 
 
 @register("eplb", defaults={"interval": 10})
@@ -39,12 +40,10 @@ class EplbPlanner(Planner):
         np.add.at(count, (layer.ravel(), placed.ravel(), device.ravel()), 1)
         home, count = choose_homes(count, totals, placement.home)
         held = count > 0
-        away = held & (home[:, :, None] != np.arange(devices))
         # Shares where an expert has several holders, in proportion to the slots that each has of it.
-        layer, expert, device = np.nonzero(held & (held.sum(axis=2) > 1)[:, :, None])
-        upto = np.rint(count.cumsum(axis=2) * SHARE_ONE / count.sum(axis=2)[:, :, None]).astype(np.int64)
-        share = np.diff(upto, axis=2, prepend=0)[layer, expert, device]
-        rows = np.stack([layer, expert, device, share], axis=1)
+        several = held.sum(axis=2) > 1
+        rows = unit_rows(np.argwhere(several), edges(np, count[several]), -1)
+        away = held & (home[:, :, None] != np.arange(devices))
         return placement.replace(home=home, replicas=np.argwhere(away), shares=rows, rule="shares")
 
 
@@ -109,7 +108,7 @@ def pack(weight: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
     if room == 1:
         return np.broadcast_to(np.arange(items), weight.shape).copy(), np.zeros(weight.shape, int)
     rows = np.arange(batch)
-    order = falling(weight)
+    order = falling(np, weight)
     load, used = np.zeros((batch, packs)), np.zeros((batch, packs), int)
     pack_of, rank = np.empty(weight.shape, int), np.empty(weight.shape, int)
     for at in range(items):

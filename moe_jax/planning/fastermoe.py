@@ -5,10 +5,15 @@ Letters: docs/notation.md; B [L, D] tokens of each device's experts, r shadowed 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
-from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, register
+import numpy as np
+
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.arrays import falling, home_loads, loop, put
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.cost import ASKED_BY, Cost
 from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
 
@@ -17,12 +22,11 @@ from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_e
 class FasterMoePlanner(Planner):
     """Shadow experts while T(r) falls.
 
-    B counts the tokens *of a device's experts*, from every source. By default both sides of the comparison count the
-    all-to-all over what is received, as the authors' release does; with `residual` off it is counted before shadowing
-    only, over all tokens, as equation 8 is printed. Source: FasterMoE, equations 7 and 8, algorithm 1.
+    B counts the tokens *of a device's experts*, from every source. Both sides of the comparison count the all-to-all
+    over what is received, as the authors' release does; equation 8 as printed has it before shadowing only, over all
+    tokens, so that the search would stop early or pay too much. Source: FasterMoE, equations 7 and 8, algorithm 1.
     """
 
-    residual: bool = knob(True, "count the all-to-all that is left after shadowing; off: T(r) as printed, without it")
     late_replicas = True
     any_holder = False  # a device computes its own tokens of a shadowed expert, all others go home
 
@@ -37,95 +41,111 @@ class FasterMoePlanner(Planner):
         Ahead, the search ends at the first expert beyond the replica slots. After the gate one that does not fit the
         late transfer is skipped, and the search goes on.
         """
-        after_gate = self.config.when == "after_gate"
-        late = cost.late if after_gate else None  # what shadows must fit
-        rates = shadow_rates(cost)
+        rule, after_gate = Shadowing(**self._rates(cost)), self.config.when == "after_gate"
         limit = cost.replica_slots if self.config.bounded else placement.experts
 
         def price(offers):
-            sizes = sizes_everywhere(offers, placement.devices_per_node if late is None else late.inside)
-            count = offers.sum(axis=1)
-            if after_gate:
-                seconds = late_price(sizes, late, cost.late_seconds, count * rates.shadow)
-            else:
-                seconds = 2 * cost.trans(sizes, placement.devices)
-            return seconds, count <= limit if late is None else late_room(sizes, late)
+            count, sizes = offers.sum(axis=1), sizes_everywhere(offers, placement.devices_per_node)
+            return count * rule.shadow if after_gate else 2 * cost.trans(sizes, placement.devices), count <= limit
 
-        skips = late is not None
-        chosen, cut = shadow_search(NUMPY, loads, placement.home, rates, price, skips, self.config.residual)
-        self.counters["shadow_cut" if late is None else "late_cut"] += int(cut.sum())
-        return placement.replace(replicas=everywhere(chosen, placement), shares=None, rule="home")
+        if after_gate and cost.late is not None:
+            chosen, cut = rule.fitting(np, loads, placement.home, cost.late)
+            self.counters["late_cut"] += int(cut.sum())
+        else:
+            chosen, cut = rule.search(np, loads, placement.home, price, skips=False)
+            self.counters["shadow_cut"] += int(cut.sum())
+        return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
 
     def late_rule(self, shape, cost, groups):
-        if shape.late is None:
-            return None
+        return None if shape.late is None else ("shadow", self._rates(cost, groups))
+
+    def _rates(self, cost: Cost, groups: int = 1) -> dict[str, Any]:
+        """Return the fields of `Shadowing`, of loads that are sums over so many groups."""
         rates = shadow_rates(cost)
-        fields = {"compute": rates.compute / groups, "exchange": rates.exchange / groups, "shadow": rates.shadow}
-        return "shadow", {**fields, "residual": self.config.residual, "late_seconds": cost.late_seconds}
+        rates |= {name: rates[name] / groups for name in ("compute", "exchange")}
+        return {**rates, "late_seconds": cost.late_seconds}
 
 
-class ShadowRates(NamedTuple):
-    """Seconds that one more of each costs a step, back included."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shadowing:
+    """Shadow experts by falling load until one does not pay. Source: FasterMoE, equations 7 and 8, algorithm 1.
 
-    compute: float  # token computed, 12 M F / P
-    exchange: float  # token exchanged
-    # expert shadowed: what one to every other device costs after the gate, where nothing hides it; in the papers' price
-    # S / W each way
-    shadow: float
-
-
-def shadow_search(xp, loads, home, rates: ShadowRates, price: Callable, skips: bool, residual: bool):
-    """Shadow experts by falling load until one does not pay.
-
-    Args:
-      xp: `NUMPY`, or the same of jax.numpy.
-      loads: float [L, S, E], S = D; home: int [L, E].
-      rates: those of a token; what a shadow costs is in `price`.
-      price: from offers int [L, D], shadowed experts by home, (seconds of their transfers [L], room for them bool [L]).
-      skips: an expert without room is skipped; else it ends the search.
-      residual: both sides count the exchange that is left.
-
-    Returns:
-      (bool [L, E], the shadowed experts; int [L], how many would have paid, had there been room).
+    Attributes:
+      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
+      shadow: seconds to broadcast an expert and to reduce its gradient, as the paper has it; counted where
+        `late_seconds` is empty.
+      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
+      residual: whether both sides of the comparison count the all-to-all that is left; as printed equation 8 does not.
     """
-    layers, devices, experts = loads.shape
-    rows, totals, device = xp.arange(layers), loads.sum(axis=1), xp.arange(devices)[None]
-    away = totals - xp.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]  # tokens whose source is not their home
-    order = falling(totals, xp)
 
-    def seconds(tokens, received):
-        return rates.compute * tokens.max(axis=1) + (rates.exchange * received.max(axis=1) if residual else 0.0)
+    compute: float
+    exchange: float
+    shadow: float = 0.0
+    late_seconds: tuple[float, ...] = ()
+    residual: bool = True
 
-    def shadow(turn, carry):
-        (tokens, received, offers, best), chosen, active, cut = carry
-        expert = order[:, turn]
-        here = home[rows, expert][:, None] == device
-        more = offers + here
-        trial = tokens + loads[rows, :, expert] - here * totals[rows, expert][:, None]
-        left = received - here * away[rows, expert][:, None]
-        moving, room = price(more)
-        time = seconds(trial, left) + moving
-        pays = active & (time < best)
-        take = pays & room
-        pairs = (trial, tokens), (left, received), (more, offers)
-        kept = [xp.where(take[:, None], new, old) for new, old in pairs]
-        active = take | (active & ~room) if skips else take
-        return (*kept, xp.where(take, time, best)), xp.put(chosen, (rows, expert), take), active, cut + (pays & ~room)
+    def fitting(self, xp, loads, home, late: TransferShape):
+        """Search after the gate, where an expert that does not fit the late transfer is skipped; as `search`."""
 
-    tokens, received = (xp.home_loads(of, home, devices) for of in (totals, away))
-    before = seconds(tokens, received) if residual else (rates.compute + rates.exchange) * tokens.max(axis=1)
-    state = tokens, received, xp.zeros((layers, devices), int), before
-    start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
-    found = xp.repeat(shadow, start, experts, lambda carry: carry[2].any())
-    return found[1], found[3]
+        def price(offers):
+            sizes = sizes_everywhere(offers, late.inside)
+            seconds = late_price(sizes, late, self.late_seconds, offers.sum(axis=1) * self.shadow, xp)
+            return seconds, late_room(sizes, late)
+
+        return self.search(xp, loads, home, price, skips=True)
+
+    def search(self, xp, loads, home, price: Callable, skips: bool):
+        """Return (bool [L, E], the shadowed experts; int [L], how many would have paid, had there been room).
+
+        Args:
+          xp: NumPy or jax.numpy.
+          loads: [L, S, E], S = D; home: int [L, E].
+          price: from offers int [L, D], shadowed experts by home, (seconds of their transfers [L], room for them bool
+            [L]).
+          skips: an expert without room is skipped; else it ends the search.
+        """
+        layers, devices, experts = loads.shape
+        rows, totals, device = xp.arange(layers), loads.sum(axis=1), xp.arange(devices)[None]
+        away = totals - xp.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]  # tokens that come from elsewhere
+        order = falling(xp, totals)
+
+        def seconds(tokens, received):
+            return self.compute * tokens.max(axis=1) + (self.exchange * received.max(axis=1) if self.residual else 0.0)
+
+        def shadow(turn, carry):
+            (tokens, received, offers, best), chosen, active, cut = carry
+            expert = order[:, turn]
+            here = home[rows, expert][:, None] == device
+            more = offers + here
+            trial = tokens + loads[rows, :, expert] - here * totals[rows, expert][:, None]
+            left = received - here * away[rows, expert][:, None]
+            moving, room = price(more)
+            time = seconds(trial, left) + moving
+            pays = active & (time < best)
+            take = pays & room
+            pairs = (trial, tokens), (left, received), (more, offers)
+            kept = [xp.where(take[:, None], new, old) for new, old in pairs]
+            active = take | (active & ~room) if skips else take
+            return (*kept, xp.where(take, time, best)), put(chosen, (rows, expert), take), active, cut + (pays & ~room)
+
+        tokens, received = (home_loads(xp, of, home, devices) for of in (totals, away))
+        before = seconds(tokens, received) if self.residual else (self.compute + self.exchange) * tokens.max(axis=1)
+        state = tokens, received, xp.zeros((layers, devices), int), before
+        start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
+        found = loop(xp, shadow, start, experts, lambda carry: carry[2].any())
+        return found[1], found[3]
 
 
-def shadow_rates(cost: Cost) -> ShadowRates:
-    """Return the rates by these prices."""
+def shadow_rates(cost: Cost) -> dict[str, float]:
+    """Return the seconds that one more of each costs a step, back included: token computed, exchanged, expert shadowed.
+
+    The last is what one to every other device costs after the gate, where nothing hides it; in the papers' price S / W
+    each way.
+    """
     compute, bandwidth = 3.0 / cost.tokens_per_second(), cost.bandwidth()
     if cost.price == "paper":
         shadow = cost.expert_bytes / bandwidth
     else:
         devices = cost.cluster.devices or cost.cluster.need("devices_per_node", ASKED_BY)
         shadow = float(cost.trans(TransferSizes(1, 1, 1, devices), devices))
-    return ShadowRates(compute, 4.0 * cost.exchanged_bytes / bandwidth, 2.0 * shadow)
+    return {"compute": compute, "exchange": 4.0 * cost.exchanged_bytes / bandwidth, "shadow": 2.0 * shadow}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, register
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.placement import within_group
 
 
@@ -22,6 +22,7 @@ class FlexMoePlanner(Planner):
     Source: FlexMoE (SIGMOD 2023), expand, shrink and migrate; the paper's code is not public.
     """
 
+    horizon: int = knob(100, "steps over which a gain must pay for the state of experts that move", least=1)
     most_devices = 1024
 
     def propose(self, loads, placement, cost):

@@ -5,15 +5,21 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
+from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, Planner, everywhere, falling, knob, plan_seconds, register
+from moe_jax.planning.arrays import falling, highest, loop, put
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.fastermoe import shadow_rates
+from moe_jax.planning.growth import plan_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price
 
 # Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
 _PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
@@ -59,30 +65,16 @@ class HecatePlanner(Planner):
         """
         if not self.config.decides_late:
             return placement
-        slots = self.config.late_slots if cost.late is None else cost.late.slots
-        totals = loads.sum(axis=1).astype(np.float64)
-        order = falling(totals)[:, : tau_of(placement, cost, placement.devices)]
-        if not order.size or slots <= 0:
+        slots, tau = self.config.late_slots, tau_of(placement, cost, placement.devices)
+        group = {"devices": placement.devices, "devices_per_node": placement.devices_per_node}
+        late = cost.late or TransferShape(**group, offers=placement.experts, slots=slots)
+        if not tau or not late.slots:
             return placement
-        added = fill_slots(placement, totals, order, np.full((placement.layers, placement.devices), slots))
-        if cost.late is not None:
-            wanted = np.zeros((*placement.home.shape, placement.devices), bool)
-            wanted[tuple(added.T)] = True
-            fitting, *_ = fit_replicas(NUMPY, wanted, order, placement.home, cost.late)
-            self.counters["late_cut"] += int((wanted & ~fitting).any(axis=2).sum())
-            added = np.argwhere(fitting)
-        rates = shadow_rates(cost)  # those of the rule on the device
-        seconds = []
-        more = placement.replace(replicas=np.concatenate([placement.replicas, added]))
-        for trial in (placement, more):
-            computed, received = routing.expected(trial, loads)
-            seconds.append(rates.compute * computed.max(axis=1) + rates.exchange * received.max(axis=1))
-        per_node = placement.devices_per_node if cost.late is None else cost.late.inside
-        sizes = transfer_sizes(placement.home, added, placement.devices, per_node)
-        each = rates.shadow / placement.devices * sizes.holders
-        late = late_price(sizes, cost.late, cost.late_seconds, each)  # a gather now, a reduce later
-        pays = seconds[0] - seconds[1] > late
-        return placement.replace(replicas=np.concatenate([placement.replicas, added[pays[added[:, 0]]]]))
+        rule = Calibration(**self._rates(cost, placement.devices, tau))
+        wanted, (added, *_), pays = rule.choose(np, loads.astype(np.float64), placement.holds, placement.home, late)
+        self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
+        rows = np.argwhere(added & pays[:, None, None])
+        return placement.replace(replicas=np.concatenate([placement.replicas, rows]))
 
     def ahead_most(self, plan, cost):
         return most_sent(plan, tau_of(plan, cost, plan.replicated.sum(axis=1).max(initial=0)), cost.replica_slots)
@@ -99,13 +91,17 @@ class HecatePlanner(Planner):
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
+        return "calibrate", self._rates(cost, shape.devices, tau_of(shape, cost, shape.devices), groups)
+
+    def _rates(self, cost: Cost, devices: int, tau: int, groups: int = 1) -> dict[str, Any]:
+        """Return the fields of `Calibration`."""
         rates = shadow_rates(cost)
-        return "calibrate", {
-            "compute": rates.compute / groups,
-            "exchange": rates.exchange / groups,
-            "late_transfer": rates.shadow / shape.devices,
+        return {
+            "compute": rates["compute"] / groups,
+            "exchange": rates["exchange"] / groups,
+            "late_transfer": rates["shadow"] / devices,
             "late_seconds": cost.late_seconds,
-            "overlap_degree": tau_of(shape, cost, shape.devices),
+            "overlap_degree": tau,
         }
 
     def reshard(self, loads, placement, cost):
@@ -132,17 +128,18 @@ def materialized(bare: Placement, totals: np.ndarray, tau: int, slots: int) -> t
 
     Source: Hecate, algorithm 1. Args: totals: [L, E]; slots: mu.
     """
-    order, most = falling(totals)[:, :tau], most_sent(bare, tau, slots)
+    order, most = falling(np, totals)[:, :tau], most_sent(bare, tau, slots)
     if most is None:
         chosen = np.zeros(bare.home.shape, bool)
         np.put_along_axis(chosen, order, True, axis=1)
-        return bare.replace(replicas=everywhere(chosen, bare)), 0
+        return bare.replace(replicas=np.argwhere(chosen[:, :, None] & ~bare.homes)), 0
     # what a device sends, and what a node sends one other, stays even, or one more a device
-    free = np.full((bare.layers, bare.devices), most.slots)
-    plan, cut = bare.replace(replicas=fill_slots(bare, totals, order, free, most)), int(free.sum())
-    if cut:  # what did not fit the transfer leaves slots to others: share them by what is left per holder
-        plan = plan.replace(replicas=np.concatenate([plan.replicas, fill_slots(plan, totals, order, free, most)]))
-    return plan, cut
+    free, limits = np.full((bare.layers, bare.devices), most.slots), (bare.home, most)
+    added = spread_replicas(np, totals, bare.holds, order, free, bare.devices_per_node, limits)
+    free = free - added.sum(axis=1)
+    if free.any():  # what did not fit the transfer leaves slots to others: share them by what is left per holder
+        added |= spread_replicas(np, totals, bare.holds | added, order, free, bare.devices_per_node, limits)
+    return bare.replace(replicas=np.argwhere(added)), int(free.sum())
 
 
 def most_sent(placement: Placement, tau: int, slots: int) -> TransferSizes | None:
@@ -180,114 +177,111 @@ def slots_by_load(xp, loads, slots, most):
     return count - xp.diff(over, axis=1, prepend=0)
 
 
-def spread_replicas(xp, totals, held, order, free, per_node: int):
-    """Place replicas one by one: nodes that lack the expert first, then nodes and devices with most free slots.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Add replicas, in the slots that are filled late, where that saves more than it costs.
 
-    The slots are shared by load per holder: replicas that stand already serve a part of it.
+    Source: Hecate, sections 4.2 to 4.4, algorithm 1.
+
+    Attributes:
+      overlap_degree: tau, at most E.
+      compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
+      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert, as the
+        paper has it; counted where `late_seconds` is empty.
+      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
+    """
+
+    overlap_degree: int
+    compute: float
+    exchange: float
+    late_transfer: float = 0.0
+    late_seconds: tuple[float, ...] = ()
+
+    def choose(self, xp, loads, held, home, late: TransferShape):
+        """Return replicas that a layer wants, those that fit the transfer (`fit_replicas`), and whether they pay.
+
+        Args:
+          xp: NumPy or jax.numpy.
+          loads: [L, S, E], real; held: bool [L, E, D], holders before; home: int [L, E].
+
+        Returns:
+          (bool [L, E, D], what `fit_replicas` returns, bool [L]).
+        """
+        order, free = falling(xp, loads.sum(axis=1))[:, : self.overlap_degree], (len(loads), late.devices)
+        free = np.full(free, late.slots, np.int32)
+        wanted = spread_replicas(xp, loads.sum(axis=1), held, order, free, late.devices_per_node)
+        added, places, used = fit_replicas(xp, wanted, order, home, late)
+        each = self.late_transfer * (added.sum(axis=(1, 2)) + added.any(axis=2).sum(axis=1))
+        gain = self.seconds(xp, loads, held, late) - self.seconds(xp, loads, held | added, late)
+        return wanted, (added, places, used), gain > late_price(used, late, self.late_seconds, each, xp)
+
+    def seconds(self, xp, loads, held, late: TransferShape):
+        """Return the seconds of layers without their transfers, by expected loads under the rule 'nearest': -> [L]."""
+        local, came = (of.sum(axis=1) for of in routing.nearest_loads(xp, loads, held, late.devices_per_node))
+        return self.compute * (local + came).max(axis=1) + self.exchange * came.max(axis=1)
+
+
+def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
+    """Give slots to experts by falling load: nodes that lack one first, then nodes and devices with most free slots.
+
+    The slots are shared by load per holder: replicas that stand already serve a part of it. An expert's turn takes
+    nodes that lack it, by falling free slots, a device of each; then what devices are left on nodes that have it, each
+    of which counts the slots that those before it on its node take.
 
     Args:
-      xp: `NUMPY`, or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       totals: [L, E], loads; held: bool [L, E, D], holders so far.
       order: int [L, Et], experts by falling load; free: int [L, D], free replica slots, of NumPy for either.
       per_node: devices of a node.
+      limits: (homes int [L, E], `TransferSizes`), the most offers and crossings of the replicas that stand and the new
+        ones together, on the host; None for no limit.
 
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
     """
-    layers, experts, devices = held.shape
-    nodes, rows, device = devices // per_node, xp.arange(layers), xp.arange(devices)[None]
-    node_of, before, holders = device[0] // per_node, held, held.sum(axis=2)
+    layers, _, devices = held.shape
+    rows, before, holders = xp.arange(layers), held, held.sum(axis=2)
     weight, lacking = (xp.take_along_axis(of, order, axis=1) for of in (totals / holders, devices - holders))
-    ends = slots_by_load(xp, weight, free.sum(axis=1), lacking).cumsum(axis=1)
-    most = free.max() + 1
-    in_node = most * per_node * most  # outweighs all free slots of a node
+    wanted = slots_by_load(xp, weight, free.sum(axis=1), lacking)
+    high, sent = int(free.max(initial=0)) + 1, None  # `high` outweighs the free slots of a device
 
     def by_node(of):
-        return of.reshape(*of.shape[:-1], nodes, per_node)
+        return of.reshape(layers, -1, per_node)
 
-    def place(turn, carry):
-        held, free = carry
-        expert = order[rows, xp.minimum((ends <= turn).sum(axis=1), order.shape[1] - 1)]
-        mine = held[rows, expert]
-        score = by_node(free).sum(axis=2) * most + ~by_node(mine).any(axis=2) * in_node
-        score = xp.where((free > 0) & ~mine, score[:, node_of] + free, -1)
-        ok = (score.max(axis=1) >= 0) & (turn < ends[:, -1])
-        new = ok[:, None] & (device == score.argmax(axis=1)[:, None])
-        return xp.put(held, (rows, expert), mine | new), free - new
-
-    return xp.repeat(place, (held.copy(), free), int(free.sum(axis=1).max()))[0] & ~before
-
-
-def fill_slots(
-    placement: Placement, totals: np.ndarray, order: np.ndarray, free: np.ndarray, most: TransferSizes | None = None
-) -> np.ndarray:
-    """Do what `spread_replicas` does, all replicas of an expert at once: -> the new ones, int [n, 3].
-
-    An expert's turn takes nodes that lack it, by falling free slots, a device of each; then what devices are left on
-    nodes that have it, each of which counts the slots that those before it on its node take.
-
-    Args:
-      free: int [L, D], free replica slots; those that are filled are taken off.
-      most: of the replicas that stand and the new ones together, offers and crossings at most; None for no limit.
-    """
-    layers, devices, per_node, nodes = placement.layers, placement.devices, placement.devices_per_node, placement.nodes
-    rows, lists = np.arange(layers), placement.candidates
-    weight, lacking = (np.take_along_axis(of, order, axis=1) for of in (totals / lists.count, devices - lists.count))
-    wanted = slots_by_load(np, weight, free.sum(axis=1), lacking)
-    high, slots, added = free.max(initial=0) + 1, free.reshape(layers, nodes, per_node), []
-    spare, top, mine = slots.sum(axis=2), slots.max(axis=2), np.zeros((layers, devices), bool)
-    offers, crossing = np.zeros((layers, devices), int), np.zeros((layers, nodes, nodes), np.int32)
-    if most is not None:
-        layer, expert = np.nonzero(placement.replicated)
-        home = placement.home[layer, expert]
-        np.add.at(offers, (layer, home), 1)
-        at, to = np.nonzero(lists.node_count[layer, expert] > 0)
-        np.add.at(crossing, (layer[at], home[at] // per_node, to), 1)
-
-    def fill(layer, device):
-        node = device // per_node
-        free[layer, device] -= 1
-        spare[layer, node], top[layer, node] = slots[layer, node].sum(axis=1), slots[layer, node].max(axis=1)
-        added.append(np.stack([layer, expert[layer], device], axis=1))
-        return np.bincount(layer, minlength=layers)
-
-    for turn in np.flatnonzero(wanted.any(axis=0)):
+    def fill(turn, carry):
+        held, free, sent = carry
         expert, left = order[:, turn], wanted[:, turn]
-        home, on_node = placement.home[rows, expert], lists.node_count[rows, expert] > 0
-        node, travels, reach = home // per_node, lists.count[rows, expert] > 1, ~on_node
-        if most is not None:
-            left = np.where(travels | (offers[rows, home] < most.offers), left, 0)
-            reach &= crossing[rows, node] < most.crossing
-        layer, to = _highest(np.where(reach & (top > 0), spare * high + top, 0), left)
-        device = to * per_node + slots[layer, to].argmax(axis=1)
-        crossing[layer, node[layer], to] += 1
-        placed = fill(layer, device)
-        on_node[layer, to] = True
-        at, near = np.nonzero(on_node & (spare > 0) & (left > placed)[:, None])
-        if len(at):
-            count = lists.count[rows, expert]
-            held = np.repeat(lists.start[rows, expert] - count.cumsum() + count, count) + np.arange(count.sum())
-            held = np.append(np.repeat(rows, count), layer), np.append(lists.holder[held], device)
-            mine[held] = True
-            room = np.where(mine.reshape(slots.shape)[at, near], 0, slots[at, near])
-            mine[held] = False
-            nth = np.argsort(np.argsort(-room, axis=1, kind="stable"), axis=1)
-            score = np.zeros(slots.shape, int)
-            score[at, near] = np.where(room > 0, (spare[at, near][:, None] - nth) * high + room, 0)
-            placed += fill(*_highest(score.reshape(free.shape), left - placed))
-        offers[rows, home] += ~travels & (placed > 0)
-    return np.concatenate([np.zeros((0, 3), int), *added])
+        mine, slots = held[rows, expert], by_node(free)
+        on_node = by_node(mine).any(axis=2)
+        reach, travels = ~on_node, mine.sum(axis=1) > 1
+        if limits is not None:
+            at, (offers, crossing) = home[rows, expert], sent
+            left = xp.where(travels | (offers[rows, at] < most.offers), left, 0)
+            reach = reach & (crossing[rows, at // per_node] < most.crossing)
+        score = slots.sum(axis=2) * high + slots.max(axis=2)
+        to = highest(xp, xp.where(reach, score, 0), left)
+        first = to[:, :, None] & (xp.arange(per_node) == slots.argmax(axis=2)[:, :, None])
+        room = xp.where(by_node(mine) | first | ~(on_node | to)[:, :, None], 0, slots)
+        key = room * per_node + xp.arange(per_node)[::-1]
+        nth = (key[:, :, None] > key[..., None]).sum(axis=3)  # who goes first on the node
+        score = xp.where(room > 0, ((slots.sum(axis=2) - to)[:, :, None] - nth) * high + room, 0)
+        more = highest(xp, score.reshape(layers, devices), left - to.sum(axis=1))
+        new = first.reshape(layers, devices) | more
+        if limits is not None:
+            sent = (
+                put(offers, (rows, at), offers[rows, at] + (~travels & new.any(axis=1))),
+                put(crossing, (rows, at // per_node), crossing[rows, at // per_node] + to),
+            )
+        return put(held, (rows, expert), mine | new), free - new, sent
 
-
-def _highest(score: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (row, column) of the `count` [r] highest scores above 0 in rows [r, n], of equal ones the lowest ids."""
-    size = score.shape[1]
-    key = score * size + np.arange(size)[::-1]
-    most = min(int(count.max()), size)
-    best = np.argpartition(key, max(size - most, 1) - 1, axis=1)[:, size - most :]
-    best = np.take_along_axis(best, np.argsort(-np.take_along_axis(key, best, axis=1), axis=1), axis=1)
-    row, nth = np.nonzero((np.take_along_axis(score, best, axis=1) > 0) & (np.arange(most) < count[:, None]))
-    return row, best[row, nth]
+    if limits is not None:  # an expert counts once for its home's device, and once for each node with a replica
+        home, most = limits
+        offered = (home[:, :, None] == np.arange(devices)) & (holders > 1)[:, :, None]
+        from_node, to_node = (
+            of.reshape(*home.shape, -1, per_node).any(axis=3).astype(np.float32) for of in (offered, held)
+        )
+        sent = offered.sum(axis=1), from_node.swapaxes(1, 2) @ to_node
+    return loop(xp, fill, (held.copy(), free, sent), order.shape[1])[0] & ~before
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
@@ -303,11 +297,11 @@ def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement
     per_node = placement.devices_per_node
     free = np.bincount(np.arange(layers * experts) * devices // (layers * experts), minlength=devices)
     home = np.full((layers, experts), -1, np.int32)
-    order = falling(totals)
+    order = falling(np, totals)
     rest, hot = order[:, tau:], order[:, :tau]
     # The rest, heaviest layer and expert first: each on the least-loaded node, then its least-loaded device.
     heaviest = np.take_along_axis(totals, rest[:, :1], axis=1)[:, 0] if rest.size else np.zeros(0)
-    for layer in falling(heaviest):
+    for layer in falling(np, heaviest):
         device_load, node_load = np.zeros(devices), np.zeros(placement.nodes)
         node_free = free.reshape(-1, per_node).sum(axis=1)
         for expert in rest[layer].tolist():
@@ -372,26 +366,20 @@ def _exchanged(new: np.ndarray, old: np.ndarray, devices: int, per_node: int, ki
     """
     nodes = devices // per_node
     forbidden = -new.size * devices  # one of these outweighs all that could agree
-    of_node = kind.reshape(nodes, per_node)
-    label, agreement = np.unique(new.ravel().astype(np.int64) * devices + old.ravel(), return_counts=True)
-    (a, b), pairs = np.divmod(label, devices), {}
-    for i, j, value in zip(a.tolist(), b.tolist(), agreement.tolist(), strict=True):
-        pairs.setdefault((i // per_node, j // per_node), []).append((i % per_node, j % per_node, value))
+    agreement = np.bincount(new.ravel().astype(np.int64) * devices + old.ravel(), minlength=devices**2)
+    value = np.where(kind[:, None] == kind, agreement.reshape(devices, devices), forbidden)
+    blocks = value.reshape(nodes, per_node, nodes, per_node).swapaxes(1, 2)  # for each pair of nodes
 
     def inside(i, j):
         """Return which member of node j each of node i becomes, and how many experts then stay."""
-        value = np.zeros((per_node, per_node), np.int64)
-        for row, column, count in pairs.get((i, j), ()):
-            value[row, column] = count
-        value[of_node[i][:, None] != of_node[j]] = forbidden
-        member = best_assignment(value)
-        return member, value[np.arange(per_node), member].sum()
+        member = best_assignment(blocks[i, j])
+        return member, blocks[i, j][np.arange(per_node), member].sum()
 
-    kinds = np.sort(of_node, axis=1)
-    staying = np.where((kinds[:, None] == kinds).all(axis=2), 0, forbidden)  # where none agrees
-    for pair in pairs:
-        if not staying[pair]:
-            staying[pair] = inside(*pair)[1]
+    kinds = np.sort(kind.reshape(nodes, per_node), axis=1)
+    alike = (kinds[:, None] == kinds).all(axis=2)
+    staying = np.where(alike, 0, forbidden)  # where none agrees
+    for i, j in np.argwhere(alike & (blocks > 0).any(axis=(2, 3))):
+        staying[i, j] = inside(i, j)[1]
     to_node = best_assignment(staying)
     place = np.concatenate([j * per_node + inside(i, j)[0] for i, j in enumerate(to_node.tolist())])
     return place[new].astype(new.dtype)

@@ -1,7 +1,6 @@
 """Least-loaded expert parallelism: what is too much for a device goes to the least-loaded ones, with its experts.
 
-No device computes more than a capacity, as far as the slots allow: `spill` on the host, move by move, and
-`spill_quotas` on the device.
+No device computes more than a capacity, as far as the slots allow.
 Source: Nguyen et al., Least-Loaded Expert Parallelism, arXiv 2601.17111 (2026). Theirs are alpha = `capacity`, m =
 `least_chunk`, lambda = `uneven_from`. What finds no device with room stays at home here, where theirs goes to the least
 loaded all the same; and which tokens of an expert travel is ours: those nearest to a holder stay there.
@@ -10,11 +9,11 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
-from moe_jax.planning.balancer import NUMPY, Planner, falling, home_loads, knob, register
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.arrays import falling, loop, put
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.shares import with_quotas
 from moe_jax.planning.sizes import fit_replicas
 
@@ -26,7 +25,7 @@ def spill_quotas(xp, totals, home, slots: int, devices: int, config):
     least-loaded device that has a slot left, up to that one's capacity.
 
     Args:
-      xp: `NUMPY`, or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       slots: replica slots of a device. It sends as many experts at most, so that the transfer of one that fits all
         slots has room for every spill.
       devices: D; config: the `PlannerConfig`, read for the knobs of `LlepPlanner`.
@@ -63,55 +62,31 @@ def spill_quotas(xp, totals, home, slots: int, devices: int, config):
         change = xp.where(here, moved, 0.0) - xp.where(device == source[:, None], moved, 0.0)
         first = ok & (mine[rows, source] == totals[rows, expert])
         sent = sent + (first[:, None] & (device == source[:, None]))
-        quota = xp.put(quota, (rows, expert), xp.maximum(mine + change, 0.0))
+        quota = put(quota, (rows, expert), xp.maximum(mine + change, 0.0))
         # an expert has given what it can when its surplus is gone, or when no chunk of it is worth a move
-        open_ = xp.put(open_, (rows, expert), open_[rows, expert] & ok & (chunk < surplus))
+        open_ = put(open_, (rows, expert), open_[rows, expert] & ok & (chunk < surplus))
         return quota, load + change, used + here, sent, open_
 
     none = xp.zeros(load.shape, int)
     start = (quota, load, none, none, totals > 0)
-    return xp.repeat(step, start, devices + 2 * experts, lambda carry: (next_expert(carry)[0] > 0).any())[0]
+    return loop(xp, step, start, devices + 2 * experts, lambda carry: (next_expert(carry)[0] > 0).any())[0]
 
 
-def spill(totals: np.ndarray, home: np.ndarray, slots: int, devices: int, config):
-    """Do what `spill_quotas` does, a move at a time: -> (moves int [n, 3], tokens [n], what homes keep [L, E]).
+def fitted_quotas(xp, totals, home, late: TransferShape, config):
+    """Return the quotas of `spill_quotas` where experts whose replicas do not fit a transfer stay at home.
 
-    Moves are rows (layer, expert, device), each once. As a device is filled to the capacity or the expert has given
-    all, the least-loaded device is one that has none of the expert yet, or no device has room.
+    Args:
+      xp, totals, home, config: as there.
+
+    Returns:
+      (quotas [L, E, D]; bool [L, E], who stays; what `fit_replicas` returns of the others).
     """
-    moves, tokens, at_home = [], [], totals.copy()
-    for layer, loads in enumerate(home_loads(totals, home, devices)):
-        total, homes = totals[layer], home[layer].tolist()
-        mean = loads.sum() / devices
-        full, least = config.capacity * mean, max(config.least_chunk, 1e-9) * mean
-        if not loads.max() > config.uneven_from * mean:
-            continue
-        load, used, sent = loads.tolist(), [0] * devices, [0] * devices
-        heap = [(tokens, device) for device, tokens in enumerate(load) if slots and full - tokens >= least]
-        heapq.heapify(heap)
-        for expert in falling(total).tolist():
-            source, mine = homes[expert], float(total[expert])
-            gives = False
-            while mine > 0 and load[source] > full and (gives or sent[source] < slots) and heap:
-                surplus, (lowest, target) = min(mine, load[source] - full), heap[0]
-                chunk = min(surplus, full - lowest)
-                if chunk < least:
-                    break
-                moves.append((layer, expert, target))
-                tokens.append(chunk)
-                sent[source] += not gives
-                gives, mine = True, max(mine - chunk, 0.0)
-                load[source] -= chunk
-                load[target] += chunk
-                used[target] += 1
-                if used[target] < slots and full - load[target] >= least:
-                    heapq.heapreplace(heap, (load[target], target))
-                else:
-                    heapq.heappop(heap)
-                if chunk == surplus:
-                    break
-            at_home[layer, expert] = mine
-    return np.array(moves, np.int64).reshape(-1, 3), np.array(tokens), at_home
+    quota = spill_quotas(xp, totals, home, late.slots, late.devices, config)
+    at_home = home[:, :, None] == xp.arange(late.devices)
+    wanted = (quota > 0) & ~at_home
+    fit = fit_replicas(xp, wanted, falling(xp, totals), home, late)
+    stays = (wanted & ~fit[0]).any(axis=2)
+    return xp.where(stays[:, :, None], xp.where(at_home, totals[:, :, None], 0.0), quota), stays, fit
 
 
 @register("llep", after_gate=True)
@@ -135,18 +110,14 @@ class LlepPlanner(Planner):
     def refine(self, loads, placement, cost):
         """Spill for these loads, whatever was planned ahead; what does not fit a late transfer stays at home."""
         totals, late = loads.sum(axis=1).astype(np.float64), cost.late if self.config.when == "after_gate" else None
-        slots = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
         bare = placement.replace(replicas=None, shares=None, rule="shares")
-        moves, tokens, at_home = spill(totals, bare.home, slots, bare.devices, self.config)
         if late is not None:
-            wanted = np.zeros((*bare.home.shape, bare.devices), bool)
-            wanted[tuple(moves.T)] = True
-            added, *_ = fit_replicas(NUMPY, wanted, falling(totals), bare.home, late)
-            stays = (wanted & ~added).any(axis=2)
+            quota, stays, _ = fitted_quotas(np, totals, bare.home, late, self.config)
             self.counters["late_cut"] += int(stays.sum())
-            at_home, goes = np.where(stays, totals, at_home), ~stays[tuple(moves[:, :2].T)]
-            moves, tokens = moves[goes], tokens[goes]
-        return with_quotas(bare.replace(replicas=moves), moves, tokens, at_home, loads)
+        else:
+            slots = cost.replica_slots if self.config.bounded else placement.experts
+            quota = spill_quotas(np, totals, bare.home, slots, bare.devices, self.config)
+        return with_quotas(bare, quota, loads)
 
     def late_rule(self, shape, cost, groups):
-        return None if shape.late is None else ("quotas", {"plan": spill_quotas, "config": self.config})
+        return None if shape.late is None else ("quotas", {"plan": fitted_quotas, "config": self.config})

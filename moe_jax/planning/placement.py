@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.errors import UserError
+from moe_jax.planning.sizes import TransferSizes, transfer_sizes
 
 RULES = ("nearest", "home", "shares")
 SHARE_ONE = 1 << 16
@@ -32,6 +33,15 @@ class Candidates(NamedTuple):
     share_num: np.ndarray  # int64 [m], running sums of shares within a slice
     share_start: np.ndarray  # int32 [L, E, Nn]
     share_count: np.ndarray  # 0 where no shares apply
+
+
+class Needs(NamedTuple):
+    """The least that a compiled step must have room for to run a placement."""
+
+    home_slots: int  # Hs, of a device in a layer
+    bank_rows: int  # Rb, of a device
+    candidates: int  # Q, the longest list of holders between which the tokens of one source choose
+    transfer: TransferSizes | None  # of its replicas, the most of any layer; None without replicas
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,25 +119,13 @@ class Placement:
         """Return this placement with some fields changed, checked again."""
         return dataclasses.replace(self, **fields)
 
+    def moves(self, other: Placement) -> bool:
+        """Say whether an expert's home is not its home in the other."""
+        return bool((self.home != other.home).any())
+
     def bare(self) -> Placement:
         """Return the homes alone."""
         return self.replace(replicas=None, shares=None, rule="nearest")
-
-    @functools.cached_property
-    def holders(self) -> tuple[np.ndarray, np.ndarray]:
-        """(pair, device) int64 [h] each, by rising ids: homes and replicas; pair is layer E + expert."""
-        at_home = np.arange(self.home.size) * self.devices + self.home.ravel()
-        return np.divmod(np.sort(np.concatenate([at_home, self._keys(self.replicas)]), kind="stable"), self.devices)
-
-    def find(self, rows: np.ndarray) -> np.ndarray:
-        """Return the places in `holders` of rows (layer, expert, device) int [n, 3], -1 where they are not there."""
-        key, there = self._keys(rows), np.ravel_multi_index(self.holders, (self.home.size, self.devices))
-        place = np.minimum(np.searchsorted(there, key), len(there) - 1)
-        return np.where(there[place] == key, place, -1)
-
-    def _keys(self, rows: np.ndarray) -> np.ndarray:
-        layer, expert, device = rows[:, :3].T.astype(np.int64)
-        return (layer * self.experts + expert) * self.devices + device
 
     @functools.cached_property
     def share_keys(self) -> np.ndarray:
@@ -145,25 +143,22 @@ class Placement:
     @functools.cached_property
     def holds(self) -> np.ndarray:
         """bool [L, E, D]: the device has the expert's parameters during a step, as home or as replica."""
-        held = np.zeros((*self.home.shape, self.devices), bool)
-        held.reshape(-1, self.devices)[self.holders] = True
-        held.setflags(write=False)
-        return held
+        holds = self.homes.copy()
+        holds[tuple(self.replicas.T)] = True
+        holds.setflags(write=False)
+        return holds
 
     @functools.cached_property
     def replicated(self) -> np.ndarray:
         """bool [L, E]: the expert has replicas."""
-        found = np.zeros(self.home.shape, bool)
-        found[tuple(self.replicas[:, :2].T)] = True
-        return found
+        return self.holds.sum(axis=2) > 1
 
     @functools.cached_property
     def candidates(self) -> Candidates:
         """The holders a token may choose between, as slices of sorted rows."""
         layers, experts, nodes = self.layers, self.experts, self.nodes
-        pair, holder = self.holders
-        node_count = np.zeros((layers, experts, nodes), np.int32)
-        np.add.at(node_count.reshape(-1, nodes), (pair, holder // self.devices_per_node), 1)
+        holder = np.nonzero(self.holds.reshape(-1, self.devices))[1]
+        node_count = self.holds.reshape(layers, experts, nodes, -1).sum(axis=3, dtype=np.int32)
         count = node_count.sum(axis=2, dtype=np.int32)
         start, node_start = (_starts(part) for part in (count, node_count))
         device, share = self.shares[:, 2], self.shares[:, 3].astype(np.int64)
@@ -172,9 +167,9 @@ class Placement:
         if len(share):
             key = (
                 self.share_keys // self.devices
-            )  # (layer, expert, 0 for rows of every node without its own, else 1 + node)
-            key_count = np.zeros((layers, experts, nodes + 1), np.int32)
-            np.add.at(key_count.reshape(-1), key, 1)
+            )  # (layer, expert, 0 for rows of nodes without their own, else 1 + node)
+            key_count = np.bincount(key, minlength=layers * experts * (nodes + 1)).astype(np.int32)
+            key_count = key_count.reshape(layers, experts, nodes + 1)
             key_start = _starts(key_count)
             share_num -= (share_num - share)[key_start.ravel()[key]]
             own = key_count[:, :, 1:] > 0
@@ -183,6 +178,27 @@ class Placement:
             )
         of_shares = device, share_num, share_start, share_count
         return Candidates(holder.astype(np.int32), start, count, node_start, node_count, *of_shares)
+
+    @functools.cached_property
+    def sizes(self) -> TransferSizes:
+        """Of the transfer that its replicas need, [L] each."""
+        return transfer_sizes(self.home, self.replicas, self.devices, self.devices_per_node)
+
+    @functools.cached_property
+    def needs(self) -> Needs:
+        """What a compiled step must have room for."""
+        lists, layer = self.candidates, np.arange(self.layers)[:, None]
+        # Where the whole node holds an expert nobody on it has a choice.
+        nearest = np.array([name != "home" for name in self.rule])[:, None]
+        lacks_node = (lists.node_count == 0).any(axis=2)
+        inside = np.where(lists.node_count == self.devices_per_node, 1, lists.node_count).max(axis=2)
+        even = np.where(nearest, np.maximum(inside, np.where(lacks_node, lists.count, 1)), 1)
+        return Needs(
+            home_slots=int(np.bincount((layer * self.devices + self.home).ravel()).max()),
+            bank_rows=most_homes(self),
+            candidates=int(max(even.max(), lists.share_count.max(initial=0))),
+            transfer=TransferSizes(*(int(size.max()) for size in self.sizes)) if len(self.replicas) else None,
+        )
 
     def fingerprint(self) -> str:
         """Hash everything that decides numbers or bytes, so that processes can compare their plans."""
@@ -225,7 +241,7 @@ class Placement:
         refuse(np.array(self.rule)[layer] != "shares", shares, "share rows in a layer whose rule is not 'shares'")
         outside = (node < -1) | (node >= self.nodes) | (share < 0) | (share > SHARE_ONE)
         refuse(outside, shares, f"share outside 0..{SHARE_ONE}, or source node outside 0..{self.nodes - 1} (-1: every)")
-        refuse(self.find(shares) < 0, shares, "share for a device that does not hold the expert")
+        refuse(~self.holds[layer, expert, device], shares, "share for a device that does not hold the expert")
         refuse(np.diff(self.share_keys) == 0, shares[1:], "share listed twice; add the two rows")
         start = np.flatnonzero(np.diff(self.share_keys // devices, prepend=-1))
         wrong = np.add.reduceat(share.astype(np.int64), start) != SHARE_ONE

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Hashable
 
 import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
-from moe_jax.planning.placement import Placement, bank_rows, most_homes, numbered
+from moe_jax.planning.placement import Placement, bank_rows, numbered
 from moe_jax.planning.routing import candidate_rows
-from moe_jax.planning.sizes import SIZES, TransferSizes, placement_sizes
+from moe_jax.planning.sizes import SIZES
+
+
+class LateRule(typing.NamedTuple):
+    """What decides after the gate from the counts of the step: a rule of `moe/after_gate_rules.py`, and its fields."""
+
+    name: str
+    fields: tuple[tuple[str, typing.Any], ...]
+
+    @classmethod
+    def of(cls, name: str, **fields) -> LateRule:
+        """Return the rule with these fields."""
+        return cls(name, tuple(sorted(fields.items())))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +48,7 @@ class PlanShape:
     ahead: TransferShape | None = None  # the transfer of replicas that are planned ahead; None without any
     spare: TransferShape | None = dataclasses.field(default=None, compare=False)  # `ahead` of later plans with replicas
     late: TransferShape | None = None  # the largest transfer after the gate, into slots of its own; None without any
-    after_gate: Hashable = None  # the rule that decides from the counts of the step (`moe/after_gate.py`); None: none
+    after_gate: LateRule | None = None  # None: nothing is decided after the gate
     bucket_rows: BucketRows | None = None  # as the plan predicts them; None: as without a plan (`moe/schedule.py`)
     # how much of Trans and of Agg runs next to attention, in eighths, where a block-wise schedule splits them
     trans_share: float = 0.5
@@ -75,25 +86,16 @@ Shapes = dict[str, PlanShape]  # {segment: shape} of the segments with experts; 
 
 def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
     """Return the smallest shape that this placement fits; without replicas it has no transfer."""
-    lists, layers, devices = placement.candidates, placement.layers, placement.devices
-    in_layer = np.bincount((np.arange(layers)[:, None] * devices + placement.home).ravel())
-    # Q: the longest list of candidates of any source. Where the whole node holds an expert nobody on it has a choice.
-    nearest = np.array([name != "home" for name in placement.rule])[:, None]
-    lacks_node = (lists.node_count == 0).any(axis=2)
-    inside = np.where(lists.node_count == placement.devices_per_node, 1, lists.node_count).max(axis=2)
-    even = np.where(nearest, np.maximum(inside, np.where(lacks_node, lists.count, 1)), 1)
-    ahead = None
-    if len(placement.replicas):
-        ahead = placement_sizes(placement).shape(devices, placement.devices_per_node, by_node)
+    needs, group = placement.needs, (placement.devices, placement.devices_per_node)
     return PlanShape(
-        layers=layers,
+        layers=placement.layers,
         experts=placement.experts,
-        devices=devices,
+        devices=placement.devices,
         devices_per_node=placement.devices_per_node,
-        home_slots=int(in_layer.max()),
-        bank_rows=most_homes(placement),
-        candidates=int(max(even.max(), lists.share_count.max(initial=0))),
-        ahead=ahead,
+        home_slots=needs.home_slots,
+        bank_rows=needs.bank_rows,
+        candidates=needs.candidates,
+        ahead=None if needs.transfer is None else needs.transfer.shape(*group, by_node),
         program=placement.program,
     )
 
@@ -105,65 +107,17 @@ def fits(shape: PlanShape, placement: Placement) -> bool:
 
 def misfits(shape: PlanShape, placement: Placement) -> list[str]:
     """Return what a placement needs more of than the shape has: 'NAME: needed > there' each."""
-    need = build_shape(placement, by_node=shape.ahead is not None and shape.ahead.by_node)
     found = [
-        f"{name}: {getattr(need, name)} is not {getattr(shape, name)}"
+        f"{name}: {getattr(placement, name)} is not {getattr(shape, name)}"
         for name in ("layers", "experts", "devices", "devices_per_node", "program")
-        if getattr(need, name) != getattr(shape, name)
+        if getattr(placement, name) != getattr(shape, name)
     ]
-    pairs = [(name, getattr(need, name), getattr(shape, name)) for name in ("home_slots", "bank_rows", "candidates")]
-    if need.ahead is not None:
-        pairs += [(name, getattr(need.ahead, name), getattr(shape.ahead, name, 0)) for name in SIZES]
+    needs, ahead = placement.needs, shape.ahead
+    pairs = [(name, getattr(needs, name), getattr(shape, name)) for name in ("home_slots", "bank_rows", "candidates")]
+    if needs.transfer is not None:
+        counted = SIZES if ahead is not None and ahead.by_node else SIZES[:2]  # else nothing crosses by itself
+        pairs += [(name, getattr(needs.transfer, name), getattr(ahead, name, 0)) for name in counted]
     return found + [f"{name}: {needed} > {there}" for name, needed, there in pairs if needed > there]
-
-
-def for_program(shape: PlanShape, placement: Placement) -> PlanShape:
-    """Return the shape where it is of the placement's program, else what of it another one starts from: its homes."""
-    if shape.program == placement.program:
-        return shape
-    return dataclasses.replace(shape, program=placement.program, ahead=None, spare=None, bucket_rows=None)
-
-
-def grow(
-    shape: PlanShape,
-    placement: Placement,
-    *,
-    by_node: bool = False,
-    replica_slots: int = 0,
-    most: TransferSizes | None = None,
-) -> PlanShape:
-    """Return a shape that this placement fits and every plan that fitted the old one too.
-
-    A transfer that has to change gets room for one more offer and one more crossing than this placement needs, so that
-    few changes follow; a device never offers more than its homes, and no plan needs more than its planner's `most`.
-
-    Args:
-      by_node: form of the first transfer; a later one keeps it.
-      replica_slots: mu, the slots that a transfer has at least.
-      most: the sizes beyond which there is no need for room (`Planner.ahead_most`), None where none is known.
-    """
-    shape = for_program(shape, placement)
-    old = shape.ahead
-    plan = build_shape(placement, by_node=by_node if old is None else old.by_node)
-    largest = {name: max(getattr(plan, name), getattr(shape, name)) for name in ("home_slots", "bank_rows")}
-    candidates = shape.candidates
-    if plan.candidates > candidates:
-        candidates = min(shape.devices, 2 * plan.candidates)
-    shape = dataclasses.replace(shape, candidates=candidates, **largest)
-    need = plan.ahead
-    if need is None or (old is not None and all(getattr(need, name) <= getattr(old, name) for name in SIZES)):
-        return shape
-    offers, crossing = need.offers, need.crossing
-    if old is None or offers > old.offers:
-        offers = min(shape.home_slots, offers + 1)
-    if need.by_node and (old is None or crossing > old.crossing):
-        crossing = min(need.devices_per_node * offers, crossing + 1)
-    if most is not None:
-        offers = max(need.offers, min(offers, int(most.offers)))
-        crossing = max(need.crossing, min(crossing, int(most.crossing)))
-    sizes = {"offers": offers, "slots": max(need.slots, replica_slots), "crossing": crossing}
-    kept = {name: max(size, getattr(old, name, 0)) for name, size in sizes.items()}
-    return dataclasses.replace(shape, ahead=dataclasses.replace(need, **kept))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,8 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, home_loads, knob, register
+from moe_jax.planning.arrays import home_loads
+from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
@@ -80,7 +81,7 @@ class ProProphetPlanner(Planner):
         layers, devices = placement.layers, placement.devices
         layer, skipped = np.tile(np.arange(layers), len(tries)), np.repeat(tries, layers)
         home, rows = placement.home[layer], np.arange(len(layer))
-        computed, received = (home_loads(tokens, placement.home, devices)[layer] for tokens in (totals, away))
+        computed, received = (home_loads(np, tokens, placement.home, devices)[layer] for tokens in (totals, away))
         threshold = self.config.balance_threshold * totals.sum(axis=1)[layer] / devices
         unused = totals[layer]
         node_of = np.arange(devices) // placement.devices_per_node

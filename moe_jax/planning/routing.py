@@ -10,13 +10,18 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
+
 import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
 
-LOOKED_AT = 1 << 20  # pairs of a layer, all of up to 1,024 devices
+LOOKED_AT = 1 << 22  # pairs of all layers: all that four of 1,024 devices have
+PIECE = 1 << 16  # (source, expert) that are counted at a time
 
 
 def candidate_rows(placement: Placement, layer: np.ndarray, source: np.ndarray, expert: np.ndarray):
@@ -49,6 +54,29 @@ def candidate_rows(placement: Placement, layer: np.ndarray, source: np.ndarray, 
     return row, nth, device, num, np.where(shared, SHARE_ONE, count[row])
 
 
+def counted(
+    placement: Placement, loads: np.ndarray, sources: np.ndarray | None = None
+) -> Iterator[tuple[int, slice, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """Count by the rule, a layer and some sources at a time, so that what is alive stays small.
+
+    Args:
+      loads: [L, S, E], rounded here; sources: int [s], those that are counted; None: all.
+
+    Yields:
+      (layer, slice of `sources`, source as a place in the slice, expert, device, tokens), int [c] each.
+    """
+    sources, at_once = np.arange(placement.devices) if sources is None else sources, max(1, PIECE // placement.experts)
+    for layer, start in itertools.product(range(placement.layers), range(0, len(sources), at_once)):
+        piece = slice(start, start + at_once)
+        mine = whole(loads[layer, sources[piece]])
+        place, expert = np.nonzero(mine)
+        row, nth, device, num, den = candidate_rows(
+            placement, np.full(len(place), layer), sources[piece][place], expert
+        )
+        upto = num * mine[place, expert].astype(np.int64)[row] // den  # with shares it passes 32 bits
+        yield layer, piece, place[row], expert[row], device, np.where(nth > 0, np.diff(upto, prepend=0), upto)
+
+
 def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
     """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, S, D].
 
@@ -57,25 +85,69 @@ def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
     Raises:
       UserError: loads of another shape than the placement's.
     """
-    layers, experts, devices = placement.layers, placement.experts, placement.devices
-    loads, (pair, device) = np.asarray(loads), placement.holders
+    layers, experts, devices, loads = placement.layers, placement.experts, placement.devices, np.asarray(loads)
     if loads.shape != (layers, devices, experts):
         raise UserError(
             f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has {layers} layers, "
             f"{devices} devices (a source is a device) and {experts} experts; use loads of the same run"
         )
     pairs = np.zeros((layers, devices, devices), np.int64)
-    for layer, rows in enumerate(np.split(np.arange(len(pair)), np.searchsorted(pair, np.arange(1, layers) * experts))):
-        np.add.at(pairs[layer].T, device[rows], from_everywhere(placement, loads, rows).reshape(len(rows), -1))
+    for layer, piece, source, _, device, tokens in counted(placement, loads):
+        pairs[layer, piece] = _summed((source, device), tokens, pairs[layer, piece].shape)
     return pairs
 
 
-def owned(placement: Placement) -> np.ndarray:
-    """Return bool [L, E, Nn]: the node has share rows of its own for the expert."""
-    found = np.zeros((*placement.home.shape, placement.nodes), bool)
-    layer, expert, _, _, node = placement.shares[placement.shares[:, 4] >= 0].T
-    found[layer, expert, node] = True
-    return found
+def expert_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
+    """Count tokens by (expert, destination), what each holder computes of its expert: loads [L, S, E] -> [L, E, D]."""
+    computed = np.zeros((placement.layers, placement.experts, placement.devices), np.int64)
+    for layer, _, _, expert, device, tokens in counted(placement, loads):
+        computed[layer] += _summed((expert, device), tokens, computed.shape[1:])
+    return computed
+
+
+def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
+    """Return the most tokens of a pair (source, destination) of each kind, 0 where there is none: loads [L, S, E].
+
+    Of more than `LOOKED_AT` pairs those of some sources are counted, one in every so many.
+    """
+    devices, per_node, most = placement.devices, placement.devices_per_node, BucketRows.even(0)
+    every = -(-placement.layers * devices**2 // LOOKED_AT)
+    device, sources = np.arange(devices), np.arange(0, devices, every)
+    for _, piece, source, _, to, tokens in counted(placement, loads, sources):
+        at = sources[piece][:, None]
+        pairs, own = _summed((source, to), tokens, (len(at), devices)), at == device
+        near = at // per_node == device // per_node
+        kinds = {"own": own, "node": near & ~own, "far": ~near}
+        rows = {kind: int(pairs.max(where=mask, initial=getattr(most, kind))) for kind, mask in kinds.items()}
+        most = BucketRows(**rows)
+    return most
+
+
+def _summed(at: tuple[np.ndarray, np.ndarray], tokens: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Add tokens int [c] at their places in an array of this shape, int64."""
+    return np.bincount(np.ravel_multi_index(at, shape), tokens, math.prod(shape)).astype(np.int64).reshape(shape)
+
+
+def nearest_loads(xp, loads, held, per_node: int):
+    """Return what each device computes of its tokens, and of others', by the rule 'nearest' without its rounding.
+
+    Args:
+      xp: NumPy or jax.numpy.
+      loads: [L, S, E], real; held: bool [L, E, D]; per_node: devices of a node.
+
+    Returns:
+      (tokens of the device itself [L, E, D], tokens that it receives [L, E, D]).
+    """
+    layers, experts, devices = held.shape
+    by_node = (layers, experts, devices // per_node, per_node)
+    mine = xp.swapaxes(loads, 1, 2)
+    local = xp.where(held, mine, 0.0)
+    away = (mine - local).reshape(by_node).sum(axis=3)  # tokens of each node whose device lacks the expert
+    on_node = held.reshape(by_node).sum(axis=3)
+    inside = xp.where(on_node > 0, away / xp.maximum(on_node, 1), 0.0)
+    outside = xp.where(on_node > 0, 0.0, away).sum(axis=2) / held.sum(axis=2)
+    came = (inside + outside[:, :, None])[..., None] * held.reshape(by_node)
+    return local, came.reshape(held.shape)
 
 
 def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,150 +155,29 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
 
     Planners judge placements with this; it differs from the counted rule by less than one token per (source, expert).
     """
-    layers, devices, per_node = placement.layers, placement.devices, placement.devices_per_node
-    lists, (at, device) = placement.candidates, placement.holders
-    at = (*np.divmod(at, placement.experts), device // per_node)  # [L, E, Nn]
-    at_home = device == placement.home[at[:2]]
-    by_node = loads.reshape(layers, placement.nodes, per_node, -1).sum(axis=2).swapaxes(1, 2)  # [L, E, Nn]
-    shared = lists.share_count > 0
-    local = np.where(shared[at], 0.0, loads[at[0], device, at[1]])
-    away = np.where(shared, 0.0, by_node)  # tokens of each node whose device lacks the expert
-    away -= np.bincount(np.ravel_multi_index(at, away.shape), local, away.size).reshape(away.shape)
-    outside = np.where(lists.node_count > 0, 0.0, away).sum(axis=2) / lists.count
-    tokens = local + away[at] / lists.node_count[at] + outside[at[:2]]
-    home_rule = np.array([name == "home" for name in placement.rule])[at[0]]
-    tokens = np.where(home_rule, local + at_home * away.sum(axis=2)[at[:2]], tokens)
-    place = at[0] * devices + device
+    per_node, mine = placement.devices_per_node, loads.swapaxes(1, 2)
+    if len(placement.shares):
+        shared = np.repeat(placement.candidates.share_count > 0, per_node, axis=2)
+        loads = np.where(shared, 0, mine).swapaxes(1, 2)
+    local, came = nearest_loads(np, loads, placement.holds, per_node)
+    home_rule = np.array([name == "home" for name in placement.rule])[:, None, None]
+    if home_rule.any():
+        came = np.where(home_rule, came.sum(axis=2, keepdims=True) * placement.homes, came)
+    computed, received = (local + came).sum(axis=1), came.sum(axis=1)
     if len(placement.shares):
         layer, expert, device, units, node = placement.shares.T
-        own, part, here = owned(placement), units / SHARE_ONE, device // per_node
-        rest = np.where(own, 0.0, by_node).sum(axis=2)  # of nodes that take the rows for all
+        part, here, by_node = units / SHARE_ONE, device // per_node, mine.reshape(*mine.shape[:2], -1, per_node)
+        by_node = by_node.sum(axis=3)
+        own = np.zeros(by_node.shape, bool)
+        own[tuple(placement.shares[node >= 0][:, [0, 1, 4]].T)] = True  # nodes with rows of their own
+        rest = np.where(own, 0, by_node).sum(axis=2)  # of nodes that take the rows for all
         given = part * np.where(node < 0, rest[layer, expert], by_node[layer, expert, node])
-        kept = np.where(node < 0, ~own[layer, expert, here], node == here) * part * loads[layer, device, expert]
-        place = np.concatenate([place, layer * devices + device])
-        tokens, local = np.concatenate([tokens, given]), np.concatenate([local, kept])
-    computed, local = (np.bincount(place, of, layers * devices).reshape(layers, devices) for of in (tokens, local))
-    return computed, computed - local
+        kept = np.where(node < 0, ~own[layer, expert, here], node == here) * part * mine[layer, expert, device]
+        np.add.at(computed, (layer, device), given)
+        np.add.at(received, (layer, device), given - kept)
+    return computed, received
 
 
 def whole(loads: np.ndarray) -> np.ndarray:
     """Return integers as they are, and other numbers rounded to int64: predicted loads are no whole tokens."""
     return loads if loads.dtype.kind == "i" else np.rint(loads).astype(np.int64)
-
-
-def taken(placement: Placement, loads: np.ndarray, row: np.ndarray, node: np.ndarray) -> np.ndarray:
-    """Count the tokens that single holders get from all sources of a node, by the rule above.
-
-    Args:
-      row: int [n], of `placement.holders`; node: int [n, k]; loads: [L, S, E], rounded here.
-
-    Returns:
-      int64 [n, k, Dn].
-    """
-    lists, per_node, nodes = placement.candidates, placement.devices_per_node, placement.nodes
-    pair, device = (part[row][:, None] for part in placement.holders)
-    layer, expert = np.divmod(pair, placement.experts)
-    at, tokens = (layer, expert, node), np.zeros((*node.shape, per_node), np.int64)
-    total = whole(loads.reshape(placement.layers, nodes, per_node, -1)[layer, node, :, expert])
-    shared = lists.share_count[at] > 0
-    if shared.any():
-        keys = placement.share_keys
-        group = placement.shares[np.where(shared, lists.share_start[at], 0), 4] + 1
-        key = (pair * (nodes + 1) + group) * placement.devices + device
-        place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
-        high, units = lists.share_num[place], placement.shares[place, 3] * (shared & (keys[place] == key))
-        tokens = (high[:, :, None] * total >> 16) - ((high - units)[:, :, None] * total >> 16)
-    if shared.all():
-        return tokens
-    source, total = node[:, :, None] * per_node + np.arange(per_node), total.astype(np.int64)
-    inside, at_home = lists.node_count[at], device == placement.home[layer, expert]
-    start = np.where(inside > 0, lists.node_start[at], lists.start[layer, expert])
-    count = np.where(inside > 0, inside, lists.count[layer, expert])[:, :, None]
-    nth = ((row[:, None] - start)[:, :, None] - source) % count
-    reached = (inside == 0) | (node == device // per_node)
-    turn = np.where(reached[:, :, None], (nth + 1) * total // count - nth * total // count, 0)
-    home_rule = np.array([name == "home" for name in placement.rule])[layer]
-    turn = np.where(home_rule[:, :, None], at_home[:, :, None] * total, turn)
-    local = placement.holds.reshape(placement.layers, -1, nodes, per_node)[at]
-    turn = np.where(local, (source == device[:, :, None]) * total, turn)
-    return np.where(shared[:, :, None], tokens, turn)
-
-
-def from_everywhere(placement: Placement, loads: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Count the tokens that holders get from every source: rows int [n] as in `taken` -> int64 [n, Nn, Dn]."""
-    return taken(placement, loads, rows, np.broadcast_to(np.arange(placement.nodes), (len(rows), placement.nodes)))
-
-
-def held_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
-    """Count what each holder computes of its expert: loads [L, S, E] -> int64 [h], by the rows of `holders`."""
-    layers, experts, nodes, per_node = placement.layers, placement.experts, placement.nodes, placement.devices_per_node
-    lists, (pair, device) = placement.candidates, placement.holders
-    at = (*np.divmod(pair, experts), device // per_node)
-    shared = lists.share_count > 0
-    split = whole(loads).reshape(layers, nodes, per_node, experts)
-    near = taken(placement, loads, np.arange(len(pair)), at[2][:, None]).sum(axis=(1, 2))
-    tokens = np.where(shared[at], 0, near)
-    # what comes from other nodes, without shares: to the only one, or all of them in turn
-    left = np.where(shared, 0, split.sum(axis=2).swapaxes(1, 2)).sum(axis=2).ravel()
-    left -= np.rint(np.bincount(pair, tokens, len(left))).astype(np.int64)
-    one = np.array([name == "home" for name in placement.rule])[:, None] | (lists.count == 1)
-    tokens += (one[at[:2]] & (device == placement.home[at[:2]])) * left[pair]
-    for layer, expert in np.argwhere(~one & (left.reshape(one.shape) > 0)):
-        node = np.flatnonzero(~shared[layer, expert] & (lists.node_count[layer, expert] == 0))[None]
-        start, many = lists.start[layer, expert], max(1, (1 << 20) // (node.size * per_node + 1))
-        rows = np.arange(start, start + lists.count[layer, expert])
-        for row in np.split(rows, range(many, len(rows), many)):
-            tokens[row] += taken(placement, loads, row, np.repeat(node, len(row), axis=0)).sum(axis=(1, 2))
-    if not len(placement.shares):
-        return tokens
-    # by share rows: of one node, or of all without rows of their own, whose sources have few different numbers
-    layer, expert, _, _, node = placement.shares.T
-    held, others, key = placement.find(placement.shares), ~owned(placement), layer * experts + expert
-    own, every = node >= 0, np.flatnonzero(node < 0)
-    np.add.at(tokens, held[own], taken(placement, loads, held[own], node[own, None]).sum(axis=(1, 2)))
-    for rows in np.split(every, np.flatnonzero(np.diff(key[every], prepend=-1)))[1:]:
-        at = layer[rows[0]], expert[rows[0]]
-        many = np.bincount(split[at[0], :, :, at[1]][others[at]].ravel())
-        value = np.flatnonzero(many)
-        upto = (lists.share_num[rows, None] * value >> 16) @ many[value]
-        tokens[held[rows]] += np.diff(upto, prepend=0)
-    return tokens
-
-
-def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
-    """Return the most tokens of a pair (source, destination) of each kind, 0 where there is none: loads [L, S, E].
-
-    Devices are taken by falling bounds of what one source on another node can send them, until no bound is higher than
-    what was found, and no more than have `LOOKED_AT` pairs: one beyond those could be fuller by what bounds are loose.
-    """
-    lists, (pair, device), per_node = placement.candidates, placement.holders, placement.devices_per_node
-    at = np.divmod(pair, placement.experts)
-    place = at[0] * placement.devices + device
-    by_device = np.argsort(place, kind="stable")  # rows of holders, those of a device one after the other
-    place = place[by_device]
-    start = np.flatnonzero(np.diff(place, prepend=-1))
-    end = np.append(start[1:], len(place))
-    near = taken(placement, loads, by_device, (device[by_device] // per_node)[:, None])[:, 0]
-    near = np.add.reduceat(near, start)
-    own = np.arange(per_node) == (place[start] % per_node)[:, None]
-    # bounds: of a share, or of one of so many holders in turn
-    most = whole(loads.max(axis=1)).astype(np.int64)  # times a share it passes 32 bits
-    bound = np.where((lists.node_count == 0).any(axis=2), np.ceil(most / lists.count), 0)[at]
-    home_rule = np.array([name == "home" for name in placement.rule])[at[0]]
-    bound = np.where(home_rule, most[at] * (device == placement.home[at]), bound)
-    if len(placement.shares):
-        bound[(lists.share_count > 0).all(axis=2)[at]] = 0
-        far = placement.shares[placement.shares[:, 4] != placement.shares[:, 2] // per_node]
-        held = placement.find(far)
-        np.maximum.at(bound, held, np.ceil(most[at][held] * far[:, 3] / SHARE_ONE))
-    bound = np.add.reduceat(bound[by_device], start)
-    order, far, done, many = np.argsort(-bound), 0, 0, 1
-    while done < min(len(order), LOOKED_AT // placement.devices * placement.layers) and bound[order[done]] > far:
-        group = order[done : done + many]
-        length = end[group] - start[group]
-        row = by_device[np.repeat(start[group], length) + within_group(np.repeat(np.arange(len(group)), length))]
-        tokens = from_everywhere(placement, loads, row)
-        tokens[np.arange(len(row)), device[row] // per_node] = 0
-        far = max(far, int(np.add.reduceat(tokens, np.cumsum(length) - length).max()))
-        done, many = done + many, min(2 * many, 8)
-    return BucketRows(own=int(near[own].max()), node=int(near[~own].max(initial=0)), far=far)

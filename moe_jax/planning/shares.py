@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.cluster import group_of, uniform_seconds
-from moe_jax.parallel.bucket_rows import BucketRows, carried
+from moe_jax.cluster import Links
+from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, home_loads
+from moe_jax.planning.arrays import loop, put
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import SHARE_ONE, Placement
 
@@ -20,7 +20,7 @@ FEW_NODES = 64  # up to so many nodes each has share rows of its own for every r
 STAY = 1.25  # how much dearer the split in use may get before the other one takes over
 
 
-def level_quotas(xp, totals, held, homes, sweeps: int):
+def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
     """Even out device loads over fixed holders: totals [L, E], held, homes bool [L, E, D] -> quota [L, E, D].
 
     Every token starts at its expert's home; one expert after the other fills its holders to a common level, the others
@@ -28,9 +28,11 @@ def level_quotas(xp, totals, held, homes, sweeps: int):
     possible maximum. A layer is done when a sweep changes little; what it gets depends on its own loads alone.
 
     Args:
-      xp: `NUMPY` (balancer.py), or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
+      error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
+        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
-    layers, _, devices = held.shape
+    (layers, _, devices), stiff = held.shape, 1.0 + error**2
     rows, upto = xp.arange(layers), xp.arange(1, devices + 1)[None]
     replicated = held.sum(axis=2) > 1
     count, order = replicated.sum(axis=1), xp.argsort(~replicated, axis=1, stable=True)
@@ -43,21 +45,21 @@ def level_quotas(xp, totals, held, homes, sweeps: int):
         # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
         ground = xp.sort(xp.where(holders, base, xp.inf), axis=1)
         dry = xp.isinf(ground)
-        level = (totals[rows, expert][:, None] + xp.where(dry, 0.0, ground).cumsum(axis=1)) / upto
+        level = (totals[rows, expert][:, None] * stiff + xp.where(dry, 0.0, ground).cumsum(axis=1)) / upto
         wet = ~dry & ((level > ground) | (upto == 1))
         level = level[rows, devices - 1 - wet[:, ::-1].argmax(axis=1)]
-        new = xp.where(holders, xp.maximum(level[:, None] - base, 0.0), 0.0)
+        new = xp.where(holders, xp.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
         new = xp.where((going & (turn < count))[:, None], new, mine)
-        return xp.put(quota, (rows, expert), new), base + new, going
+        return put(quota, (rows, expert), new), base + new, going
 
     def sweep(_, carry):
         _, load, going = carry
-        quota, after, _ = xp.repeat(pour, carry, count.max())
+        quota, after, _ = loop(xp, pour, carry, count.max())
         return quota, after, going & (xp.abs(after - load).max(axis=1) > 1e-3 * after.mean(axis=1))
 
     quota = xp.where(homes, totals[:, :, None], 0.0)
     start = quota, quota.sum(axis=1), xp.full(layers, True)
-    return xp.repeat(sweep, start, sweeps, lambda carry: carry[2].any())[0]
+    return loop(xp, sweep, start, sweeps, lambda carry: carry[2].any())[0]
 
 
 def node_flow(xp, supply, demand, node):
@@ -73,117 +75,83 @@ def node_flow(xp, supply, demand, node):
     stay = xp.minimum(supply, demand)
     left, spare = (supply - stay)[:, node], demand - stay
     flow = left[:, None] * spare / xp.maximum(spare.sum(axis=1, keepdims=True), xp.finfo(demand.dtype).tiny)
-    flow = xp.put(flow, (slice(None), node), stay[:, node])  # was 0: the node has no token or no quota left
+    flow = put(flow, (slice(None), node), stay[:, node])  # was 0: the node has no token or no quota left
     plain = demand / demand.sum(axis=1, keepdims=True)
     sent = flow.sum(axis=1, keepdims=True)
     return xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), plain)
 
 
-def level_holders(totals: np.ndarray, placement: Placement, sweeps: int, error=0.0) -> np.ndarray:
-    """Do what `level_quotas` does over the holders of a placement, in time linear in them: -> quota [h].
+def node_edges(xp, supply, quota, home, node):
+    """Return running shares [p, D] of one node's tokens (`node_flow`) over rising devices, whole units of 2^-16.
 
     Args:
-      totals: [L, E]; sweeps: as there.
-      error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
-        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
+      xp, node: as in `node_flow`; supply: [p, Nn], tokens of all nodes; quota: [p, D], alike in sum; home: bool [p, D].
     """
-    layers, experts = totals.shape
-    pair, device = placement.holders
-    (layer, expert), rows = np.divmod(pair, experts), np.arange(layers)
-    stiff = np.broadcast_to(1.0 + np.square(error), (layers, 1))
-    start, count = placement.candidates.start, placement.candidates.count
-    quota = np.where(device == placement.home[layer, expert], totals[layer, expert], 0.0)
-    load = np.zeros((layers, placement.devices + 1))  # the last place is for rows beyond an expert's holders
-    load[:, :-1] = home_loads(totals, placement.home, placement.devices)
-    device, quota = np.append(device, placement.devices), np.append(quota, 0.0)
-    order, going = np.argsort(count == 1, axis=1, kind="stable"), np.full(layers, True)
-    for _ in range(sweeps):
-        before = load.copy()
-        for turn in range((count > 1).sum(axis=1).max(initial=0)):
-            at = rows, order[:, turn]
-            many = np.where(going & (count[at] > 1), count[at], 0)
-            upto = np.arange(1, many.max(initial=1) + 1)
-            there = upto <= many[:, None]
-            row = np.where(there, start[at][:, None] + upto - 1, -1)
-            place = rows[:, None], device[row]
-            base = np.where(there, load[place] - quota[row], np.inf)
-            # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
-            ground = np.sort(base, axis=1)
-            level = (totals[at][:, None] * stiff + np.where(there, ground, 0.0).cumsum(axis=1)) / upto
-            wet = there & ((level > ground) | (upto == 1))
-            level = level[rows, len(upto) - 1 - wet[:, ::-1].argmax(axis=1)]
-            new = np.where(there, np.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
-            load[place] = np.where(there, base + new, 0.0)
-            quota[row] = new
-        change = np.abs(load - before)[:, :-1].max(axis=1)
-        going &= change > 1e-3 * load[:, :-1].mean(axis=1)
-        if not going.any():
-            break
-    return quota[:-1]
+    quota = xp.where(quota.sum(axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
+    by_node = quota.reshape(*supply.shape, -1)
+    demand = by_node.sum(axis=2)
+    there = node_flow(xp, supply, demand, node) / xp.where(demand > 0, demand, 1.0)
+    return edges(xp, (there[:, :, None] * by_node).reshape(quota.shape))
+
+
+def edges(xp, share):
+    """Round running sums of shares [..., n] to units of 2^-16, of which the last is 2^16; not all are 0."""
+    upto = share.cumsum(axis=-1)
+    return xp.rint(upto / upto[..., -1:] * SHARE_ONE)
 
 
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Write quotas of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
+    """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
 
     A node's tokens of loads [L, S, E] first use the quota of the node's own holders; what is over goes to nodes with
     quota left, in proportion (`node_flow`). Beyond `FEW_NODES` nodes, where that is a row for each holder and node, a
     node keeps its tokens if its own holders have quota for all of them, and all other nodes share what is left of the
     quotas, by the same rows.
-
-    Args:
-      quota: [h], by the rows of `placement.holders`.
     """
-    if not len(placement.replicas):
+    nodes, pairs = placement.nodes, np.argwhere(placement.replicated)
+    if not len(pairs):
         return np.zeros((0, 5), np.int32)
-    nodes, per_node, experts = placement.nodes, placement.devices_per_node, placement.experts
-    pair, device = placement.holders
-    kept = placement.replicated.ravel()[pair]
-    pairs, p = np.unique(pair[kept], return_inverse=True)
-    device, mine, (pair_layer, pair_expert) = device[kept], quota[kept], np.divmod(pairs, experts)
-    supply = loads.reshape(len(loads), nodes, per_node, experts).sum(axis=2)[pair_layer, :, pair_expert]  # [p, Nn]
+    layer, expert = pairs.T
+    supply = loads.reshape(len(loads), nodes, -1, placement.experts).sum(axis=2)[layer, :, expert]  # [p, Nn]
+    mine, at_home, whole = quota[layer, expert], placement.homes[layer, expert], supply.sum(axis=1, keepdims=True)
+    total = mine.sum(axis=1, keepdims=True)
     # An expert without predicted tokens goes where its home is.
-    at_home = device == placement.home.ravel()[pairs[p]]
-    total, whole = np.bincount(p, mine)[p], supply.sum(axis=1)[p]
     mine = np.where(total > 0, mine * (whole / np.where(total > 0, total, 1.0)), at_home * whole)
-    mine = np.where(whole > 0, mine, at_home)
-    wet = mine > 0
-    p, device, mine, node = p[wet], device[wet], mine[wet], device[wet] // per_node
-    key, group = np.unique(p * nodes + node, return_inverse=True)
-    blocks = np.zeros((len(key), per_node))
-    blocks[group, device % per_node] = mine
-    demand = np.zeros(supply.shape)
-    demand.ravel()[key] = blocks.sum(axis=1)
     if nodes <= FEW_NODES:
-        part = np.stack([node_flow(NUMPY, supply, demand, node) for node in range(nodes)], axis=1)  # [p, from, to]
-        share = part[p, :, node] * (mine / demand[p, node])[:, None]  # [h, Nn]
-        units = _units(share, np.r_[True, p[1:] != p[:-1]])
-        row, source = np.nonzero(units)
-        units = units[row, source]
-    else:
-        keeps = (demand > 0) & (supply <= demand)
-        left = np.where(keeps, demand - supply, demand)
-        left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
-        left = mine * (left / np.where(demand > 0, demand, 1.0))[p, node]
-        own = np.flatnonzero(keeps[p, node])
-        row, source = np.r_[np.arange(len(p)), own], np.r_[np.full(len(p), -1), node[own]]
-        share, run = np.r_[left, mine[own]][:, None], np.r_[p, len(pairs) + p[own] * nodes + node[own]]
-        units = _units(share, np.diff(run, prepend=-1) != 0)[:, 0]
-        row, source, units = row[units > 0], source[units > 0], units[units > 0]
-    at = p[row]
-    return np.stack([pair_layer[at], pair_expert[at], device[row], units, source], axis=1).astype(np.int32)
+        tables = [unit_rows(pairs, node_edges(np, supply, mine, at_home, node), node) for node in range(nodes)]
+        return np.concatenate(tables)
+    mine = np.where(whole > 0, mine, at_home).reshape(len(pairs), nodes, -1)
+    demand = mine.sum(axis=2)
+    keeps = (demand > 0) & (supply <= demand)
+    left = np.where(keeps, demand - supply, demand)
+    left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
+    left = mine * (left / np.where(demand > 0, demand, 1.0))[:, :, None]
+    p, node = np.nonzero(keeps)
+    own = unit_rows(pairs[p], edges(np, mine[keeps]), node, node * placement.devices_per_node)
+    return np.concatenate([unit_rows(pairs, edges(np, left.reshape(len(pairs), -1)), -1), own])
 
 
-def with_quotas(placement: Placement, moves: np.ndarray, tokens: np.ndarray, at_home, loads: np.ndarray) -> Placement:
-    """Return a placement with the shares of what its replicas take from the homes, for loads [L, S, E].
+def unit_rows(pairs: np.ndarray, upto: np.ndarray, source, first=0) -> np.ndarray:
+    """Write running shares [p, n] of pairs int [p, 2] as rows (layer, expert, device, share, source node): int [m, 5].
 
     Args:
-      moves: int [n, 3], rows (layer, expert, device), some of the replicas; tokens: [n], what they take.
-      at_home: [L, E], what homes keep.
+      source: the node, int or int [p]; -1 for every one; first: the device of the first share, int or int [p].
     """
-    pair, device = placement.holders
-    quota = np.where(device == placement.home.ravel()[pair], at_home.ravel()[pair], 0.0)
-    quota[placement.find(moves)] = tokens
-    return placement.replace(shares=share_rows(placement, quota, loads), rule="shares")
+    units = np.diff(upto, axis=1, prepend=0).astype(np.int32)
+    row, nth = np.nonzero(units)
+    source, first = (np.broadcast_to(of, len(pairs))[row] for of in (source, first))
+    return np.column_stack([pairs[row], first + nth, units[row, nth], source])
+
+
+def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray | None = None) -> Placement:
+    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
+
+    Args:
+      held: bool [L, E, D], holders of which some may have no quota; None: those with a quota.
+    """
+    held = quota > 0 if held is None else held
+    placement = bare.replace(replicas=np.argwhere(held & ~bare.homes), rule="shares")
+    return placement.replace(shares=share_rows(placement, quota, loads))
 
 
 def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
@@ -195,36 +163,17 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     """
     if not len(placement.replicas):
         return placement
-    pair, device = placement.holders
-    mine = routing.held_loads(placement, loads).astype(np.float64)
-    alone = np.bincount(pair, mine)[pair] == 0  # without tokens: where its home is
-    mine = np.where(alone, device == placement.home.ravel()[pair], mine)
-    kept = (mine > 0) & placement.replicated.ravel()[pair]
-    pair, device = pair[kept], device[kept]
-    units = _units(mine[kept, None], np.diff(pair, prepend=-1) != 0)[:, 0]
-    rows = np.stack([*np.divmod(pair, placement.experts), device, units, np.full(len(pair), -1)], axis=1)[units > 0]
-    return placement.replace(shares=rows.astype(np.int32), rule="shares")
-
-
-def _units(share: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Round shares to units of 2^-16, one in sum per run: share [h, Nn], start of a run bool [h] -> int [h, Nn]."""
-    upto = share.cumsum(axis=0)
-    start = np.flatnonzero(first)
-    run = first.cumsum() - 1
-    before = np.where(start[:, None] > 0, upto[start - 1], 0.0)
-    upto = upto - before[run]
-    whole = upto[np.r_[start[1:], len(share)] - 1]
-    edge = np.rint(upto / whole[run] * SHARE_ONE).astype(np.int64)
-    earlier = np.concatenate([np.zeros((1, share.shape[1]), np.int64), edge[:-1]])
-    return edge - np.where(first[:, None], 0, earlier)
+    kept, computed = placement.replicated, routing.expert_loads(placement, loads)
+    computed = np.where(computed.sum(axis=2, keepdims=True) > 0, computed, placement.homes)[kept]
+    return placement.replace(shares=unit_rows(np.argwhere(kept), edges(np, computed), -1), rule="shares")
 
 
 def padded_seconds(rows: BucketRows, placement: Placement, cost: Cost) -> float:
     """Return the seconds of one exchange of buckets of so many rows between all devices of the placement."""
-    sent = carried(rows, placement.devices, placement.devices_per_node)
+    sent = rows.carried(placement.devices, placement.devices_per_node)
     inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
-    group = group_of(cost.cluster, placement.devices, stride=cost.shards)
-    return float(uniform_seconds(cost.cluster, group, inside, across, "the split of tokens"))
+    links = Links.of(cost.cluster, placement.devices, "the split of tokens", cost.shards)
+    return float(links.uniform(inside, across))
 
 
 def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str = "") -> tuple[Placement, str]:

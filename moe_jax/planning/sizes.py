@@ -13,9 +13,13 @@ import typing
 import numpy as np
 
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.placement import Placement
+from moe_jax.planning.arrays import loop, put
 
 SIZES = ("offers", "slots", "crossing")
+# Rows of a planned bucket for another device over their mean, at most. Such a bucket is as large as the fullest pair of
+# its kind that is predicted (same node, other nodes), which under skewed loads can be all tokens of a device, for each
+# destination: memory would grow with the devices. What does not fit takes another pass.
+BUCKET_LIMIT = 4.0
 
 
 class TransferSizes(typing.NamedTuple):
@@ -63,11 +67,6 @@ def transfer_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices
     )
 
 
-def placement_sizes(placement: Placement) -> TransferSizes:
-    """Return the sizes that each layer of a placement needs, [L] each."""
-    return transfer_sizes(placement.home, placement.replicas, placement.devices, placement.devices_per_node)
-
-
 class RunningSizes:
     """Keep the sizes of L layers while a greedy search adds replicas, in time linear in the devices.
 
@@ -110,7 +109,7 @@ def fit_replicas(xp, wanted, order, home, shape: TransferShape):
     """Take experts in order while their replicas fit a transfer; each is taken whole or not at all.
 
     Args:
-      xp: `NUMPY` (balancer.py), or the same of jax.numpy.
+      xp: NumPy or jax.numpy.
       wanted: bool [L, E, D], replicas; order: int [L, Et], experts that may have some, each once.
       home: int [L, E]; shape: the sizes.
 
@@ -130,19 +129,19 @@ def fit_replicas(xp, wanted, order, home, shape: TransferShape):
         before = offers[rows, at], crossing[rows, node], slots
         full = (mine & (slots >= shape.slots)).any(axis=1) | (to & (before[1] >= shape.crossing)).any(axis=1)
         ok = mine.any(axis=1) & (before[0] < shape.offers) & ~full
-        places = [xp.put(place, (rows, expert), of) for place, of in zip(places, before, strict=True)]
+        places = [put(place, (rows, expert), of) for place, of in zip(places, before, strict=True)]
         used = (
-            xp.put(offers, (rows, at), before[0] + ok),
-            xp.put(crossing, (rows, node), before[1] + (to & ok[:, None])),
+            put(offers, (rows, at), before[0] + ok),
+            put(crossing, (rows, node), before[1] + (to & ok[:, None])),
             slots + (mine & ok[:, None]),
         )
-        return used, xp.put(added, (rows, expert), mine & ok[:, None]), *places
+        return used, put(added, (rows, expert), mine & ok[:, None]), *places
 
     zeros = lambda *dims: xp.zeros((layers, *dims), xp.int32)  # noqa: E731
     used = zeros(devices), zeros(nodes, nodes), zeros(devices)
     places = zeros(experts), zeros(experts, nodes), zeros(experts, devices)
     start = used, xp.zeros(wanted.shape, bool), *places
-    (offers, crossing, slots), added, *places = xp.repeat(take, start, order.shape[1])
+    (offers, crossing, slots), added, *places = loop(xp, take, start, order.shape[1])
     return added, tuple(places), TransferSizes(offers.max(axis=1), slots.max(axis=1), crossing.max(axis=(1, 2)))
 
 

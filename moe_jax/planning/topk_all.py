@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, everywhere, falling, knob, register
+from moe_jax.planning.arrays import falling
+from moe_jax.planning.balancer import Planner, knob, register
 
 
 @register("topk_all")
@@ -19,5 +20,5 @@ class TopkAllPlanner(Planner):
             count = min(count, cost.replica_slots)
             self.counters["shadow_cut"] += placement.layers * (count < self.config.top_k)
         chosen = np.zeros(placement.home.shape, bool)
-        np.put_along_axis(chosen, falling(loads.sum(axis=1))[:, :count], True, axis=1)
-        return placement.replace(replicas=everywhere(chosen, placement), shares=None, rule="home")
+        np.put_along_axis(chosen, falling(np, loads.sum(axis=1))[:, :count], True, axis=1)
+        return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")

@@ -88,9 +88,7 @@ class Feed:
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
             weights = np.ones(targets.shape, np.float32)
         else:
-            inputs, targets, weights = mask_tokens(
-                tokens[:, :-1], step, rows, self.train.seed, self.tokenizer, self.model.mask_rate
-            )
+            inputs, targets, weights = mask_tokens(tokens[:, :-1], step, rows, self.train.seed, self.tokenizer)
         if self.boundary_id is not None:
             weights = weights * inside_documents(tokens, self.boundary_id)
         masked = self.model.document_mask

@@ -44,11 +44,6 @@ def build_learning_rate(config: TrainConfig) -> optax.Schedule:
     else:
         decay = config.decays_over
         fall = optax.linear_schedule(peak, last, decay)
-        if config.decay_shape == "1-sqrt":
-
-            def fall(count):  # optax has none of this shape
-                return peak + (last - peak) * jnp.sqrt(jnp.clip(count / decay, 0, 1))
-
         after = optax.join_schedules([optax.constant_schedule(peak), fall], [steps - warmup - decay])
     if not warmup:
         return after

@@ -14,8 +14,8 @@ from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch, stage_seconds
-from moe_jax.training.plan_cost import base_cost, layer_times
-from moe_jax.training.segments import segment_runs
+from moe_jax.replan.costs import base_cost, layer_times
+from moe_jax.replan.segments import segment_runs
 
 MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S, compiled for H200
 
@@ -31,8 +31,8 @@ def why_not_halves(config: RunConfig, roles: Roles) -> str:
     if config.distillation.teacher:
         return "the run has a teacher"
     for own, _ in segment_runs(config, roles).values():
-        record, router = find_schedule(own.moe.schedule), build_router(own.moe)
-        if not (record.one_piece and record.moves_tokens):
+        router = build_router(own.moe)
+        if not find_schedule(own.moe.schedule).one_piece:
             return f"MoEConfig.schedule is {own.moe.schedule!r}"
         if not own.moe.dropless or not router.replays:
             return "tokens compete for places among those gated together"

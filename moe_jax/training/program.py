@@ -36,6 +36,7 @@ from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
+from moe_jax.replan.segments import build_model, stated_buckets
 from moe_jax.training.compiling import (
     compared_function,
     compile_for_all,
@@ -45,7 +46,6 @@ from moe_jax.training.compiling import (
 )
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.segments import build_model, stated_buckets
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
 from moe_jax.training.teacher import mesh_experts, teacher_model
 
@@ -151,6 +151,10 @@ class Program:
         state = jax.tree.leaves(self.abstract_state())
         held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state)
         return options | scheduler_memory(self.devices[0], held)
+
+    def compared(self, function: Callable) -> Callable:
+        """Return a jitted function as one that all processes compare at its first call (`compared_function`)."""
+        return compared_function(function, self.compiler_options())
 
     def compile_step(self, shape: Shapes | None = None, common: bool = False):
         """Return (executable, seconds) of what `trace_step` traces."""
@@ -265,7 +269,7 @@ class Session(Program):
         given = self.state_shardings
         shardings = (given.state["params"], given.batch, given.tables)
         evaluate = jax.jit(evaluate, in_shardings=shardings, out_shardings=given.replicated)
-        return compared_function(evaluate, self.compiler_options())
+        return self.compared(evaluate)
 
     def host_signals(self, flag: int):
         """Return this process' request to stop, 1 or 0, as the step's input."""

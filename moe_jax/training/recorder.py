@@ -21,6 +21,7 @@ from moe_jax.observe.dashboards import Dashboards
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, sample_every
 from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.progress import Progress
+from moe_jax.replan.costs import modelled_layers
 from moe_jax.storage.run_folder import (
     EVALUATIONS,
     RunFolder,
@@ -30,7 +31,6 @@ from moe_jax.storage.run_folder import (
     write_atomically,
 )
 from moe_jax.training.origin import OpenRun
-from moe_jax.training.plan_cost import modelled_layers
 from moe_jax.training.program import Session
 
 _MOST_PICTURES = 40  # of loads, that the dashboards of a run get

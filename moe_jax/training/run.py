@@ -22,6 +22,7 @@ from moe_jax.jobs.lock import shared_folder
 from moe_jax.models.lora import joined
 from moe_jax.observe.report import has_report, report_run
 from moe_jax.parallel.nodes import node_size
+from moe_jax.replan.engine import RejitEngine, build_engine
 from moe_jax.storage.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.storage.run_folder import RunFolder, environment_record
 from moe_jax.training.frozen_base import load_base, restore_params
@@ -29,7 +30,6 @@ from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.origin import OpenRun, Origin, Start, choose_origin, newest_checkpoint
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.recorder import banner, write_beginning
-from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.stepper import Stepper
 
 RESTORE_SECONDS = 1800.0  # from the first process that has read a checkpoint, or its text, to the last

@@ -20,11 +20,11 @@ from moe_jax.errors import UserError
 from moe_jax.models.counts import device_bytes
 from moe_jax.observe.progress import with_prefix
 from moe_jax.parallel.mesh import to_devices
+from moe_jax.replan.engine import RejitEngine, build_engine
+from moe_jax.replan.segments import sizes_of
 from moe_jax.storage.host_data import Overflows
 from moe_jax.training.compiling import compiled_peak, memory_counts
 from moe_jax.training.program import Programs, Session, build_session
-from moe_jax.training.rejit import RejitEngine, build_engine
-from moe_jax.training.segments import sizes_of
 from moe_jax.training.teacher import load_teacher
 
 # An optimistic step runs a common program, which has pass 0 of the exchanges alone and no conditional for an overflow;

@@ -25,11 +25,11 @@ from moe_jax.models.language_model import Teacher
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import make_schedule
 from moe_jax.parallel.mesh import Roles, mesh_axes, replace_leaf
+from moe_jax.replan.segments import build_model
 from moe_jax.storage.checkpoint import Checkpointer, run_config
 from moe_jax.storage.host_data import ModelIdentity
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
-from moe_jax.training.segments import build_model
 
 
 @contextlib.contextmanager

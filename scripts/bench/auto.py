@@ -27,11 +27,11 @@ from moe_jax.cluster import read_cluster
 from moe_jax.cluster.layer_seconds import LayerShape, schedule_line
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import NAMES, find_loads, fit_loads
-from moe_jax.planning.auto import AutoSession, Setting, build_settings, config_of, planners, step_seconds
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
+from moe_jax.replan.auto import AutoSession, Setting, build_settings, config_of, planners, step_seconds
 
 _TRACES = flags.DEFINE_list("traces", list(NAMES), "Names of loads.")
 _CLUSTER = flags.DEFINE_string("cluster", "configs/cluster/flat_3gbs_30tflops.gin", "Cluster file.")
@@ -88,7 +88,6 @@ def steps_of(trace: LoadsTrace) -> list[Step]:
 def run_fixed(setting: Setting, steps: list[Step]) -> dict[str, float]:
     """Return {split's name: seconds of all steps} of a setting that never changes."""
     plain, cost, period = setting.session.placement, setting.session.cost, len(steps)
-    limit = setting.session.config.bucket_limit
     seconds, every = [], setting.session.planner.reshard_every
     repeats = 2 + -(-every // period)  # homes have been moved before the last
     for step in range(repeats * period):
@@ -97,7 +96,7 @@ def run_fixed(setting: Setting, steps: list[Step]) -> dict[str, float]:
             setting.session.observe(loads, apart)
         if step:
             setting.propose(step)
-        seconds.append(setting.seconds(now) or [step_seconds(plain, now, cost, None, limit)] * len(setting.splits))
+        seconds.append(setting.seconds(now) or [step_seconds(plain, now, cost, None)] * len(setting.splits))
     *early, last = np.array(seconds).reshape(repeats, period, -1).sum(axis=1)
     return dict(zip(setting.names, sum(early) + last * (_STEPS.value / period - len(early)), strict=True))
 
@@ -127,7 +126,7 @@ def run_auto(config: PlannerConfig, start: Placement, cost: Cost, steps: list[St
             running, ahead, under, ready_at = plan, setting.ahead, setting.session.cost.schedule, None
             most = most if same_homes else homes
         own = dataclasses.replace(cost, schedule=under)
-        seconds.append(step_seconds(running, now, own, ahead, config.bucket_limit) + moves)
+        seconds.append(step_seconds(running, now, own, ahead) + moves)
         clock += seconds[-1]
     last = float(np.sum(seconds[-period:])) / period
     total = clock + last * (_STEPS.value - len(seconds))

@@ -7,10 +7,8 @@
 What it says: held-out cross-entropy of the demo's model after equal steps on equal batches, once for each seed and kind
 (below). A difference is that of two runs of one seed. `steps to topk's loss`: where a kind's held-out loss reaches what
 --base (topk) ends with, plus --margin nats so that no noise at the end decides, over its own steps to there.
-`fullest expert`: largest over mean count of an expert, mean over layers and seeds, of the recorded steps of the last
-third: of each by itself, and of their sum. Runs are commands of the trainer in folders below --out, so a command that
-was stopped goes on where it was. Prints Markdown, and writes losses.json to --out. On a CPU float8 is emulated: the
-same rounding, none of the speed.
+Runs are commands of the trainer in folders below --out, so a command that was stopped goes on where it was. Prints
+Markdown, and writes losses.json to --out. On a CPU float8 is emulated: the same rounding, none of the speed.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from pathlib import Path
 
 from absl import app, flags
 from held_out_curves import Curve, loss_cells, steps_to, train
-
-from moe_jax.observe.loads import read_loads
 
 _OUT = flags.DEFINE_string("out", None, "Folder of the runs and losses.json.", required=True)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
@@ -57,7 +53,6 @@ KINDS = {
 def main(_) -> None:
     out = Path(_OUT.value)
     curves: dict[str, list[Curve]] = {}
-    fullest: dict[str, list[tuple[float, float]]] = {}
     for seed in range(_SEEDS.value):
         for kind in _KINDS.value or GATES:
             file, bindings = KINDS[kind]
@@ -65,19 +60,18 @@ def main(_) -> None:
             bindings = [*_BINDINGS.value, *bindings, f"train.seed = {seed}"]
             run = train(folder, f"configs/run/{file}.gin", bindings, _HOST_DEVICES.value)
             curves.setdefault(kind, []).append(run)
-            fullest.setdefault(kind, []).append(fullest_expert(folder))
-    record = {"bindings": _BINDINGS.value, "fullest": fullest, "curves": curves}
+    record = {"bindings": _BINDINGS.value, "curves": curves}
     (out / "losses.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(curves, fullest))
+    print(table(curves))
 
 
-def table(curves: dict[str, list[Curve]], fullest: dict) -> str:
+def table(curves: dict[str, list[Curve]]) -> str:
     """Return Markdown, one row for each kind."""
     base = _BASE.value
     rows = [
         f"| gate | held-out loss, nats per token | smallest to largest | below {base}, seed by seed | "
-        f"steps to {base}'s loss, over {base}'s | fullest expert of a step, of all |",
-        "|---|---|---|---|---|---|",
+        f"steps to {base}'s loss, over {base}'s |",
+        "|---|---|---|---|---|",
     ]
     for kind, runs in curves.items():
         cells = loss_cells(runs, None if kind == base else curves[base])
@@ -86,16 +80,8 @@ def table(curves: dict[str, list[Curve]], fullest: dict) -> str:
         steps = "not reached"
         if len(reached) == len(ratios):
             steps = f"{statistics.mean(reached):.2f} ({min(reached):.2f} to {max(reached):.2f})"
-        each, whole = (statistics.mean(seed[at] for seed in fullest[kind]) for at in (0, 1))
-        rows.append(f"| {kind} | {cells} | {steps} | {each:.2f}, {whole:.2f} |")
+        rows.append(f"| {kind} | {cells} | {steps} |")
     return "\n".join(rows)
-
-
-def fullest_expert(folder: Path) -> tuple[float, float]:
-    """Return largest over mean count of an expert in the last third of a run: of each recorded step, of their sum."""
-    counts = read_loads(folder / "loads.npz").loads.sum(axis=2)
-    counts = counts[-(len(counts) // 3) :]
-    return tuple(float((some.max(-1) / some.mean(-1)).mean()) for some in (counts, counts.sum(axis=0)))
 
 
 def ratio_of_steps(run: Curve, base: Curve) -> float | None:

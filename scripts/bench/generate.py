@@ -3,7 +3,6 @@
     python scripts/bench/generate.py --workdir=runs/demo          # a trained run, or --gin_file with fresh parameters
     python scripts/bench/generate.py --against=experts --model_dim=256 --layers=16 --prompt_tokens=16 --new_tokens=32
     python scripts/bench/generate.py --against=transformers --batches=1,8 --rounds=3 --new_tokens=24
-    python scripts/bench/generate.py --modelled=configs/cluster/h200.gin
     python scripts/bench/generate.py --workdir=runs/demo --held_out_windows=512
 
 What it says: what a user waits for. A prompt's first token waits for the whole prompt (prefill), every further one for
@@ -18,13 +17,11 @@ experts: what experts cost where a token waits for weights. A dense model (one e
 transformers: a Mixtral with random weights is built by transformers, written as it writes models, converted as a user
   would, and both decode in float32; transformers with each of its caches and ways to compute experts, and prompts whose
   texts differ are counted. Needs torch, transformers and safetensors.
---modelled prints what one all-to-all of each kind takes on a described cluster, from 8 to 256 devices;
---held_out_windows the loss of --workdir on its held-out text with the experts as trained and as int8.
+--held_out_windows: the loss of --workdir on its held-out text with the experts as trained and as int8.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -47,7 +44,6 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.")
 _MODEL_DIM = flags.DEFINE_integer("model_dim", 512, "M with --against.")
 _LAYERS = flags.DEFINE_integer("layers", 8, "Layers with --against; with 'experts' a multiple of 16.")
 _EXPERTS = flags.DEFINE_integer("experts", 0, "Experts with --against; 0 takes 32 of 'experts', 16 of 'transformers'.")
-_MODELLED = flags.DEFINE_string("modelled", "", "Cluster file, such as configs/cluster/h200.gin.")
 _HELD_OUT = flags.DEFINE_integer("held_out_windows", 0, "Windows of held-out text; 0 = times are measured.")
 _QUANTIZE = flags.DEFINE_string("quantize", "none", "Experts' weights: 'none' or 'int8'.")
 
@@ -223,24 +219,6 @@ def print_measured():
         print(f"\n{json.dumps(measure(sides, vocabulary))}")
 
 
-def print_modelled():
-    """Print seconds of one exchange of decode's rows: batch 1 for each device, M = 2048, K = 2, bfloat16."""
-    from moe_jax.cluster import read_cluster
-    from moe_jax.cluster.layer_seconds import TRANSPORTS, transport_seconds
-
-    cluster = read_cluster(_MODELLED.value)
-    rows, row = 2, 2048 * 2
-    print(f"us of one exchange, {rows} rows of {row} bytes from each device, on {cluster.name}\n")
-    print("| devices | tensor slicing | " + " | ".join(TRANSPORTS) + " |")
-    print("|---|---|---|---|---|")
-    for devices in (8, 16, 32, 64, 128, 256):
-        for slicing in (1, min(8, cluster.need("devices_per_node", "the table"))):
-            sized = dataclasses.replace(cluster, nodes=max(1, devices // cluster.need("devices_per_node", "the table")))
-            seconds = transport_seconds(sized, devices, slicing, slicing, float(rows * row * slicing))
-            shown = " | ".join(f"{seconds[kind] * 1e6:.1f}" for kind in TRANSPORTS)
-            print(f"| {devices} | {slicing} | {shown} |")
-
-
 def print_losses():
     """Print the held-out loss and the bytes of the experts, as trained and as int8."""
     import jax
@@ -276,9 +254,7 @@ def print_losses():
 
 
 def main(_):
-    if _MODELLED.value:
-        print_modelled()
-    elif _HELD_OUT.value:
+    if _HELD_OUT.value:
         print_losses()
     else:
         print_measured()

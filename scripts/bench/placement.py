@@ -7,12 +7,10 @@ What it measures: seconds of a training step (forward, backward, update, plannin
 hosts share this machine's cores, so compute takes the same time on all and stragglers in compute do not show; bytes and
 the planner's host time do. XLA:CPU overlaps no transfer with compute, so every transfer counts in full.
 
-The gate is replaced by one that hands out experts by the counts of a recorded trace [steps, layers, sources, experts],
-step by step, scaled to the tokens of a source here. Sides are compared with plain EP over one transport (--transport)
-in buckets of --slack; try several first, the best is what is fair. Runs are interleaved: in each round every side
-trains the same few steps; the speed-up is that of the medians. Before the rounds every side
-runs --settle steps; planners start from the loads of EP's, so that their first executable is the one they need, and its
-buckets are of the size they predict.
+The gate is replaced by one that hands out experts by the counts of a recorded trace's last sample, scaled to the tokens
+of a source here. Runs are interleaved: in each round every side trains the same few steps; the speed-up over plain EP
+is that of the medians. Before the rounds every side runs --settle steps; planners start from the loads of EP's, so that
+their first executable is the one they need, and its buckets are of the size they predict.
 
 A side is a planner, or PLANNER+SCHEDULE; `auto` chooses both, and runs --auto_settle steps before the rounds, in which
 it decides and compiles. It is held against these six, EP among them, whose names stood here before the first run:
@@ -51,24 +49,17 @@ _ROUNDS = flags.DEFINE_integer("rounds", 4, "Interleaved rounds.")
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps of each side in a round.")
 _SETTLE = flags.DEFINE_integer("settle", 6, "Steps of each side before the rounds.")
 _AUTO_SETTLE = flags.DEFINE_integer("auto_settle", 172, "The same of `auto`, whose rounds have up to 160 steps.")
-_TRANSPORT = flags.DEFINE_string("transport", "all_to_all", "MoEConfig.transport of all sides.")
-_SLACK = flags.DEFINE_float("slack", 1.5, "Bucket size of EP, over the mean; planners choose theirs.")
-_REPLICA_SLOTS = flags.DEFINE_integer("replica_slots", 4, "Replicas of a device in a layer.")
-_SPLIT = flags.DEFINE_enum(
-    "split", "auto", ["auto", "even", "plan"], "PlannerConfig.split of planners that plan ahead."
-)
-_FIRST = flags.DEFINE_integer("first_sample", -1, "Sample of the trace for step 0; below 0 from its end.")
 _TIMEOUT = flags.DEFINE_integer("timeout", 460, "Seconds for one lab.")
 _WORKER = flags.DEFINE_bool("worker", False, "Set by this script: this process is one host of the lab.")
 EXPERTS, LAYERS, MODEL, HIDDEN, LENGTH = 32, 2, 64, 128, 128
 
 
-def read_counts(path: str, sources: int, choices: int, first: int) -> np.ndarray:
-    """Return counts int [steps, LAYERS, sources, E], `choices` a source, from samples `first` on of layers 1 and 2."""
-    loads = np.load(path)["loads"][first:, 1 : 1 + LAYERS].astype(np.float64)
-    if loads.shape[2] % sources or loads.shape[3] != EXPERTS:
-        raise app.UsageError(f"--trace has {loads.shape[2]} sources and {loads.shape[3]} experts, not {EXPERTS}")
-    loads = loads.reshape(*loads.shape[:2], sources, -1, EXPERTS).sum(3)
+def read_counts(path: str, sources: int, choices: int) -> np.ndarray:
+    """Return counts int [LAYERS, sources, E], `choices` a source, of layers 1 and 2 in the last sample."""
+    loads = np.load(path)["loads"][-1, 1 : 1 + LAYERS].astype(np.float64)
+    if loads.shape[1] % sources or loads.shape[2] != EXPERTS:
+        raise app.UsageError(f"--trace has {loads.shape[1]} sources and {loads.shape[2]} experts, not {EXPERTS}")
+    loads = loads.reshape(LAYERS, sources, -1, EXPERTS).sum(2)
     exact = loads / loads.sum(-1, keepdims=True) * choices
     counts = np.floor(exact).astype(np.int64)
     rank = np.argsort(np.argsort(-(exact - counts), axis=-1, kind="stable"), axis=-1)
@@ -114,17 +105,17 @@ def run_config(side: str):
     bindings = [
         f"ModelConfig.layers = {LAYERS}", f"ModelConfig.model_dim = {MODEL}", f"ModelConfig.hidden_dim = {HIDDEN}",
         f"ModelConfig.max_length = {LENGTH}", f"DataConfig.sequence_length = {LENGTH}", "ModelConfig.heads = 4",
-        f"MoEConfig.bucket_slack = {_SLACK.value if planner == 'none' else 1.5}",
+        "MoEConfig.bucket_slack = 1.5",
         f"MoEConfig.num_experts = {EXPERTS}", "MoEConfig.aux_loss_weight = 0.0",
-        f"MoEConfig.transport = '{_TRANSPORT.value}'", f"MoEConfig.schedule = '{schedule}'",
+        f"MoEConfig.schedule = '{schedule}'",
         f"MeshConfig.expert = {devices}", f"MeshConfig.devices_per_node = {_DEVICES.value}",
         f"train.batch_size = {devices * _TOKENS.value // LENGTH}",
         "train.learning_rate = 1e-6", "train.zero_stage = 0", "train.steps = 1000000",
         f"PlannerConfig.name = '{planner.removesuffix('_after_gate')}'",
         f"PlannerConfig.when = '{'after_gate' if late else 'ahead'}'",
-        f"PlannerConfig.split = '{'plan' if late else _SPLIT.value}'",
+        f"PlannerConfig.split = '{'plan' if late else 'auto'}'",
         *(["PlannerConfig.calibrate = False"] if planner == "hecate" else []),
-        f"PlannerConfig.replica_slots = {_REPLICA_SLOTS.value}", "PlannerConfig.overlap_degree = 16",
+        "PlannerConfig.replica_slots = 4", "PlannerConfig.overlap_degree = 16",
         "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1", "PlannerConfig.skipped_devices = 'search'",
         f"PlannerConfig.cluster = '{pathlib.Path(_OUT.value).resolve() / 'lab_cluster.gin'}'",
     ]  # fmt: skip
@@ -132,7 +123,7 @@ def run_config(side: str):
 
 
 def worker() -> None:
-    """Run all sides on this host, in turn; process 0 writes OUT/sides-PLANNERS-SPLIT.json after each round."""
+    """Run all sides on this host, in turn; process 0 writes OUT/sides.json after each round."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -142,21 +133,19 @@ def worker() -> None:
     from moe_jax.parallel.mesh import build_mesh, to_devices
     from moe_jax.training.stepper import build_stepper
 
-    place = {"coordinator": None, "num_processes": None, "process_id": None}
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        place = {
-            "coordinator": os.environ["JAX_COORDINATOR_ADDRESS"],
-            "num_processes": int(os.environ["JAX_NUM_PROCESSES"]),
-            "process_id": int(os.environ["JAX_PROCESS_ID"]),
-        }
+    place = {
+        "coordinator": os.environ["JAX_COORDINATOR_ADDRESS"],
+        "num_processes": int(os.environ["JAX_NUM_PROCESSES"]),
+        "process_id": int(os.environ["JAX_PROCESS_ID"]),
+    }
     devices = _HOSTS.value * _DEVICES.value
-    counts = read_counts(_TRACE.value, devices, 2 * _TOKENS.value, _FIRST.value)
+    counts = read_counts(_TRACE.value, devices, 2 * _TOKENS.value)
 
-    def with_counts(state, step):
-        """Return the state, its gate handing out the trace's experts of a step."""
+    def with_counts(state, _):
+        """Return the state, its gate handing out the trace's experts."""
         gate = state["params"]["dense"]["units"]["segment_0"]["gate"]
         weight = np.zeros(gate["w_gate"].shape, np.float32)
-        weight[:, :devices] = counts[step % len(counts)]
+        weight[:, :devices] = counts
         gate["w_gate"] = to_devices(weight, gate["w_gate"].sharding)
         return state
 
@@ -207,9 +196,7 @@ def worker() -> None:
             for values in result.values():
                 values["speedup"] = result["ep"]["step_seconds"] / values["step_seconds"]
             if hosts.is_main:
-                whole = {"transport": _TRANSPORT.value, "slack": _SLACK.value, "sides": result}
-                path = pathlib.Path(_OUT.value) / f"sides-{'-'.join(_PLANNERS.value)}-{_SPLIT.value}.json"
-                path.write_text(json.dumps(whole, indent=1) + "\n")
+                (pathlib.Path(_OUT.value) / "sides.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main(_):
@@ -228,9 +215,7 @@ def main(_):
         sys.executable, str(ROOT / "scripts/bench/placement.py"), *sys.argv[1:], "--worker",
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT)
-    sides: dict = {}  # of all runs in the folder
-    for path in sorted(folder.glob("sides-*.json"), key=lambda path: path.stat().st_mtime):
-        sides.update(json.loads(path.read_text())["sides"])
+    sides = json.loads((folder / "sides.json").read_text())
     lines = [
         "| side | s a step | speed-up over EP | max/mean | replicas a layer | passes |",
         "|---|---|---|---|---|---|",

@@ -24,7 +24,7 @@ from moe_jax.planning import NAMES
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_session import PlanSession
+from moe_jax.replan.session import PlanSession
 
 _DEVICES = flags.DEFINE_list("devices", ["64", "256", "1024", "4096", "16384"], "Devices of the group.")
 _EXPERTS = flags.DEFINE_integer("experts", 256, "Experts of the layer; 0: one for each device.")

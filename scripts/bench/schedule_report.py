@@ -25,7 +25,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     from moe_jax.analysis.timed import predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
-    from moe_jax.moe.schedules.parm import choose, rule_of
+    from moe_jax.moe.choosers import parm_seconds, rule_of
 
     if not rows:
         raise SystemExit(f"error: {path} holds no measured layer; run the sweep first")
@@ -51,7 +51,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
             predicted[name].append((predict(name, layer, DEVICES, cluster), times[name]))
         roles, sizes = layer.sizes(DEVICES)
         for known in (collectives, cluster):
-            seconds = choose(roles, sizes, known)
+            seconds = parm_seconds(roles, sizes, known)
             rules.setdefault(rule_of(known), []).append((layer, dict(times), seconds))
         chooses = layer.mp_size > 1 or knows_layers
         times["parm"] = times[min(seconds, key=seconds.get) if chooses else "s1"]
@@ -69,9 +69,9 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
         table[pair] = cells = {"layers": len(found), **means, "parm_95": interval}
         shown = "  ".join(f"{name} {cells[name]:.2f}" for name in ("s1", "s2", "parm"))
         print(f"{pair:10s} {cells['layers']:3d} layers  {shown}  95% of parm's mean {cells['parm_95']}")
-    rates = {name: _hit_rates(judged) for name, judged in rules.items()}
-    for name, hits in rates.items():
-        print(f"rule {name:10s} {'  '.join(f'{what} {value}' for what, value in hits.items())}")
+    rates = {name: _hit_rate(judged) for name, judged in rules.items()}
+    for name, rate in rates.items():
+        print(f"rule {name:10s} picks the shorter of s1 and s2 {rate}")
     answer = {
         "layers": len(rows),
         "speedup": table,
@@ -79,11 +79,6 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
         "parm_over_worse_mean": _r(np.mean(over_worse)) if over_worse else None,
         "parm_behind_best_mean": _r(np.mean(behind)) if behind else None,
         "rules": rates,
-        # Parm, figure 1: predicted communication over the measured time of a layer
-        "communication_share": {
-            name: _r(np.mean([min(1.0, ours.communication / seconds) for ours, seconds in found]))
-            for name, found in predicted.items()
-        },
         "prediction": {
             "all": _errors(sum(predicted.values(), [])),
             **{name: _errors(found) for name, found in predicted.items()},
@@ -96,29 +91,19 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     print(line)
 
 
-def _hit_rates(judged) -> dict:
-    """How often one rule's choice is the shortest that was measured, and how far behind it is, mean.
-
-    `of_three` asks all layers for the shortest of deepspeed, s1 and s2, whatever the rule compares. `of_s1_and_s2` asks
-    those with N_MP > 1, where the rule's times of these two differ, for the shorter of them: what Parm's rule is for.
+def _hit_rate(judged) -> float | None:
+    """Return how often a rule picks the shorter of s1 and s2, which is what Parm's rule is for; None without a choice.
 
     Args:
-      judged: (layer, measured {schedule: seconds}, the rule's {schedule: seconds}) of each layer.
+      judged: (layer, measured {schedule: seconds}, the rule's {schedule: seconds}) of each layer; with N_MP = 1 the
+        rule's times of the two do not differ.
     """
-    three = [times[min(ours, key=ours.get)] / min(times[name] for name in SCHEDULES) for _, times, ours in judged]
-    two = []
-    for layer, times, ours in judged:
-        if layer.mp_size > 1:
-            pick = "s1" if ours["s1"] <= ours["s2"] else "s2"
-            two.append(times[pick] / min(times["s1"], times["s2"]))
-    found = {}
-    for name, behind in (("of_three", three), ("of_s1_and_s2", two)):
-        found[f"{name}_layers"] = len(behind)
-        if behind:
-            found[name] = _r(np.mean([ratio == 1 for ratio in behind]))
-            found[f"{name}_within_3_percent"] = _r(np.mean([ratio <= NEAR for ratio in behind]))
-            found[f"{name}_behind_mean"] = _r(np.mean(behind) - 1)
-    return found
+    rights = [
+        times[min(("s1", "s2"), key=ours.get)] == min(times["s1"], times["s2"])
+        for layer, times, ours in judged
+        if layer.mp_size > 1
+    ]
+    return _r(np.mean(rights)) if rights else None
 
 
 def _errors(pairs: list) -> dict:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 
-from moe_jax.cluster import cluster_of, uniform_seconds
+from moe_jax.cluster import Links, cluster_of
 from moe_jax.cluster.collectives import Group
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.tables import LEVELS
@@ -45,7 +45,7 @@ def seconds_by_kind(prices: Prices) -> dict[str, float]:
     sizes = (SEQUENCES, HEADS, LENGTH, HEAD, HEAD)
     attention = [prices.attention(kind, sizes, causal=True) for kind in ("forward", "backward")]
     sent = TOKENS * COPIES * (1 - 1 / DEVICES) * M * ITEM
-    exchange = float(uniform_seconds(cluster, Group(DEVICES, DEVICES), sent, 0.0, "AutoModel"))
+    exchange = float(Links(cluster, Group(DEVICES, DEVICES), "AutoModel").uniform(sent, 0.0))
     x, row = TOKENS * M * ITEM, M * ITEM
     # bytes of a forward: two norms, two sums, norms and rotation of q and k, SwiGLU, rows copied per expert and back
     heads = TOKENS * (HEADS + KV_HEADS) * HEAD * ITEM

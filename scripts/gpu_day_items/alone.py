@@ -136,9 +136,10 @@ def after_gate(context, planner: str):
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import play
     from moe_jax.moe.after_gate_rules import RULES
-    from moe_jax.planning.balancer import build_planner, with_late
+    from moe_jax.planning.balancer import build_planner
     from moe_jax.planning.config import PlannerConfig
     from moe_jax.planning.cost import Cost
+    from moe_jax.planning.growth import with_late
     from moe_jax.planning.placement import Placement
     from moe_jax.planning.plan_shape import build_shape, fill_tables
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest import mock
 
 from gpu_day_items import configs
 
@@ -14,20 +15,17 @@ def measure(context, seconds: float):
     import jax
 
     from moe_jax.analysis import tuning
-    from moe_jax.config.run_config import config_text
 
     logging.getLogger("absl").setLevel(logging.ERROR)
     config, devices = configs.gpt_moe_s(context, batch=8, layers=context.of_size(4, 1), steps=20), jax.devices()[:1]
-    plain, candidates, _ = tuning.prepare(config, devices)
-    first = ["ModelConfig.stack"] if context.tiny else [knob for knob in FIRST if knob in candidates]
-    candidates = {knob: candidates[knob] for knob in (*first, *(() if context.tiny else candidates))}
-    key = tuning.journal_key(config_text(config), devices)
-    journal = tuning.Journal(context.scratch / "tuned.journal.jsonl", key, print)
-    bench = tuning.Bench(config, devices)
-    bench.least_seconds = context.of_size(bench.least_seconds, 0.05)
-    found = tuning.search(plain, candidates, bench, journal, seconds, print)
-    best = tuning.text_of(found["best"], plain)
-    context.record(best=best, ratio_to_plain=found["answer"]["ratio"], tried=found["rows"])
-    for text, step, ratio, said in found["rows"]:
-        context.row(text, said if step is None else f"{step * 1e3:.1f} ms a step, {ratio:.3f} of plain ({said})")
-    context.row(f"chosen: {best}", f"{found['answer']['ratio']:.3f} of plain in {found['answer']['rounds']} rounds")
+    candidates = tuning.find_candidates(config)
+    first = [one for name in FIRST for one in candidates if name in one]
+    candidates = first[-2:] if context.tiny else first + [one for one in candidates if one not in first]
+    rows: list[str] = []
+    with mock.patch.object(tuning, "SECONDS", context.of_size(tuning.SECONDS, 0.05)):
+        best, ratio = tuning.Bench(config, devices).search(candidates, seconds, rows.append)
+    tried = "\n".join(rows).splitlines()[1:]
+    context.record(best=tuning.text_of(best), ratio_to_plain=ratio, tried=tried)
+    for number, row in enumerate(tried):
+        context.row(f"setting {number}: seconds a step, to plain", row.strip())
+    context.row(f"chosen: {tuning.text_of(best)}", f"{ratio:.3f} of plain")

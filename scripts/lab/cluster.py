@@ -8,10 +8,6 @@ links of the given rate: here bytes take time, and hosts can die. A program of m
 --num_processes, --process_id and --host_devices appended; any other command finds JAX_COORDINATOR_ADDRESS,
 JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_NUM_CPU_DEVICES in its environment.
 
-With --intra_rate the links inside a host have a rate as well: every device is then a process of its own (one process
-cannot shape what it copies between its own devices), numbered host by host, so that MeshConfig.devices_per_node =
-devices_per_host still says where the fast links end.
-
 The hosts' output appears with the host's name before each line. Ctrl-C, SIGTERM and SIGHUP are passed on; a second one
 kills. When a host fails, the others have --grace seconds to notice. Exit code: 0, or that of the first host that failed
 (128 + n if signal n killed it); 2 for a mistake or if the machine lacks something, 124 after --timeout. What a killed
@@ -25,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from network import LabError, LabShape, build_network, find_missing, remove_leftovers, remove_network
+from network import LabError, build_network, check_shape, find_missing, remove_leftovers, remove_network
 from processes import LabRun
 
 
@@ -36,9 +32,6 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (2)")
     parser.add_argument("--devices_per_host", type=int, default=1, help="CPU devices of each host (1)")
     parser.add_argument("--rate", help="rate between hosts, each way, as in 200mbit (default: as fast as it goes)")
-    parser.add_argument("--intra_rate", help="rate between the devices of a host; makes each device a process")
-    parser.add_argument("--burst", type=int, help="bytes that a link lets through at once (default: by its rate)")
-    parser.add_argument("--pin", action="store_true", help="give each host cores of its own, as far as they go")
     parser.add_argument("--logs", type=Path, help="folder for a copy of each host's output")
     parser.add_argument("--grace", type=float, default=60.0, help="seconds for the others after a failure (60)")
     parser.add_argument("--timeout", type=float, help="seconds after which everything is killed")
@@ -55,16 +48,10 @@ def run_lab(flags: argparse.Namespace) -> int:
     Raises:
       LabError: a mistake in the flags, or something that the machine lacks.
     """
-    shape = LabShape(
-        hosts=flags.hosts,
-        devices_per_host=flags.devices_per_host,
-        rate=flags.rate,
-        intra_rate=flags.intra_rate,
-        burst=flags.burst,
-    )
+    check_shape(flags.hosts, flags.devices_per_host, flags.rate)
     if not flags.command and not flags.clean:
         raise LabError("no command: give it after --, as in cluster.py --hosts=2 -- python -m moe_jax.train ...")
-    if missing := find_missing(shaped=bool(flags.rate or flags.intra_rate)):
+    if missing := find_missing(shaped=bool(flags.rate)):
         raise LabError(missing)
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -77,11 +64,10 @@ def run_lab(flags: argparse.Namespace) -> int:
         flags.logs.mkdir(parents=True, exist_ok=True)
     run = None
     try:
-        hosts = build_network(shape)
+        hosts = build_network(flags.hosts, flags.rate)
         if received:
             return 128 + received[0]
-        devices = 1 if shape.intra_rate else shape.devices_per_host
-        run = LabRun(hosts, flags.command, devices=devices, pin=flags.pin, logs=flags.logs, grace_seconds=flags.grace)
+        run = LabRun(hosts, flags.command, devices=flags.devices_per_host, logs=flags.logs, grace_seconds=flags.grace)
         return watch_run(run, flags.timeout, received)
     finally:
         if run:

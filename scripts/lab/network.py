@@ -1,16 +1,9 @@
 """Builds and removes the network of a lab: namespaces that stand for hosts, joined by links of a given rate.
 
-Inputs: a LabShape (how many hosts and devices, the rates). Outputs: one network namespace per host, or per device where
-the links inside a host are shaped too, each with its own address and /etc/hosts. Nothing is added to the machine's own
-network: the bridges are in one more namespace, so that two labs can use the same addresses and a lab is removed by
-removing its namespaces. It starts no processes.
-
-    without intra_rate                         with intra_rate
-    host0   host1   host2     one namespace    host0-device0   host0-device1   host1-device0 ...
-      |       |       |       each               |               |  intra_rate    |
-      +--- bridge ----+  rate                    +--- node 0 ----+                +--- node 1 ...
-                                                        |            rate                |
-                                                        +----------- bridge -------------+
+Inputs: how many hosts, and the rate of their links. Outputs: one network namespace per host, each with its own address
+and /etc/hosts, all joined by a bridge. Nothing is added to the machine's own network: the bridge is in one more
+namespace, so that two labs can use the same addresses and a lab is removed by removing its namespaces. It starts no
+processes.
 
 Every name contains the process that owns it (its id and the time it started), so what a killed lab left behind is found
 by name alone, and a running lab is never changed. Linux only; needs root.
@@ -40,44 +33,29 @@ class LabError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabShape:
-    """What the lab looks like.
-
-    Attributes:
-      hosts: number of hosts.
-      devices_per_host: devices of each host.
-      rate: rate of the link between a host and the others, each way, as tc writes it ("200mbit"); None = unshaped.
-      intra_rate: rate of the link between a device and the others of its host. One process cannot shape what it copies
-        between its own devices, so with this every device is a process of its own in a namespace of its own.
-      burst: bytes that a link lets through at once after a pause; None = 1 ms at the rate, at least 5 kB.
-    """
-
-    hosts: int
-    devices_per_host: int = 1
-    rate: str | None = None
-    intra_rate: str | None = None
-    burst: int | None = None
-
-    def __post_init__(self):
-        for name in ("hosts", "devices_per_host"):
-            if not 1 <= getattr(self, name) <= 200:
-                raise LabError(f"{name} ({getattr(self, name)}) must lie in 1..200")
-        for name in ("rate", "intra_rate"):
-            value = getattr(self, name)
-            if value is not None and (not _RATE.match(value) or bits_per_second(value) < 1000):
-                raise LabError(f"{name} ({value!r}) must be a number and kbit, mbit or gbit, as in 200mbit")
-        if self.burst is not None and self.burst < 2000:
-            raise LabError(f"burst ({self.burst}) must be at least 2000 bytes, more than one packet")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LabHost:
-    """One namespace: its network name, the host name seen inside, its address, the host it belongs to."""
+    """One namespace: its network name, the host name seen inside, its address."""
 
     namespace: str
     host_name: str
     address: str
-    host: int
+
+    def enter(self) -> list[str]:
+        """Return the words before a command that is to run on this host, and to end when the lab ends."""
+        named = 'hostname "$0" && exec "$@"'
+        return [
+            "ip", "netns", "exec", self.namespace, "unshare", "--uts", "setpriv", "--pdeathsig", "KILL",
+            "sh", "-c", named, self.host_name,
+        ]  # fmt: skip
+
+
+def check_shape(hosts: int, devices_per_host: int, rate: str | None) -> None:
+    """Refuse counts and a rate that no lab has; the rate is that of a link, each way, as tc writes it ("200mbit")."""
+    for name, count in (("hosts", hosts), ("devices_per_host", devices_per_host)):
+        if not 1 <= count <= 200:
+            raise LabError(f"{name} ({count}) must lie in 1..200")
+    if rate is not None and (not _RATE.match(rate) or bits_per_second(rate) < 1000):
+        raise LabError(f"rate ({rate!r}) must be a number and kbit, mbit or gbit, as in 200mbit")
 
 
 def bits_per_second(rate: str) -> float:
@@ -93,9 +71,9 @@ def find_missing(shaped: bool) -> str | None:
         return f"a lab needs Linux's network namespaces (this is {sys.platform})"
     if os.geteuid() != 0:
         return f"a lab needs root (this is user {os.geteuid()}): run it with sudo"
-    tools = [tool for tool in ("ip", *(["tc"] if shaped else [])) if shutil.which(tool) is None]
+    tools = [tool for tool in ("ip", "setpriv", *(["tc"] if shaped else [])) if shutil.which(tool) is None]
     if tools:
-        return f"a lab needs the commands {tools} (Debian's package iproute2): install them"
+        return f"a lab needs the commands {tools} (Debian's packages iproute2 and util-linux): install them"
     name = f"{_own_prefix()}probe"
     trials = [
         (["ip", "netns", "add", name], "a network namespace (in a container: CAP_SYS_ADMIN and CAP_NET_ADMIN)"),
@@ -103,7 +81,7 @@ def find_missing(shaped: bool) -> str | None:
         (["ip", "-n", name, "link", "add", "v0", "type", "veth", "peer", "name", "v1"], "a veth pair (module veth)"),
     ]
     if shaped:
-        pieces, bucket = _shaping(name, "v0", "1mbit", None)
+        pieces, bucket = _shaping(name, "v0", "1mbit")
         trials += [(pieces, "a limit on gso_max_size (iproute2 of 2018)"), (bucket, "tbf (kernel module sch_tbf)")]
     try:
         for command, piece in trials:
@@ -115,8 +93,8 @@ def find_missing(shaped: bool) -> str | None:
     return None
 
 
-def build_network(shape: LabShape) -> list[LabHost]:
-    """Make the namespaces and links of a lab; `remove_network` undoes it, also what a failure left half made.
+def build_network(count: int, rate: str | None) -> list[LabHost]:
+    """Make the namespaces of `count` hosts and their links; `remove_network` undoes it, also what is half made.
 
     Raises:
       LabError: a step failed; says which.
@@ -125,20 +103,7 @@ def build_network(shape: LabShape) -> list[LabHost]:
     _run("ip", "netns", "add", switch)
     _run("ip", "-n", switch, "link", "add", "core", "type", "bridge")
     _run("ip", "-n", switch, "link", "set", "core", "up")
-    hosts = []
-    for host in range(shape.hosts):
-        if shape.intra_rate is None:
-            hosts.append(_add_host(switch, "core", host, None, shape.rate, shape.burst))
-            continue
-        node = f"n{host}"
-        _run("ip", "-n", switch, "link", "add", node, "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", node, "up")
-        _run("ip", "-n", switch, "link", "add", f"u{host}", "type", "veth", "peer", "name", f"c{host}")
-        for port, bridge in ((f"u{host}", node), (f"c{host}", "core")):
-            _run("ip", "-n", switch, "link", "set", port, "master", bridge, "up")
-            _shape(switch, port, shape.rate, shape.burst)
-        for device in range(shape.devices_per_host):
-            hosts.append(_add_host(switch, node, host, device, shape.intra_rate, shape.burst))
+    hosts = [_add_host(switch, host, rate) for host in range(count)]
     names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.host_name}\n" for host in hosts)
     for host in hosts:
         (_ETC_NETNS / host.namespace / "hosts").write_text(names)
@@ -190,35 +155,29 @@ def lab_names() -> list[str]:
     return sorted(found)
 
 
-def _add_host(switch: str, bridge: str, host: int, device: int | None, rate: str | None, burst: int | None) -> LabHost:
-    """Make the namespace of a host, or of one of its devices, and its link to a bridge."""
-    port = f"h{host}" if device is None else f"h{host}d{device}"
-    host_name = f"host{host}" if device is None else f"host{host}-device{device}"
-    namespace, address = f"{_own_prefix()}{port}", f"10.99.{host}.{(device or 0) + 1}"
+def _add_host(switch: str, host: int, rate: str | None) -> LabHost:
+    """Make the namespace of a host and its link to the bridge."""
+    port, address = f"h{host}", f"10.99.{host}.1"
+    namespace = f"{_own_prefix()}{port}"
     (_ETC_NETNS / namespace).mkdir(parents=True)
     (_ETC_NETNS / namespace / "hosts").touch()  # `ip netns exec` puts it over /etc/hosts
     _run("ip", "netns", "add", namespace)
     _run("ip", "-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
-    _run("ip", "-n", switch, "link", "set", port, "master", bridge, "up")
+    _run("ip", "-n", switch, "link", "set", port, "master", "core", "up")
     _run("ip", "-n", namespace, "address", "add", f"{address}/16", "dev", "eth0")
     _run("ip", "-n", namespace, "link", "set", "eth0", "up")
     _run("ip", "-n", namespace, "link", "set", "lo", "up")
-    _shape(namespace, "eth0", rate, burst)
-    _shape(switch, port, rate, burst)
-    return LabHost(namespace=namespace, host_name=host_name, address=address, host=host)
-
-
-def _shape(namespace: str, device: str, rate: str | None, burst: int | None) -> None:
-    if rate is not None:
-        for command in _shaping(namespace, device, rate, burst):
+    for place, end in ((namespace, "eth0"), (switch, port)):
+        for command in _shaping(place, end, rate) if rate is not None else ():
             _run(*command)
+    return LabHost(namespace=namespace, host_name=f"host{host}", address=address)
 
 
-def _shaping(namespace: str, device: str, rate: str, burst: int | None) -> list[list[str]]:
+def _shaping(namespace: str, device: str, rate: str) -> list[list[str]]:
     # A small bucket, so that the time of a message is proportional to its size. The kernel hands packets over in pieces
     # of up to 64 kB, and cuts one that is larger than the bucket into packets with a timer each. That took so much of
     # two cores that a ring of ppermutes came out 1.3 to 1.7 times slower than its wire; pieces stay below the bucket.
-    burst = burst or max(5_000, int(bits_per_second(rate) / 8 * 1e-3))
+    burst = max(5_000, int(bits_per_second(rate) / 8 * 1e-3))  # 1 ms at the rate
     piece = min(65536, burst * 4 // 5)
     return [
         ["ip", "-n", namespace, "link", "set", device, "gso_max_size", f"{piece}"],

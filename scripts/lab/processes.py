@@ -18,7 +18,6 @@ from typing import IO
 from network import LabHost
 
 _COORDINATOR_PORT = 8476  # free: the lab has its own network
-_ENTER_HOST = Path(__file__).with_name("enter_host.py")
 
 
 def host_command(command: Sequence[str], hosts: Sequence[LabHost], index: int, devices: int) -> list[str]:
@@ -51,7 +50,6 @@ class LabRun:
       hosts: where to run.
       command: what to run.
       devices: devices of each process.
-      pin: whether each host gets cores of its own, about equally many, or one each, in turn, if there are too few.
       logs: folder that gets a copy of each host's output.
       grace_seconds: how long the others may go on after a host has failed or after a signal.
     """
@@ -62,7 +60,6 @@ class LabRun:
         command: Sequence[str],
         *,
         devices: int,
-        pin: bool,
         logs: Path | None,
         grace_seconds: float,
     ):
@@ -76,15 +73,9 @@ class LabRun:
         self._running: dict[str, subprocess.Popen] = {}
         self._readers: list[threading.Thread] = []
         self._width = max(len(host.host_name) for host in hosts)
-        cores, count = sorted(os.sched_getaffinity(0)), 1 + max(host.host for host in hosts)
         for index, host in enumerate(hosts):
-            own_cores = []
-            if pin:
-                first, end = (at * len(cores) // count for at in (host.host, host.host + 1))
-                own_cores = cores[first:end] if count <= len(cores) else [cores[host.host % len(cores)]]
-            place = [sys.executable, str(_ENTER_HOST), str(os.getpid()), host.host_name, ",".join(map(str, own_cores))]
             process = subprocess.Popen(
-                ["ip", "netns", "exec", host.namespace, *place, *host_command(command, hosts, index, devices)],
+                [*host.enter(), *host_command(command, hosts, index, devices)],
                 env=host_environment(os.environ, hosts, index, devices),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -23,17 +23,17 @@ from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
-from moe_jax.moe.after_gate_rules import RULES, ShareRule, edges_of
+from moe_jax.moe.after_gate_rules import RULES, ShareRule
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.sparse_all_gather import shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import NUMPY, build_planner
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
-from moe_jax.planning.shares import level_quotas
+from moe_jax.planning.shares import level_quotas, node_edges
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_size, transfer_sizes
 
 DEVICES, EXPERTS, SLOTS, NODE, HOMES = 8, 16, 3, 4, 4
@@ -221,7 +221,7 @@ def test_what_fits_the_late_transfer_is_taken_whole(late):
         if kind == "random" or seed >= len(WANTED):
             wanted &= rng.random(wanted.shape) < 0.15
         order = rng.permutation(EXPERTS)
-        added = fit_replicas(NUMPY, wanted[None], order[None], home[None], late)[0][0]
+        added = fit_replicas(np, wanted[None], order[None], home[None], late)[0][0]
         np.testing.assert_array_equal(added, fitting(wanted, order, home, late))
         left += (wanted & ~added).any()
     assert left
@@ -235,10 +235,7 @@ def test_late_sizes_go_down_to_one():
 
 
 # the rule, the late transfer and whether it is too small for some plans, the planner's knobs
-RULE_CASES = [
-    ("shadows", late, {"name": "fastermoe", "residual": late in ("flat", "by_node_crossing", "by_node_slots")})
-    for late in LATE
-]
+RULE_CASES = [("shadows", late, {"name": "fastermoe"}) for late in LATE]
 RULE_CASES += [("calibration", late, {"name": "hecate"}) for late in ("flat_offers", "by_node", "by_node_crossing")]
 RULE_CASES += [("quotas", late, {"name": "llep"}) for late in ("flat", "flat_offers", "by_node_crossing")]
 
@@ -312,7 +309,7 @@ LEVELLED = ("random", "equal", "unused", "none", "one")
 
 
 def loops(totals, held, home):
-    return level_quotas(NUMPY, totals[None], held[None], home[None], SWEEPS)[0]
+    return level_quotas(np, totals[None], held[None], home[None], SWEEPS)[0]
 
 
 def case(experts, devices, replicas, kind, seed):
@@ -335,14 +332,15 @@ def test_one_kernel_decides_what_the_loops_do(sizes):
     kernel = jax.jit(functools.partial(level_in_one_kernel, sweeps=SWEEPS, interpret=True))
     cases = [case(*sizes, kind, seed) for seed, kind in enumerate(LEVELLED * 2)]
     totals, held, home = (np.stack(of) for of in zip(*((c.sum(axis=0), *rest) for c, *rest in cases), strict=True))
-    together = level_quotas(NUMPY, totals, held, home, SWEEPS)  # a layer's quotas depend on its own loads alone
+    together = level_quotas(np, totals, held, home, SWEEPS)  # a layer's quotas depend on its own loads alone
     with jax.enable_x64(True):
         for at, (counts, held, home) in enumerate(cases):
             totals = counts.sum(axis=0)
             want, got = loops(totals, held, home), np.asarray(kernel(jnp.asarray(totals), held, home))
             np.testing.assert_array_equal(together[at], want)
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-10 * max(totals.max(), 1))
-            edges = [np.asarray(edges_of(jnp.asarray(counts), jnp.asarray(q), home, 0, NODE)) for q in (want, got)]
+            supply = counts.reshape(-1, NODE, len(totals)).sum(axis=1).T
+            edges = [np.asarray(node_edges(jnp, supply, jnp.asarray(q), home, 0)) for q in (want, got)]
             np.testing.assert_array_equal(*edges)
     counts, held, home = case(*sizes, "random", 0)
     totals = counts.sum(axis=0)

@@ -28,9 +28,9 @@ from moe_jax.cluster import Cluster, Fit, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import HalfWork, LayerShape, layer_seconds
 from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
+from moe_jax.moe.choosers import parm_seconds, rule_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes, build_schedule
-from moe_jax.moe.schedules.parm import choose, rule_of
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -112,7 +112,7 @@ def test_small_calibration_serves_parm_and_reads_back(tmp_path):
     again = read_cluster(tmp_path / "cluster.json")
     assert again == cluster and again.devices == 4
     sizes = LayerSizes(config=MoEConfig(num_experts=8, top_k=2), tokens=64, groups=4, row_bytes=256)
-    seconds = choose(build_mesh(mesh, devices), sizes, again)
+    seconds = parm_seconds(build_mesh(mesh, devices), sizes, again)
     assert seconds.keys() == {"s1", "s2"} and seconds["s1"] != seconds["s2"]
 
 
@@ -186,7 +186,7 @@ def chosen(fits, half=None, flops=1.0, capacity=None, top_k=2, gather="auto", **
         config=moe, tokens=64, groups=1, capacity=capacity, row_bytes=256, other_half=other_half, **sizes
     )
     cluster = Cluster(fits=fits, flops=flops)
-    seconds = choose(roles, layer, cluster)
+    seconds = parm_seconds(roles, layer, cluster)
     return min(seconds, key=seconds.get), seconds, rule_of(cluster)
 
 

@@ -11,11 +11,9 @@ from moe_jax.cluster import (
     Cluster,
     Fit,
     Group,
-    exchange_seconds,
+    Links,
     fit_alpha_beta,
     read_cluster,
-    received_seconds,
-    uniform_seconds,
 )
 from moe_jax.cluster.fits import fit_layers
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, pairwise_seconds, transfer_seconds, transport_seconds
@@ -80,9 +78,9 @@ def test_the_slowest_link_of_the_tree_decides():
     pairs = np.zeros((4, 4))
     pairs[0, 1], pairs[0, 2], pairs[3, 1], pairs[2, 2] = 5, 7, 11, 100
     cluster = Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, inter_bandwidth=1.0)
-    assert exchange_seconds(cluster, pairs, "test") == 11  # the node link: 11 / 1 > 16 / 8
+    assert Links.of(cluster, 4, "test").exchange(pairs) == 11  # the node link: 11 / 1 > 16 / 8
     flat = Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, flat=True)
-    assert exchange_seconds(flat, pairs, "test") == 2
+    assert Links.of(flat, 4, "test").exchange(pairs) == 2
 
 
 def test_cards_and_switches_are_shared_links():
@@ -92,25 +90,25 @@ def test_cards_and_switches_are_shared_links():
     pairs[0, 4], pairs[1, 5], pairs[2, 6], pairs[0, 2], pairs[0, 1] = 3, 4, 5, 8, 100
     links = {"nodes": 2, "devices_per_node": 4, "intra_bandwidth": 1000.0, "inter_bandwidth": 2.0, "cards_per_node": 2}
     cluster = Cluster(**links, switches_per_node=2, switch_bandwidth=4.0)
-    assert exchange_seconds(cluster, pairs, "test") == 7  # card 0: 7 bytes at 2 / 2 a second
+    assert Links.of(cluster, 8, "test").exchange(pairs) == 7  # card 0: 7 bytes at 2 / 2 a second
     slow = Cluster(**links, switches_per_node=2, switch_bandwidth=0.5)
-    assert exchange_seconds(slow, pairs, "test") == 16  # 8 bytes at 0.5 a second
+    assert Links.of(slow, 8, "test").exchange(pairs) == 16  # 8 bytes at 0.5 a second
     # every device sends 12 bytes to its node and 2 to others: a switch passes 2 x 12 x 2/3 of them, a card 2 x 2
-    assert uniform_seconds(cluster, EIGHT, 12.0, 2.0, "test") == 4
-    assert uniform_seconds(cluster, EIGHT, 12.0, 0.0, "test") == 2 * 12 * 2 / 3 / 4
+    assert Links(cluster, EIGHT, "test").uniform(12.0, 2.0) == 4
+    assert Links(cluster, EIGHT, "test").uniform(12.0, 0.0) == 2 * 12 * 2 / 3 / 4
     # 14 bytes to each device, 2 from every other one: the same pairs by all three ways
-    even = received_seconds(cluster, np.full(8, 14.0), "test")
+    even = Links.of(cluster, 8, "test").received(np.full(8, 14.0))
     assert (
         even
-        == exchange_seconds(cluster, np.full((8, 8), 2.0), "test")
-        == uniform_seconds(cluster, EIGHT, 6.0, 8.0, "test")
+        == Links.of(cluster, 8, "test").exchange(np.full((8, 8), 2.0))
+        == Links(cluster, EIGHT, "test").uniform(6.0, 8.0)
     )
     # as many cards as devices: each has its own; with more it still reaches only one
     rails = Cluster(**{**links, "cards_per_node": 4})
-    assert uniform_seconds(rails, EIGHT, 0.0, 2.0, "test") == 4
-    assert uniform_seconds(Cluster(**{**links, "cards_per_node": 8}), EIGHT, 0.0, 2.0, "test") == 8
+    assert Links(rails, EIGHT, "test").uniform(0.0, 2.0) == 4
+    assert Links(Cluster(**{**links, "cards_per_node": 8}), EIGHT, "test").uniform(0.0, 2.0) == 8
     # one of two groups that use the machines at the same time gets half
-    assert uniform_seconds(rails.part_of(2), EIGHT, 0.0, 2.0, "test") == 8
+    assert Links(rails.part_of(2), EIGHT, "test").uniform(0.0, 2.0) == 8
 
 
 def test_fit_recovers_its_constants_and_r2():

@@ -14,11 +14,11 @@ from moe_jax.cluster import (
     HOST,
     UNNAMED,
     Group,
+    Links,
     cluster_named,
     cluster_of,
     read_cluster,
     tables,
-    uniform_seconds,
     write_cluster,
 )
 from moe_jax.cluster.cluster import cluster_of_kind
@@ -117,7 +117,7 @@ def test_a_node_takes_what_its_table_says():
         assert traffic(kind, size, (tuple(range(8)),), prices)[2] == pytest.approx(seconds), kind
         sent = size * 7 / 8 * (2 if kind == "all-reduce" else 1)
         group = Group(8, 8, kind)
-        assert float(uniform_seconds(cluster_of(prices), group, sent, 0.0, "test")) == pytest.approx(seconds), kind
+        assert float(Links(cluster_of(prices), group, "test").uniform(sent, 0.0)) == pytest.approx(seconds), kind
     # of an all-to-all of two a device sends half of Z, of a permute all of it
     pair = tables.fitted("collectives", ("H100",), "all-to-all")[2]
     assert traffic("collective-permute", size, ((0, 1), (1, 0)), prices)[2] == pytest.approx(pair.seconds(2 * size))
@@ -142,9 +142,9 @@ def test_levels_stand_in_order_and_leave_what_was_measured():
     two = [
         cluster_of(Prices(dataclasses.replace(H100, nodes=2, per_node=8), own.constants)) for own in (low, middle, high)
     ]
-    times = [float(uniform_seconds(cluster, Group(16, 8), 1e6, 1e7, "test")) for cluster in two]
+    times = [float(Links(cluster, Group(16, 8), "test").uniform(1e6, 1e7)) for cluster in two]
     assert times == sorted(times) and times[0] < times[-1]
-    inside = {float(uniform_seconds(cluster, Group(8, 8), 1e6, 0.0, "test")) for cluster in two}
+    inside = {float(Links(cluster, Group(8, 8), "test").uniform(1e6, 0.0)) for cluster in two}
     assert len(inside) == 1 and low.matmul("bf16", 1, 512, 512, 512) < middle.matmul("bf16", 1, 512, 512, 512)
     for row in tables.rows_of("assumed"):
         values = [float(row[level]) for level in tables.LEVELS]
@@ -221,4 +221,4 @@ def test_every_target_has_a_basis():
         prices = Prices(read_device(name))
         assert set(prices.described().values()) and prices.reached("bf16") < prices.target.flops_bf16
         cluster = cluster_of(prices)
-        assert cluster.memory_bytes and float(uniform_seconds(cluster, Group(2, 2), 1e6, 0.0, "test")) > 0
+        assert cluster.memory_bytes and float(Links(cluster, Group(2, 2), "test").uniform(1e6, 0.0)) > 0

@@ -8,6 +8,7 @@ import types
 import numpy as np
 import pytest
 
+from moe_jax.data import stream
 from moe_jax.data.cache import build_cache, hash64, uniform
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.stream import (
@@ -211,12 +212,12 @@ def test_document_numbers_and_targets_by_hand():
     assert inside.tolist() == [[1, 1, 0, 0, 1, 0, 1], [1] * 7, [0, 1, 1, 1, 1, 1, 1]]
 
 
-def masked_one_by_one(tokens, step, rows, seed, tokenizer, rate):
+def masked_one_by_one(tokens, step, rows, seed, tokenizer):
     inputs, weights = tokens.copy(), np.zeros(tokens.shape, np.float32)
     ordinary = sorted({*range(tokenizer.vocab_size)} - {tokenizer.mask_id, tokenizer.end_id, *tokenizer.front})
     for b, s in np.ndindex(tokens.shape):
         address = (int(rows[b]), s)
-        if tokens[b, s] not in ordinary or uniform(2, seed, step, 0, *address)[0] >= rate:
+        if tokens[b, s] not in ordinary or uniform(2, seed, step, 0, *address)[0] >= stream.MASK_RATE:
             continue
         weights[b, s] = 1
         fate = uniform(2, seed, step, 1, *address)[0]
@@ -227,10 +228,11 @@ def masked_one_by_one(tokens, step, rows, seed, tokenizer, rate):
     return inputs, tokens, weights
 
 
-def test_mask_tokens_equals_a_loop_and_depends_on_the_row_alone():
+def test_mask_tokens_equals_a_loop_and_depends_on_the_row_alone(monkeypatch):
+    monkeypatch.setattr(stream, "MASK_RATE", 0.5)
     tokens = (np.arange(6 * 40).reshape(6, 40) * 7 % 12).astype(np.int32)
     tokenizer = types.SimpleNamespace(vocab_size=12, mask_id=11, end_id=7, front=(2,), back=())
-    settings = {"step": 3, "seed": 5, "tokenizer": tokenizer, "rate": 0.5}
+    settings = {"step": 3, "seed": 5, "tokenizer": tokenizer}
     rows = np.arange(10, 16)
     found = mask_tokens(tokens, rows=rows, **settings)
     odd = mask_tokens(tokens[1::2], rows=rows[1::2], **settings)  # a host's rows need not follow one another
@@ -241,7 +243,7 @@ def test_mask_tokens_equals_a_loop_and_depends_on_the_row_alone():
     assert (found[0] != tokens).sum() > 20
     same = np.full((6, 200), 5, np.int32)  # other rows, steps and seeds choose others
     keys = ((4, 1), (5, 1), (4, 0))
-    chosen = [mask_tokens(same, step, np.arange(6), seed, ByteTokenizer(), 0.15)[2] for step, seed in keys]
+    chosen = [mask_tokens(same, step, np.arange(6), seed, ByteTokenizer())[2] for step, seed in keys]
     assert len({row.tobytes() for weights in chosen for row in weights}) == 18
 
 

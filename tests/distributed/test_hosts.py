@@ -55,14 +55,6 @@ def test_a_killed_process_ends_the_other_with_code_4_and_its_name():
     assert "Traceback" not in out + err
 
 
-def test_where_process_0_is_killed_the_other_ends_too():
-    """jax may abort it first; its name is for the launcher to say."""
-    with job() as processes:
-        wait_for_step(processes, 5)
-        processes[0].kill()
-        assert finish(processes[1], 10)[0] in (4, -signal.SIGABRT)
-
-
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_silent_process_ends_the_other_with_code_4_and_its_name(victim):
     with job("--lost_after=2") as processes:
@@ -139,16 +131,6 @@ def test_the_stall_clock_rests_before_the_first_step_and_on_request(monkeypatch)
     hosts.touch(0)
     look(1e9)
     assert len(ended) == 1
-
-
-def test_start_hosts_without_flags_is_one_process():
-    with start_hosts() as hosts:
-        assert (hosts.process_index, hosts.process_count, hosts.is_main) == (0, 1, True)
-        assert hosts.gather_text("anything", "a") == ["a"]
-        hosts.agree("anything", "a", lambda first, own: "never")
-        hosts.close()
-    with pytest.raises(UserError, match="as it is"), Hosts():
-        raise UserError("as it is")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from moe_jax.inference.conversion import file_shapes
 from moe_jax.inference.families import EXPERT_KEYS, LATENT_KEYS, REQUIRED, read_config
-from moe_jax.inference.tensor_places import tensor_places
+from moe_jax.inference.tensor_places import file_shapes, tensor_places
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.storage.checkpoint import Checkpointer

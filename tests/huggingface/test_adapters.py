@@ -1,6 +1,6 @@
 """Adapters as files: what is merged is what they say, and peft computes what we compute.
 
-The latter two need torch, transformers, peft and lm_eval: bash scripts/test.sh --ecosystem tests/huggingface
+The latter needs torch, transformers and peft: bash scripts/test.sh --ecosystem tests/huggingface
 """
 
 import contextlib
@@ -21,11 +21,10 @@ from moe_jax.inference.conversion import TensorFolder, export_folder, import_fol
 from moe_jax.models.config import LoraConfig
 from moe_jax.models.lora import is_adapter
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.replan.segments import build_model
 from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.training.segments import build_model
 
 load_file = pytest.importorskip("safetensors.numpy").load_file
-tokenizers = pytest.importorskip("tokenizers")
 FOLDER = Path(__file__).parent / "golden"
 SCALE = 6.0 / 2
 
@@ -131,41 +130,3 @@ def test_logits_are_those_of_peft(case, tmp_path):
     for name, its in found.items():
         np.testing.assert_allclose(its, ours, rtol=0, atol=1e-5, err_msg=name)
     assert not any(is_adapter(name) for name in TensorFolder(tmp_path / "merged").names)
-
-
-@pytest.mark.filterwarnings("ignore")  # of lm_eval and what it imports
-@pytest.mark.ecosystem
-def test_lm_eval_finds_the_same_log_likelihoods_in_the_merged_folder(tmp_path, monkeypatch):
-    """A task of our own, a choice of four: the log likelihood of each answer after its question, within 1e-4."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    lm_eval, huggingface = pytest.importorskip("lm_eval"), pytest.importorskip("lm_eval.models.huggingface")
-    save(build("qwen3_moe", {}), tmp_path / "saved", "float32", "1GB")
-    run = import_folder(tmp_path / "saved", tmp_path / "base")
-    adapted(tmp_path / "base", run, tmp_path / "run")
-    export_folder(tmp_path / "run", tmp_path / "merged")
-    letters = [chr(ord("A") + number) for number in range(40)]  # a token each, by its id
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({letter: i for i, letter in enumerate(letters)}, "A"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    words = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="A", pad_token="A")
-    ids = np.random.default_rng(0).integers(1, 40, (3, 4, 16))
-    ids[:, :, :10] = ids[:, :1, :10]  # a question of ten tokens, with four answers of six
-    texts = ["".join(letters[i] for i in row) for row in ids.reshape(12, 16)]
-    records = [
-        {"question": texts[4 * row][:10], "answers": [text[10:] for text in texts[4 * row : 4 * row + 4]]}
-        for row in range(3)
-    ]
-    (tmp_path / "task.json").write_text("\n".join(map(json.dumps, records)))
-    task = {
-        "task": "own", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "task.json")}},
-        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": 0,
-        "doc_to_choice": "{{answers}}", "target_delimiter": "",
-    }  # fmt: skip
-    model = huggingface.HFLM(pretrained=str(tmp_path / "merged"), tokenizer=words, device="cpu", dtype=torch.float32)
-    samples = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True)["samples"]["own"]
-    theirs = [[float(answer[0][0]) for answer in sample["resps"]] for sample in samples]
-    logits = logits_of(tmp_path / "run", ids.reshape(12, 16)).astype(np.float64)
-    chances = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    ours = np.take_along_axis(chances[:, 9:15], ids.reshape(12, 16)[:, 10:, None], -1).sum((1, 2))
-    np.testing.assert_allclose(theirs, ours.reshape(3, 4), rtol=0, atol=1e-4)

@@ -80,12 +80,11 @@ def test_an_export_has_the_same_bits(name, tmp_path):
     assert parameter_counts(first.model, first.moe, 40)[0] == sum(before.read(t).size for t in before.names)
 
 
-@pytest.mark.parametrize("name", ["mixtral_one_key_head_sharded", "olmoe", "deepseek_v2_lite"])
-def test_an_export_names_the_ids_of_its_tokenizer(name, tmp_path):
+def test_an_export_names_the_ids_of_its_tokenizer(tmp_path):
     """Of a run that no config.json was carried to: transformers would take its class's ids for what is absent."""
     tokenizers = pytest.importorskip("tokenizers")
     run, special = tmp_path / "run", ["<s>", "</s>", "<pad>"]
-    import_folder(FOLDER / name, run)
+    import_folder(FOLDER / "olmoe", run)
     for file in END_FILES:
         (run / file).unlink(missing_ok=True)
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(special, 3)}, "<s>"))

@@ -5,6 +5,7 @@ int8 experts: each weight off by at most half a scale, and a layer that equals t
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference import Generator, Sampling, few_tokens
-from moe_jax.inference.few_tokens import LEAST_RESULTS, SCALE, FewTokensGroup, own_experts, quantize
-from moe_jax.inference.generator import DECODE, inference_configs
+from moe_jax.inference.few_tokens import LEAST_RESULTS, SCALE, FewTokensGroup, multiply_choices, quantize
+from moe_jax.inference.generator import inference_configs
 from moe_jax.inference.programs import choose_tokens, prompt_keys, settle_transport
 from moe_jax.models import ModelConfig
 from moe_jax.models.model_group import ModelGroup
@@ -32,13 +33,14 @@ QWEN = {**PLAIN, "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "moe_every": 2
 OLMOE = {**PLAIN, "qk_norm": "width", "rotary_base": 1e6, "rotary_factor": 4.0}
 LATENT = {**PLAIN, "kv_lora_rank": 6, "q_lora_rank": 7, "qk_rope_head_dim": 4, "head_dim": 10, "v_head_dim": 5}
 YARN = {"rotary_factor": 40.0, "rotary_base": 500.0, "rotary_yarn": (16, 8, 1, 0.7, 1.0)}
-# name: (mesh, changes of the model, of the layer); single tokens are gathered unless EXCHANGE names the case
+# name: (mesh, changes of the model, of the layer)
 CASES = {
     "1 device": ({"expert": 1}, {}, {}),
     "EP x ESP x MP": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, QWEN, {"capacity_factor": 1.0}),
     "EP 4, MP 4, s2": ({"expert": 4, "expert_shard": 2, "model": 4}, OLMOE, {"schedule": "s2", "shared_experts": 1}),
     "EP 8": ({"expert": 8}, SWIGLU, {"schedule": "s1", "router": "sigmoid_bias"}),
     "EP 2": ({"expert": 2}, {}, {"schedule": "pairwise"}),
+    "in MP 4": ({"expert": 2, "expert_shard": 2, "model": 4}, SWIGLU, {"schedule": "s1"}),
     "MP 4": ({"expert": 2, "data": 2, "model": 4}, {}, {"schedule": "ring", "top_k": 3}),
     "ESP 4": ({"expert_shard": 4, "expert": 1}, SWIGLU, {"schedule": "deepspeed", "router": "switch", "top_k": 1}),
     "coordinated": ({"expert": 4, "expert_shard": 2, "model": 2}, QWEN, {"schedule": "s1", "transport": "coordinated"}),
@@ -46,9 +48,8 @@ CASES = {
     "latent, MP 2": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, LATENT, {"schedule": "s2"}),
     "two_level": ({"expert": 4, "model": 2, "devices_per_node": 2}, {}, {"schedule": "s1", "transport": "two_level"}),
 }
-ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2", "latent", "latent, MP 2")
-AS_GPU = ("1 device", "EP x ESP x MP", "EP 8", "latent")  # single tokens meet their experts as on a GPU
-EXCHANGE = ("EP 4, MP 4, s2", "EP 2", "MP 4", "coordinated", "two_level")
+ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2", "in MP 4", "latent", "latent, MP 2")
+AS_GPU = ("1 device", "in MP 4", "latent")  # single tokens meet their experts as on a GPU
 
 
 @pytest.fixture
@@ -67,11 +68,13 @@ def test_greedy_text_and_logits_equal_the_reference(case, float64, monkeypatch):
     config, moe = configs(layer, **changes)
     if case in AS_GPU:
         monkeypatch.setattr(few_tokens, "on_cpu", lambda roles: False)
-    decode = "exchange" if case in EXCHANGE else "gather"
-    generator, params = build(config, moe, mesh, end_ids=(), decode=decode)
+    run_layer = mock.Mock(side_effect=few_tokens.run_layer)
+    monkeypatch.setattr(few_tokens, "run_layer", run_layer)
+    generator, params = build(config, moe, mesh, end_ids=())
     logits = recorded_logits(generator)
     found = generator.generate(PROMPTS, 6, GREEDY, experts=True)
     assert [len(new) for new in found.token_ids] == [6, 6, 6] and set(found.stopped) == {"max_new_tokens"}
+    assert run_layer.called == (case in AS_GPU)
     if "router" in layer:
         one, _ = build(config, moe, {"expert": 1}, end_ids=())  # the reference routes by topk
         assert found.token_ids == one.generate(PROMPTS, 6, GREEDY).token_ids
@@ -196,13 +199,12 @@ def test_models_that_cannot_generate_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("planner", "quantize", "decode"),
-    [("balanced", "none", "gather"), *(pytest.param("eplb", "int8", how, marks=pytest.mark.slow) for how in DECODE)],
+    ("planner", "quantize"), [("balanced", "none"), pytest.param("eplb", "int8", marks=pytest.mark.slow)]
 )
-def test_replicas_of_hot_experts_change_no_text(planner, quantize, decode, float64):
+def test_replicas_of_hot_experts_change_no_text(planner, quantize, float64):
     """Planned from the experts that prompts took; every token still finds its expert, on homes that moved too."""
     config, moe = configs({"gate_noise": 0.0}, activation="swiglu")
-    generator, _ = build(config, moe, {"expert": 4, "data": 2}, quantize=quantize, decode=decode)
+    generator, _ = build(config, moe, {"expert": 4, "data": 2}, quantize=quantize)
     before = generator.generate(PROMPTS, 6, GREEDY, experts=True)
     (placement,) = generator.replicate(before.experts, planner, replica_slots=2).values()
     assert len(placement.replicas) > 0
@@ -258,29 +260,27 @@ def test_one_row_is_multiplied_as_a_matmul_does():
             np.testing.assert_allclose(few.times(spec, x, weight), plain.times(spec, x, weight), rtol=0, atol=1e-12)
 
 
-def test_every_way_of_few_tokens_equals_a_loop_over_choices():
-    """Choices of other devices and of padding count nothing; each way multiplies int8 weights as it does float ones."""
+def test_the_layer_of_few_tokens_equals_a_loop_over_choices():
+    """Choices of other devices and of padding count nothing; int8 weights are multiplied as float ones are."""
     rng = np.random.default_rng(0)
-    rows, home_row = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32), jnp.arange(4, 8, dtype=jnp.int32)
-    place, weights = np.array([[0, 3], [3, -1], [2, 0]]), rng.uniform(0.5, 1, (3, 2)).astype(np.float32)
-    weights[place < 0] = 0
+    rows = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32)
+    row, weights = np.array([[4, 7], [7, 5], [6, 4]]), rng.uniform(0.5, 1, (3, 2)).astype(np.float32)
+    weights[1, 1] = 0
     sizes = {"w_in": (8, 6, 5), "w_gate": (8, 6, 5), "w_out": (8, 5, 6)}
     plain = {name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in sizes.items()}
-    plain["w_in"] = plain["w_in"].at[5].set(3e38)  # that no token chose overflows, which is nobody's matter
+    plain["w_in"] = plain["w_in"].at[5].set(3e38)  # one without a weight overflows, which is nobody's matter
     small = {}
     for name, leaf in plain.items():
         small[name], small[name + SCALE] = quantize(leaf)
     rounded = {name: np.asarray(small[name] * small[name + SCALE][:, None]) for name in sizes}
     for bank, exact in ((plain, jax.tree.map(np.asarray, plain)), (small, rounded)):
         want = np.zeros((3, 6))
-        for token, choice in np.argwhere(place >= 0):
-            w_in, w_gate, w_out = (exact[name][4 + place[token, choice]] for name in sizes)
+        for token, choice in np.argwhere(weights > 0):
+            w_in, w_gate, w_out = (exact[name][row[token, choice]] for name in sizes)
             gate = rows[token] @ w_gate
             want[token] += weights[token, choice] * ((gate / (1 + np.exp(-gate)) * (rows[token] @ w_in)) @ w_out)
-        for way in ("in turn", "by choice", "by slot"):
-            compute = jax.jit(functools.partial(own_experts, "swiglu", way))
-            got = compute(rows, jnp.asarray(place), jnp.asarray(weights), bank, home_row)
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        got = jax.jit(functools.partial(multiply_choices, "swiglu"))(rows, jnp.asarray(row), jnp.asarray(weights), bank)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_auto_takes_the_shortest(tmp_path):

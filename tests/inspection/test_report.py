@@ -29,7 +29,7 @@ from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.parallel.mesh import build_mesh
-from moe_jax.training.segments import stated_buckets
+from moe_jax.replan.segments import stated_buckets
 
 RUN = pathlib.Path(__file__).parents[2] / "configs/run/gpt_moe_s_h200.gin"
 HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.01)

@@ -257,19 +257,3 @@ def test_default_attention_compiles_in_every_form(form, tmp_path):
     assert re.search(
         r"__cudnn\$fmha(ScaleBias)?SoftmaxBackward", compile_ahead.read_text(str(tmp_path / "schedule.hlo.gz"))
     )
-
-
-@pytest.mark.gpu_compile
-def test_what_overflows_cost_is_compiled_too(tmp_path):
-    """Two halves of 4 buckets of 128 rows' choices; steps are optimistic, and the complete program follows."""
-    bindings = ("MoEConfig.overflow_chance = 0.001", "ModelConfig.overlap = 'halves'")
-    report = inspect("h200:2x2", tmp_path, *bindings, flags=["--complete"])
-    assert report["program"] == "common" and report["step"]["conditionals"] == 0
-    found, (buckets,) = report["overflow"], report["rows"]["buckets"]
-    assert 0 < found["chance"] <= 0.001 * buckets["exchanges_of_a_step"] and buckets["exchanges_of_a_step"] == 2 * 3
-    assert found["complete_with_passes_seconds"] > found["complete_seconds"] > 0
-    assert found["step_seconds"] > found["common_seconds"] == report["step"]["modelled_seconds"]
-    assert buckets["expected_rows"] == 128 < buckets["rows"]
-    big = {r["bytes"] for r in report["collectives"] if r["role"] == "all-to-all" and r["bytes"] > 1000}
-    assert big == {buckets["rows"] * 64 * 2}
-    assert report["rows"]["step_seconds"] <= report["step"]["modelled_seconds"]

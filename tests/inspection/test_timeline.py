@@ -15,7 +15,7 @@ from support.grouped_cases import as_operands
 from support.toy import HEAD, LOOP, MODEL, PRICES, TARGET
 
 from moe_jax.analysis.compile_ahead import read_text
-from moe_jax.cluster import cluster_of, exchange_seconds, group_of, received_seconds, uniform_seconds
+from moe_jax.cluster import Links, cluster_of
 from moe_jax.cluster.collectives import traffic
 from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import parse_module
@@ -90,12 +90,12 @@ def test_a_collective_starts_once_wherever_it_is_asked(kind, groups, seconds):
         return
     cluster, members = dataclasses.replace(cluster_of(prices), nodes=len(groups[0]) // 2), len(groups[0])
     few = np.full((members, members), 1e-12)
-    group, across = group_of(cluster, members), 1e-12 * (members > 2)
+    group, across = Links.of(cluster, members).group, 1e-12 * (members > 2)
     shape = LayerShape(tokens=1, model_dim=1, rows=1, ep_size=members)
     asked = {
-        "replay": exchange_seconds(cluster, few, "test"),
-        "planner": received_seconds(cluster, few.sum(0), "test"),
-        "transfer": uniform_seconds(cluster, group, 1e-12, across, "test"),
+        "replay": Links.of(cluster, members, "test").exchange(few),
+        "planner": Links.of(cluster, members, "test").received(few.sum(0)),
+        "transfer": Links(cluster, group, "test").uniform(1e-12, across),
         "inference": transport_seconds(cluster, members, 1, 1, 1e-12)["all_to_all"],
         "parm": transfer_seconds([Transfer("all_to_all", "expert", 1e-12)], shape, cluster, "test"),
     }

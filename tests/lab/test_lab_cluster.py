@@ -72,14 +72,6 @@ def test_each_host_has_its_name_address_and_output(start_lab, tmp_path):
     assert "1 of 2\n" in (tmp_path / "logs" / "host1.log").read_text()
 
 
-def test_pin_gives_each_host_its_cores(start_lab):
-    program = "import os; print(sorted(os.sched_getaffinity(0)))"
-    _, out, _ = start_lab("--hosts=2", "--pin", "--", sys.executable, "-c", program).end()
-    cores = [eval(line.split("]", 1)[1]) for line in sorted(out.splitlines())]
-    every = sorted(os.sched_getaffinity(0))
-    assert cores == ([every[: len(every) // 2], every[len(every) // 2 :]] if len(every) > 1 else [every, every])
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -162,7 +154,7 @@ def test_a_host_whose_link_is_down_ends_a_job_of_jax_and_is_named(start_lab):
 
 def lab_hosts(count: int) -> list[network.LabHost]:
     names = [{"namespace": f"n{i}", "host_name": f"host{i}", "address": f"10.99.{i}.1"} for i in range(count)]
-    return [network.LabHost(**own, host=i) for i, own in enumerate(names)]
+    return [network.LabHost(**name) for name in names]
 
 
 def test_host_command_gives_flags_to_programs_of_moe_jax_only():
@@ -190,28 +182,23 @@ def test_find_missing_asks_for_root(monkeypatch):
 
 _SEND = """
 import os, socket, time
-me = int(os.environ["JAX_PROCESS_ID"])
-if me in (1, 2):
+if os.environ["JAX_PROCESS_ID"] == "1":
     with socket.create_server(("", 5000)) as listener, listener.accept()[0] as connection:
         left = 300_000
         while left: left -= len(connection.recv(left))
         connection.sendall(b"k")
-elif me == 0:
-    for name in ("host0-device1", "host1-device0"):
-        connection = None
-        while not connection:
-            try: connection = socket.create_connection((name, 5000))
-            except ConnectionRefusedError: time.sleep(0.1)
-        start = time.perf_counter()
-        connection.sendall(bytes(300_000))
-        connection.recv(1)
-        print(name, time.perf_counter() - start)
+else:
+    connection = None
+    while not connection:
+        try: connection = socket.create_connection(("host1", 5000))
+        except ConnectionRefusedError: time.sleep(0.1)
+    start = time.perf_counter()
+    connection.sendall(bytes(300_000))
+    connection.recv(1)
+    print(time.perf_counter() - start)
 """
 
 
-def test_links_inside_a_host_have_their_own_rate(start_lab):
-    shape = "--hosts=2", "--devices_per_host=2", "--rate=8mbit", "--intra_rate=200mbit"
-    code, out, err = start_lab(*shape, "--", sys.executable, "-c", _SEND).end()
-    assert code == 0, err
-    inside, across = (float(line.split()[-1]) for line in out.splitlines())
-    assert across > 0.28 and inside < across / 3  # 300 ms across; 12 ms inside, and a busy machine
+def test_bytes_between_hosts_take_the_time_of_the_rate(start_lab):
+    code, out, err = start_lab("--hosts=2", "--rate=8mbit", "--", sys.executable, "-c", _SEND).end()
+    assert code == 0 and 0.28 < float(out.split()[-1]) < 3, err  # 300 ms, and a busy machine

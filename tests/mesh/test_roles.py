@@ -61,17 +61,9 @@ def test_mesh_axes_names(sizes):
     assert list(axes.items()) == list(NAMES[sizes][0].items()) and model == NAMES[sizes][1]
 
 
-def test_roles_sharding():
+def test_what_is_not_given_takes_what_is_left():
     roles = build_mesh(MeshConfig(data=2), jax.devices())
     assert roles.config.expert == 4 and roles.config.devices_per_node == 8
-    x = jax.device_put(np.arange(16).reshape(2, 8), roles.sharding(None, roles.expert))
-    assert {shard.data.shape for shard in x.addressable_shards} == {(2, 2)}
-
-
-def test_resolve_takes_what_is_left():
-    config = MeshConfig(data=2, expert_shard=2, devices_per_node=4).resolve(16)
-    assert (config.expert, config.devices_per_node) == (4, 4)
-    assert MeshConfig(expert=4).resolve(4).expert == 4
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support.tiny_run import config_of
 from moe_jax.errors import UserError
 from moe_jax.moe.routers import PADDING, RouterInputs, RouterPlace, build_router
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning.auto import planners
+from moe_jax.replan.auto import planners
 from moe_jax.training.stepper import build_stepper
 
 # mesh, what differs of the layer, of the model

@@ -13,9 +13,9 @@ from support.covering import covering_cases
 from support.prefetch_cases import check, gradient_step, model_config, placements_of
 from support.traced_programs import equations_in, jaxprs_in
 
-from moe_jax.moe.after_gate_rules import CalibrateRule, ShadowRule
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.plan_shape import LateRule
 
 FEW = BucketRows(own=16, node=16, far=8)
 WIDE = BucketRows.even(1000)  # one pass, which compiles faster
@@ -69,14 +69,18 @@ def calibrated(shape):
     """Up to two replicas more on a device, by node, at a price that some layers pay."""
     sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": 2, "slots": 2}
     late = TransferShape(**sizes, by_node=True, crossing=3)
-    rule = CalibrateRule(overlap_degree=3, compute=1.0, exchange=0.5, late_transfer=0.25)
+    rule = LateRule.of("calibrate", overlap_degree=3, compute=1.0, exchange=0.5, late_transfer=0.25)
     return {"late": late, "after_gate": rule, "candidates": shape.devices}
 
 
 def shadowed(shape):
     """Shadows alone, flat: nothing is brought ahead."""
     late = TransferShape(devices=shape.devices, devices_per_node=shape.devices_per_node, offers=1, slots=2)
-    return {"late": late, "ahead": None, "after_gate": ShadowRule(compute=1.0, exchange=0.5, shadow=8.0, residual=True)}
+    return {
+        "late": late,
+        "ahead": None,
+        "after_gate": LateRule.of("shadow", compute=1.0, exchange=0.5, shadow=8.0),
+    }
 
 
 CASES |= {

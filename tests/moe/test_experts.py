@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import grouped_cases
 
 from moe_jax.kernels.grouped import GroupedWeights
 from moe_jax.moe.experts import expert_ffn, weight_names
@@ -21,28 +22,19 @@ SIZES = {
 
 
 def make_case(name, activation, dtype=np.float64, operands=1):
-    """Return rows, group_sizes, cotangent and {weight: [(bank, slots) per operand]} with slots permuted."""
-    rng = np.random.default_rng(1)
+    """Return rows, group_sizes, cotangent and {weight: [(bank, slots) per operand]}."""
     height, sizes = SIZES[name]
-    rows, dout = rng.normal(size=(2, height, MODEL)).astype(dtype)
-    rows[sum(sizes) :], dout[sum(sizes) :] = np.nan, np.nan
-    cuts = np.array_split(np.arange(len(sizes)), operands)
-    slots = [rng.permutation(len(cut) + 2)[: len(cut)].astype(np.int32) for cut in cuts]
-    weights = {}
-    for weight in weight_names(activation):
-        shape = (HIDDEN, MODEL) if weight == "w_out" else (MODEL, HIDDEN)
-        weights[weight] = [(rng.normal(size=(len(s) + 2, *shape)).astype(dtype), s) for s in slots]
-    return rows, np.array(sizes, np.int32), dout, weights
+    given, cases = {"dtype": dtype, "counts": [len(cut) for cut in np.array_split(sizes, operands)]}, {}
+    for seed, weight in enumerate(weight_names(activation)):
+        contracted, resulting = (HIDDEN, MODEL) if weight == "w_out" else (MODEL, HIDDEN)
+        given |= {"contracted": contracted, "resulting": resulting, "seed": seed}
+        cases[weight] = grouped_cases.make_case(height, sizes, **given)
+    (rows, group_sizes, *_), (_, _, dout, _) = cases["w_in"], cases["w_out"]
+    return rows, group_sizes, dout, {weight: case[3] for weight, case in cases.items()}
 
 
 def as_operands(weights, grad_sinks):
-    return {
-        name: tuple(
-            GroupedWeights(bank=jnp.asarray(bank), slots=jnp.asarray(slots), grad_sink=grad_sink)
-            for (bank, slots), grad_sink in zip(parts, grad_sinks[name], strict=True)
-        )
-        for name, parts in weights.items()
-    }
+    return {name: grouped_cases.as_operands(parts, grad_sinks[name]) for name, parts in weights.items()}
 
 
 def zero_grad_sinks(weights):
@@ -63,23 +55,21 @@ def hidden_of(up, gate):
 
 
 def loop_oracle(rows, group_sizes, dout, weights):
-    """Return out, the gradient of rows and of each group's weights, group by group."""
-    of_group = {name: np.concatenate([bank[slots] for bank, slots in parts]) for name, parts in weights.items()}
-    out, drows = np.zeros_like(rows), np.zeros_like(rows)
-    dweights = {name: np.zeros_like(array) for name, array in of_group.items()}
-    start = 0
-    for group, size in enumerate(group_sizes):
-        own = slice(start, start + size)
-        start += size
-        x, dy, w = rows[own], dout[own], {name: array[group] for name, array in of_group.items()}
-        hidden, by_up, by_gate = hidden_of(x @ w["w_in"], x @ w["w_gate"] if "w_gate" in w else None)
-        out[own] = hidden @ w["w_out"]
-        dhidden = dy @ w["w_out"].T
-        dweights["w_out"][group] = hidden.T @ dy
-        for name, slope in (("w_in", by_up), ("w_gate", by_gate)):
-            if name in w:
-                drows[own] += (dhidden * slope) @ w[name].T
-                dweights[name][group] = x.T @ (dhidden * slope)
+    """Return out, the gradient of rows and of each group's weights, product by product."""
+
+    def product(lhs, cotangent, name):
+        return grouped_cases.loop_oracle(lhs, group_sizes, cotangent, weights[name])
+
+    no_cotangent = np.zeros((len(rows), HIDDEN), rows.dtype)
+    up, *_ = product(rows, no_cotangent, "w_in")
+    gate = product(rows, no_cotangent, "w_gate")[0] if "w_gate" in weights else None
+    hidden, by_up, by_gate = hidden_of(up, gate)
+    out, dhidden, d_out = product(hidden, dout, "w_out")
+    drows, dweights = np.zeros_like(rows), {"w_out": d_out}
+    for name, slope in (("w_in", by_up), ("w_gate", by_gate)):
+        if name in weights:
+            _, added, dweights[name] = product(rows, dhidden * slope, name)
+            drows += added
     return out, drows, dweights
 
 

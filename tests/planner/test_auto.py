@@ -10,19 +10,19 @@ import pytest
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.layer_seconds import LayerShape, ScheduleLine, schedule_line
 from moe_jax.moe.build import layer_sizes, router_place
+from moe_jax.moe.choosers import schedule_lines
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.schedules.auto import schedule_lines
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning.auto import AutoSession, Setting, build_settings, step_seconds
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
+from moe_jax.replan import auto
+from moe_jax.replan.auto import AutoSession, Setting, build_settings, step_seconds
 
 L, D, E = 2, 4, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
 COST = Cost(cluster=CLUSTER, model_dim=512, hidden_dim=128, replica_slots=2, overlap_degree=8)
 START = Placement.even(L, E, D, 2)
-LIMIT = PlannerConfig().bucket_limit
 ROWS = LayerShape(schedule="s1", tokens=4000, model_dim=2048, rows=1, ep_size=D, members_in_node=2)
 LINES = (schedule_line(ROWS, CLUSTER), ScheduleLine("ring", 12e-3, 0.0))  # even loads take 8 ms, hot ones 23
 
@@ -56,8 +56,8 @@ def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
     with caplog.at_level(logging.WARNING):
         plans = run(session, loads)
     assert [bool(plan.program) for plan in plans].index(True) == 16  # eight steps to settle, eight judged
-    chosen = step_seconds(plans[-1], loads[0], session.cost, session.in_force.ahead, LIMIT)
-    taken = [step_seconds(START, loads[0], COST, None, LIMIT)]
+    chosen = step_seconds(plans[-1], loads[0], session.cost, session.in_force.ahead)
+    taken = [step_seconds(START, loads[0], COST, None)]
     for setting in build_settings(PlannerConfig(name="auto"), START, COST):
         for now in loads[:8]:
             setting.session.observe(now)
@@ -85,8 +85,8 @@ def test_loads_that_cannot_be_predicted_are_judged_by_what_plans_cost():
     session = session_of()
     seconds, plain, plan, ahead = 0.0, 0.0, START, None
     for step, now in enumerate(loads):
-        seconds += step_seconds(plan, now, session.cost, ahead, LIMIT)
-        plain += step_seconds(START, now, COST, None, LIMIT)
+        seconds += step_seconds(plan, now, session.cost, ahead)
+        plain += step_seconds(START, now, COST, None)
         session.observe(now)
         plan = session.propose(step + 1)
         ahead = session.in_force.ahead
@@ -101,13 +101,13 @@ def test_a_schedule_whose_time_no_skew_changes_wins_under_skew():
 
 def test_a_planner_that_needs_steps_to_learn_a_cycle_is_judged_when_it_knows_it(monkeypatch):
     """FlexMoE adds a replica a step: in its first eight steps it is dearer than plain, afterwards it knows all hot."""
-    monkeypatch.setattr("moe_jax.planning.auto.planners", lambda devices: ["flexmoe"])
+    monkeypatch.setattr("moe_jax.replan.auto.planners", lambda devices: ["flexmoe"])
     cost, loads = dataclasses.replace(COST, replica_slots=6, hidden_dim=1024), loads_of("turning", 40)
     session = session_of(cost, steps=16)
     plan = run(session, loads)[-1]
     assert session.in_force.names[session.current[1]] == "as configured flexmoe 6 plan"
-    taken = [step_seconds(plan, now, session.cost, session.in_force.ahead, LIMIT) for now in loads[:E]]
-    assert np.mean(taken) < 0.7 * step_seconds(START, loads[0], cost, None, LIMIT)
+    taken = [step_seconds(plan, now, session.cost, session.in_force.ahead) for now in loads[:E]]
+    assert np.mean(taken) < 0.7 * step_seconds(START, loads[0], cost, None)
 
 
 @pytest.mark.parametrize("cut", [1, 8, 13, 17, 22])
@@ -135,11 +135,14 @@ def test_lines_are_those_of_the_layer_and_a_pipeline_hides_the_shorter_side():
     np.testing.assert_allclose(both, [4 * m + 3 * f, max(2 * m, m + f) + max(2 * m, m + 2 * f)])
 
 
-def test_buckets_hold_the_fullest_pair_or_are_sent_again():
+def test_buckets_hold_the_fullest_pair_or_are_sent_again(monkeypatch):
     """Of 4,000 choices of a source 2,800 are for one device in layer 0: 2.8 times the mean, three buckets of 1.2."""
     now = loads_of("hot", 1)[0]
     now[1] = 500
-    seconds = [step_seconds(START, now, COST, None, limit) for limit in (4.0, 1.2)]
+    seconds = []
+    for limit in (4.0, 1.2):
+        monkeypatch.setattr(auto, "BUCKET_LIMIT", limit)
+        seconds.append(step_seconds(START, now, COST, None))
     exchanges = [COST.exchange(np.array([3.0 * rows] * D)) for rows in (2800, 1200)]  # by a device, to three others
     np.testing.assert_allclose(seconds[1] - seconds[0], 4 * (4 * exchanges[1] - 2 * exchanges[0]))
 
@@ -180,7 +183,7 @@ def test_a_setting_pays_for_homes_that_move():
         homes.append(setting.plans[0].home)
         paid = float(home_seconds(*homes[-2:], D, cost).sum())
         assert paid > 0 and setting.moved == (paid if step else 0.0)  # the first move is part of a change
-    want = step_seconds(setting.plans[0], now, cost, None, LIMIT) + paid
+    want = step_seconds(setting.plans[0], now, cost, None) + paid
     assert setting.seconds(now) == [want]
     setting.propose(1001)
     assert setting.moved == 0.0

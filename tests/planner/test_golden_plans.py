@@ -14,12 +14,12 @@ import pytest
 
 from moe_jax.cluster import Cluster
 from moe_jax.planning import AFTER_GATE, NAMES
-from moe_jax.planning.balancer import with_late
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
+from moe_jax.planning.growth import with_late
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import build_shape
+from moe_jax.replan.session import PlanSession
 
 FILE = pathlib.Path(__file__).with_name("plans.json")
 REFINES = ("balanced", "fastermoe", "hecate", "llep", "pro_prophet")  # what needs no loop over steps to plan again

@@ -18,23 +18,16 @@ from moe_jax.errors import UserError
 from moe_jax.papers.scale import TOKENS, costs, zipf_loads
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import AFTER_GATE, NAMES, routing
-from moe_jax.planning.balancer import NUMPY, build_planner, plan_seconds
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.eplb import choose_homes, rebalance
-from moe_jax.planning.hecate import (
-    best_assignment,
-    fill_slots,
-    relabelled,
-    shard_homes,
-    slots_by_load,
-    spread_replicas,
-)
-from moe_jax.planning.llep import spill, spill_quotas
+from moe_jax.planning.growth import plan_seconds
+from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes, slots_by_load, spread_replicas
+from moe_jax.planning.llep import spill_quotas
 from moe_jax.planning.placement import SHARE_ONE, Placement
-from moe_jax.planning.plan_session import PlanSession
-from moe_jax.planning.shares import FEW_NODES, level_holders, level_quotas, share_rows, with_quotas
-from moe_jax.planning.sizes import placement_sizes
+from moe_jax.planning.shares import FEW_NODES, share_rows, with_quotas
+from moe_jax.replan.session import PlanSession
 
 L, S, E, D = 4, 8, 16, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
@@ -163,9 +156,9 @@ HOT = np.array([[[5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1]]])
 
 
 def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
-    # Two hot experts that both pay: totals 20, 20, 2, 2 on four devices.
-    loads = np.array([[[5, 5, 0, 1], [5, 5, 1, 0], [5, 5, 0, 1], [5, 5, 1, 0]]])
-    planner = build_planner(PlannerConfig(name="fastermoe", residual=False))
+    # Two hot experts that both pay: totals 24, 16, 2, 2 on four devices. T is 24 + 18, 22 + 12 + 1, 12 + 2 + 2.
+    loads = np.array([[[6, 4, 0, 1], [6, 4, 1, 0], [6, 4, 0, 1], [6, 4, 1, 0]]])
+    planner = build_planner(PlannerConfig(name="fastermoe"))
     start = Placement.even(1, 4, 4)
     both = planner.propose(loads, start, make_cost(4, 12))
     assert sorted(set(both.replicas[:, 1])) == [0, 1] and planner.counters["shadow_cut"] == 0
@@ -227,7 +220,7 @@ def test_fastermoe_skips_what_does_not_fit_the_late_transfer():
     start, cost = Placement.even(1, 8, 4, rule="home"), make_cost(1e6, 12, replica_slots=2)
     for tokens, computed, cut in (([10, 6, 9, 0], [43, 19, 19, 19], 1), ([10, 6, 5, 5], [39, 35, 15, 15], 0)):
         loads = np.array([[tokens + [0] * 4] * 4])
-        planner = build_planner(PlannerConfig(name="fastermoe", when="after_gate", residual=False))
+        planner = build_planner(PlannerConfig(name="fastermoe", when="after_gate"))
         found = planner.refine(loads, start, dataclasses.replace(cost, late=late))
         assert sorted(set(found.replicas[:, 1])) == [0, 2]
         assert routing.pair_loads(found, loads).sum(axis=1).tolist() == [computed]
@@ -262,7 +255,7 @@ def test_hecates_and_pro_prophets_transfers_stay_within_what_they_declare():
         most = planner.ahead_most(start, cost)
         for newer in loads:
             plan = planner.propose(newer, start, cost)
-            sizes = placement_sizes(plan)
+            sizes = plan.sizes
             assert sizes.offers.max() <= most.offers and sizes.crossing.max() <= most.crossing
     assert (int(hecate.ahead_most(start, cost).offers), int(most.crossing)) == (2, 3)
     assert hecate.counters["transfer_cut"] and len(hecate.propose(loads[1], start, cost).replicas) > 0.95 * 12 * 16 * 4
@@ -345,34 +338,31 @@ def test_share_rows_keep_tokens_on_their_node():
     # Expert 0 held by devices 0 (node 0) and 2 (node 1), quota 6 each; node 0 sends 8 tokens, node 1 sends 4.
     # Node 1's 4 stay; node 0 keeps 6 and sends 2 over: shares 3/4 and 1/4 for node 0, all on device 2 for node 1.
     placement = Placement([[0]], [(0, 0, 2)], rule="shares", devices=4, devices_per_node=2)
-    rows = share_rows(placement, np.array([6.0, 6.0]), np.array([[[5], [3], [2], [2]]], float))
+    rows = share_rows(placement, np.array([[[6.0, 0, 6, 0]]]), np.array([[[5], [3], [2], [2]]], float))
     assert rows.tolist() == [[0, 0, 0, 49152, 0], [0, 0, 2, 16384, 0], [0, 0, 2, 65536, 1]]
 
 
-@pytest.mark.parametrize("experts", [4, 8, 24])
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_of_holders_give_what_arrays_over_all_devices_give(experts, seed):
-    """The planners' own forms against those of the device, which take an [E, D] array for each move."""
-    rng, devices, per_node, slots = np.random.default_rng(seed), 8, 4, 1 + seed % 2
-    totals = np.round(1000 * rng.dirichlet(np.full(experts, 0.3), 3)) / (1 + 2 * (seed % 2))
-    even = Placement.even(3, experts, devices, per_node)
-    config = PlannerConfig(name="llep", capacity=1.0 + 0.1 * seed)
-    moves, tokens, at_home = spill(totals, even.home, slots, devices, config)
-    quota = at_home[:, :, None] * even.homes
-    quota[tuple(moves.T)] = tokens
-    assert len(moves)
-    np.testing.assert_array_equal(quota, spill_quotas(NUMPY, totals, even.home, slots, devices, config))
-    few = {"layers": 3, "experts": 8, "devices": devices, "replica_slots": seed % 3, "per_node": per_node}
-    held = random_placement(seed, **few) if experts == 8 else even.replace(replicas=moves)
-    free = rng.integers(0, 4, (3, devices))
+@pytest.mark.parametrize("seed", range(6))
+def test_replicas_are_those_that_are_placed_one_by_one(seed):
+    """An expert's slots all at once, against single replicas: a node that lacks it, most free there, most free."""
+    rng, devices, per_node = np.random.default_rng(seed), 8, 4
+    totals, free = rng.integers(0, 9, (3, 8)) / 1.0, rng.integers(0, 4, (3, devices))
+    held = random_placement(seed, layers=3, experts=8, devices=devices, replica_slots=seed % 3, per_node=per_node).holds
     order = np.argsort(-totals, axis=1, kind="stable")[:, :6]
-    want = spread_replicas(NUMPY, totals, held.holds, order, free.copy(), per_node)
-    added = fill_slots(held, totals, order, free, None)
-    np.testing.assert_array_equal(added[np.lexsort(added.T[::-1])], np.argwhere(want))
-    more = held.replace(replicas=np.concatenate([held.replicas, added]))
-    levelled = np.zeros(more.holds.shape)
-    levelled.reshape(-1, devices)[more.holders] = level_holders(totals, more, 8)
-    np.testing.assert_array_equal(levelled, level_quotas(NUMPY, totals, more.holds, more.homes, 8))
+    holders, want, left = held.sum(axis=2), held.copy(), free.copy()
+    weight, lacking = (np.take_along_axis(of, order, axis=1) for of in (totals / holders, devices - holders))
+    wanted = slots_by_load(np, weight, free.sum(axis=1), lacking)
+    for (layer, turn), number in np.ndenumerate(wanted):
+        mine = want[layer, order[layer, turn]]
+        for _ in range(number):
+            node = np.arange(devices) // per_node
+            lacks, spare = ~mine.reshape(-1, per_node).any(axis=1), left[layer].reshape(-1, per_node).sum(axis=1)
+            able = np.flatnonzero(~mine & (left[layer] > 0))
+            if len(able):
+                to = max(able, key=lambda d: (lacks[node[d]], spare[node[d]], left[layer, d], -d))
+                mine[to] = True
+                left[layer, to] -= 1
+    np.testing.assert_array_equal(spread_replicas(np, totals, held, order, free, per_node), want & ~held)
 
 
 def test_shares_over_many_nodes_keep_the_quotas_in_few_rows():
@@ -380,23 +370,22 @@ def test_shares_over_many_nodes_keep_the_quotas_in_few_rows():
     devices, experts, rng = 2 * (FEW_NODES + 4), 17, np.random.default_rng(0)
     loads = rng.poisson(4000 / np.arange(1, experts + 1), (1, devices, experts)) + np.arange(devices)[None, :, None] % 7
     even, config = Placement.even(1, experts, devices, 2), PlannerConfig(name="llep")
-    moves, tokens, at_home = spill(loads.sum(axis=1) / 1.0, even.home, 2, devices, config)
-    plan = with_quotas(even.replace(replicas=moves), moves, tokens, at_home, loads)
-    quota = np.bincount(moves[:, 2], tokens, devices) + np.bincount(even.home[0], at_home[0], devices)
+    quota = spill_quotas(np, loads.sum(axis=1) / 1.0, even.home, 2, devices, config)
+    plan = with_quotas(even, quota, loads)
     rounding = 2 * devices  # a token of each source and expert
-    assert np.abs(routing.pair_loads(plan, loads).sum(axis=1)[0] - quota).max() < rounding
+    assert np.abs(routing.pair_loads(plan, loads).sum(axis=1)[0] - quota[0].sum(axis=0)).max() < rounding
     every = plan.shares[:, 4] < 0
     own = plan.shares[~every]
-    assert len(plan.shares) < 2 * len(plan.holders[0]) and len(own)
+    assert len(plan.shares) < 2 * plan.holds.sum() and len(own)
     assert (own[:, 2] // 2 == own[:, 4]).all()  # who has rows of its own keeps all
     assert (np.bincount(plan.shares[every, 1], plan.shares[every, 3])[plan.replicated[0]] == SHARE_ONE).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hecate", "pro_prophet", "fastermoe", "llep", "balanced"])
-def test_sixteen_thousand_devices_take_a_second_and_little_memory(name):
+def test_a_thousand_devices_take_a_second_and_little_memory(name):
     script = pathlib.Path(__file__).parents[2] / "scripts" / "bench" / "planners.py"
-    command = [sys.executable, str(script), "--one", f"--planners={name}", "--devices=16384"]
+    command = [sys.executable, str(script), "--one", f"--planners={name}", "--devices=1024"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -499,8 +488,8 @@ def test_llep_takes_the_heaviest_expert_first_and_keeps_to_the_slots():
     assert full.replicas[:, 1].tolist() == [0, 0, 0] and routing.pair_loads(full, loads).sum(axis=1)[0].max() == 12
 
 
-@pytest.mark.parametrize(("residual", "seed"), [(False, 0), (False, 1), (True, 0), (True, 2)])
-def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(residual, seed):
+@pytest.mark.parametrize("seed", [0, 2])
+def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(seed):
     # T(r) again, from the tokens that the placements themselves compute and receive (flops 12: 3 s / v = 1; 4 / W = 1).
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, 12, (1, 4, 8)) * rng.integers(0, 6, (1, 1, 8))
@@ -512,10 +501,10 @@ def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(residual, see
         rows = [(0, e, d) for e in order[:r] for d in range(4) if d != start.home[0, e]]
         pairs = routing.pair_loads(start.replace(replicas=rows, rule="home"), loads)[0]
         computed = pairs.sum(axis=0)
-        exchanged = computed - np.diagonal(pairs) if residual else computed * (r == 0)
+        exchanged = computed - np.diagonal(pairs)
         return computed.max() + exchanged.max() + r
 
-    chosen = len(set(plan("fastermoe", loads, cost, start, residual=residual).replicas[:, 1]))
+    chosen = len(set(plan("fastermoe", loads, cost, start).replicas[:, 1]))
     times = [seconds(r) for r in range(9)]
     assert all(after < before for before, after in zip(times[:chosen], times[1 : chosen + 1], strict=True))
     assert chosen == 8 or times[chosen + 1] >= times[chosen]

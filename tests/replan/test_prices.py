@@ -16,10 +16,10 @@ from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
+from moe_jax.replan.build import split_shares
+from moe_jax.replan.costs import base_cost, modelled_layers, most_shapes, settle_memory
 from moe_jax.training import overlap
 from moe_jax.training.overlap import compare_halves, why_not_halves
-from moe_jax.training.plan_cost import base_cost, modelled_layers, most_shapes, settle_memory
-from moe_jax.training.replanner import split_shares
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
 # 64 (8 * 64 + 4 * 16 * 8) = 65,536 FLOPs of attention, 65.5 us

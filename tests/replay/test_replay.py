@@ -124,9 +124,9 @@ def test_ahead_sees_only_the_past_and_after_gate_sees_the_step():
     loads = np.zeros((6, 1, 4, 8), int)
     loads[0::2, :, :, 0] = loads[1::2, :, :, 7] = 4000
     trace = LoadsTrace(loads=loads, iterations=np.arange(6))
-    ahead, sees = (simulate_one(name, trace, residual=False) for name in ("fastermoe", "fastermoe_after_gate"))
+    ahead, sees = (simulate_one(name, trace) for name in ("fastermoe", "fastermoe_after_gate"))
     assert ahead.sample.tolist() == [1, 2, 3, 4, 5]
-    late = simulate_one("fastermoe", trace, lag=2, residual=False)  # two samples back the same expert was hot
+    late = simulate_one("fastermoe", trace, lag=2)  # two samples back the same expert was hot
     assert [report.summarize(one, one, COST)["max_over_mean"] for one in (ahead, sees, late)] == [4, 1, 1]
 
 

@@ -170,9 +170,7 @@ def topology(config, given):
     crossing = sorted(remote, key=lambda i: (-scores[i][first[i]], i))[:most]
     ids, weights = [], []
     for i, row in enumerate(scores):
-        if config.topology_release and len(remote) <= most:
-            ids.append(best(row, config.top_k))
-        elif i in crossing:
+        if i in crossing:
             ids.append([first[i], *best(row, config.top_k - 1, local)])
         else:
             ids.append(best(row, config.top_k, local))

@@ -33,7 +33,7 @@ CASES = {
     "sigmoid_bias": {"top_k": 3, "routed_scale": 2.0},
     "sigmoid_bias_groups": {"expert_groups": 4, "kept_groups": 2, "capacity_factor": 1.0, "drop": "probability"},
     "topology": {"remote_fraction": 0.2},
-    "topology_release": {"remote_fraction": 0.7, "topology_release": True, "renormalize": False},
+    "topology_probabilities": {"remote_fraction": 0.7, "renormalize": False},
     "base": {"top_k": 1},
 }
 
@@ -121,7 +121,7 @@ def check(config, found, stats, want, message):
     counts = [sum(e == expert for row in want for e, _, _ in row) for expert in range(EXPERTS)]
     np.testing.assert_array_equal(stats.counts, counts, message)
     assert stats.dropped == sum(not stays for row in want for _, _, stays in row), message
-    if config.router == "topology" and not config.topology_release:
+    if config.router == "topology":
         remote = sum(e >= EXPERTS // 2 for row in found for e, _, _ in row)
         assert remote <= math.floor(TOKENS * config.remote_fraction), f"{message}: {remote} choices leave the node"
     if not config.dropless:
@@ -180,6 +180,7 @@ def test_bias_moves_by_the_sign():
         ({"drop": "random"}, r"drop \('random'\) must be one of position, probability"),
         ({"min_capacity": 0}, r"min_capacity \(0\) must be at least 1"),
         ({"bucket_slack": 0.0}, r"bucket_slack \(0.0\) must be positive; 1.5 suits most runs"),
+        ({"overflow_chance": 1.0}, r"overflow_chance \(1.0\) must be at least 0 and below 1"),
         ({"router": "best"}, r"MoEConfig.router \('best'\) is unknown; choose one of base, .* --plugin that"),
         ({"router": "switch"}, r"MoEConfig.top_k \(2\) must be 1 with MoEConfig.router = 'switch'"),
         ({"router": "gshard", "top_k": 1}, r"MoEConfig.top_k \(1\) must be 2 with MoEConfig.router = 'gshard'"),

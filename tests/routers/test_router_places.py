@@ -16,7 +16,6 @@ from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.after_gate_rules import ShareRule
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.routers import RouterPlace, build_router, routers
 from moe_jax.moe.routers.topology_limited import remote_fraction
@@ -24,7 +23,7 @@ from moe_jax.moe.routing import local
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape, fill_tables
+from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables
 from moe_jax.training.program import build_program
 from moe_jax.training.stepper import build_stepper
 
@@ -151,7 +150,7 @@ def test_counts_of_every_router_reach_a_planner_after_the_gate(name):
     roles = roles_of(2, 2)
     config = moe_config("s2", router=name, **LAYERS[name])
     shape = plan_of(roles, None)
-    plan = dataclasses.replace(shape, candidates=shape.devices, after_gate=ShareRule(sweeps=1))
+    plan = dataclasses.replace(shape, candidates=shape.devices, after_gate=LateRule.of("shares", sweeps=1))
     x, w_gate, experts, cotangent = draw(False, np.float32)
     leaves = build_router(config).leaves(x.shape[1])
     gate = {"w_gate": w_gate, **{leaf: np.zeros(size, np.float32) for leaf, size in leaves.items()}}
@@ -167,8 +166,6 @@ def test_topology_sizes_buckets_by_what_may_leave_the_node():
     assert layer_sizes(moe, place(expert=8).roles, 100).planned_rows is None  # one node
     split = dataclasses.replace(moe, schedule="s1")
     assert layer_sizes(split, place(expert=8, devices_per_node=4, model=2).roles, 1).planned_rows is not None
-    free = dataclasses.replace(moe, topology_release=True)
-    assert layer_sizes(free, where.roles, 100).planned_rows is None
 
 
 def test_remote_fraction_of_a_cluster_file():

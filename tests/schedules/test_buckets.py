@@ -10,7 +10,7 @@ import pytest
 from support.layer_cases import EXPERTS, assert_near, draw, make_loss, make_reference, moe_config, plan_of
 from support.program_order import overtaking
 
-from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout, carried
+from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 TOKENS = 512  # of all devices: 128 choices of one device, 16 of them for a device on the mean
@@ -103,5 +103,5 @@ def test_layout_by_hand():
 )
 def test_rows_carried(rows, members, near, want):
     own, node, far = rows
-    got = carried(BucketRows(own=own, node=node, far=far), members, near)
+    got = BucketRows(own=own, node=node, far=far).carried(members, near)
     assert (got.own, got.node, got.far) == want

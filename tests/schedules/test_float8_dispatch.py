@@ -16,8 +16,8 @@ from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import reference
 from moe_jax.moe.build import check_float8
-from moe_jax.moe.schedule import LayerSizes, layout_of
-from moe_jax.moe.schedules.parm import choose, layer_shape
+from moe_jax.moe.choosers import parm_seconds
+from moe_jax.moe.schedule import LayerSizes, layer_shape, layout_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.cost import Cost
 
@@ -90,7 +90,7 @@ def test_smaller_rows_are_charged_as_such():
     both = [
         LayerSizes(config=moe_config("parm"), tokens=64, groups=2, row_bytes=1536, sent_bytes=sent) for sent in (0, 784)
     ]
-    plain, less = (choose(roles, sizes, HOST.on_mesh(8, 8)) for sizes in both)
+    plain, less = (parm_seconds(roles, sizes, HOST.on_mesh(8, 8)) for sizes in both)
     rows = 2 * layout_of(roles, both[0].split(2).bucket_rows(4)).total  # to both shards of an expert
     saved = rows * (1536 - 784) * 1e-9
     assert plain["s1"] - less["s1"] == pytest.approx(7 / 8 * saved) and less["s2"] < plain["s2"]

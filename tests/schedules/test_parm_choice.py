@@ -8,9 +8,9 @@ import pathlib
 import pytest
 
 from moe_jax.cluster import HOST, read_cluster
+from moe_jax.moe.choosers import parm_seconds
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes
-from moe_jax.moe.schedules.parm import choose
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
@@ -39,7 +39,7 @@ def chosen(layers, cluster, gather):
     for roles, sizes in layers:
         config = dataclasses.replace(sizes.config, gather=gather)
         own = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
-        seconds = choose(roles, dataclasses.replace(sizes, config=config), own)
+        seconds = parm_seconds(roles, dataclasses.replace(sizes, config=config), own)
         schedules.append(min(seconds, key=seconds.get))
     return schedules
 

@@ -9,7 +9,7 @@ from moe_jax.cluster.layer_seconds import FORMULAS, LayerShape
 from moe_jax.errors import UserError
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.schedule import LayerSizes, build_schedule, find_schedule, register, schedules
+from moe_jax.moe.schedule import CHOOSERS, LayerSizes, build_schedule, find_schedule, register, schedule_on, schedules
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -82,6 +82,5 @@ def test_every_record_names_what_exists():
     with pytest.raises(UserError, match="'magic' has no price, .* choose one of deepspeed, s1"):
         LayerShape(schedule="magic", tokens=8, model_dim=4, rows=8, ep_size=2)
     for name in schedules():
-        record = find_schedule(name)
-        assert set(record.chooses_from) <= set(FORMULAS)
-        assert record.on_mesh(1, 1).name in ("s1", name) and record.on_mesh(2, 2) is record
+        assert schedule_on(name, 1, 1).name in ("s1", name) and schedule_on(name, 2, 2) is find_schedule(name)
+        assert name not in CHOOSERS or set(CHOOSERS[name].among) <= set(FORMULAS)

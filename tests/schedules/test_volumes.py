@@ -21,9 +21,8 @@ from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.build import layer_sizes, make_moe
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import even_tables, local
-from moe_jax.moe.schedule import LayerSizes, find_schedule
+from moe_jax.moe.schedule import LayerSizes, find_schedule, layer_shape
 from moe_jax.moe.schedules.pairwise import choose_groups
-from moe_jax.moe.schedules.parm import layer_shape
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.sharding import expert_specs

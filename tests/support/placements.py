@@ -41,10 +41,8 @@ def random_placement(seed, *, layers, experts, devices, replica_slots, fewest=0,
 def counted_destinations(placement, loads):
     """Count tokens by destination: loads int [L, S, E] -> int64 [L, S, E, D]."""
     counts = np.zeros((*loads.shape, placement.devices), np.int64)
-    pair, device = placement.holders
-    layer, expert = np.divmod(pair, placement.experts)
-    tokens = routing.from_everywhere(placement, loads, np.arange(len(pair))).reshape(len(pair), -1)
-    counts[layer[:, None], np.arange(placement.devices), expert[:, None], device[:, None]] = tokens
+    for layer, piece, source, expert, device, tokens in routing.counted(placement, loads):
+        np.add.at(counts[layer, piece], (source, expert, device), tokens)
     return counts
 
 

@@ -4,15 +4,14 @@ import jax
 import numpy as np
 from support.tiny_run import config_of
 
-from moe_jax.planning.auto import AutoSession
+from moe_jax.replan.auto import AutoSession
 from moe_jax.training.stepper import build_stepper
 
 SIZES = (
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",
     "train.batch_size = 16", "MeshConfig.expert = 4", "train.zero_stage = 0", "MoEConfig.schedule = 'auto'",
     "PlannerConfig.name = 'auto'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 2",
-    "PlannerConfig.auto_steps = 2", "PlannerConfig.auto_margin = 0.0",
-    "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'",
+    "PlannerConfig.auto_steps = 2", "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'",
 )  # fmt: skip
 STEPS = 9
 

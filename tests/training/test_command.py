@@ -3,22 +3,20 @@
 import json
 import os
 import signal
-import sys
 import time
 
 import pytest
-from support.tiny_run import command, finish, finish_pair, start, start_pair
+from support.tiny_run import assert_same_run, command, finish, finish_pair, start, start_pair
 
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.storage.checkpoint import Checkpointer
 
 
-def wait_for_steps(work, steps, process, seconds=120):
-    """Wait until metrics.jsonl shows `steps` steps."""
-    end = time.monotonic() + seconds
+def wait_for_steps(work, steps, process, since=0.0):
+    """Wait until metrics.jsonl shows `steps` steps, the last of them written after `since`."""
+    end, path = time.monotonic() + 120, work / "metrics.jsonl"
     while time.monotonic() < end:
-        path = work / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= steps:
+        if path.exists() and path.stat().st_mtime > since and len(path.read_text().splitlines()) >= steps:
             return
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -95,14 +93,27 @@ PLANNER = (
 )  # fmt: skip
 
 
-@pytest.mark.slow  # three kills in every run of the tests: test_ram_state.py
+@pytest.mark.slow
 def test_three_kills_change_nothing(tmp_path):
-    """Killed once in each way, a run whose experts move ends bit for bit where an undisturbed one ends."""
-    command = [sys.executable, "scripts/kill_test.py", "--times=3", f"--workdir={tmp_path}"]
-    code, out, err = finish(start([*command, *(f"--gin_bindings={binding}" for binding in PLANNER)]), 900)
-    assert code == 0, out[-4000:] + err[-4000:]
-    result = json.loads(out.splitlines()[-1])
-    assert result["ok"] and not result["faults"]
-    assert [result[f"kills_while_{kind}"] for kind in ("saving", "training", "starting")] == [1, 1, 1]
-    records = read_metrics(tmp_path / "peaceful")
+    """Killed while it saves, trains and starts, a run whose experts move ends bit for bit as an undisturbed one."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    checkpoints, words = killed / "checkpoints", (*PLANNER, "train.steps = 60", "train.checkpoint_every = 3")
+    assert finish(start(command(tmp_path, whole, *words)))[0] == 0
+    for moment in ("save", "step", "start"):
+        newest, began = Checkpointer(checkpoints, keep=3).latest() or 0, time.time()
+        process = start(command(tmp_path, killed, *words))
+        while moment == "save" and all(path.name.isdecimal() for path in checkpoints.glob("*")):
+            assert process.poll() is None, "the run ended before its first checkpoint"
+        if moment == "step":
+            wait_for_steps(killed, newest + 2, process, since=began)
+        elif moment == "start":
+            time.sleep(2)
+        process.kill()
+        out = finish(process)[1]
+        assert (Checkpointer(checkpoints, keep=3).latest() or 0) >= newest
+        assert "resuming" not in out or f"resuming at step {newest}" in out
+    code, _, err = finish(start(command(tmp_path, killed, *words)))
+    assert code == 0, err
+    assert_same_run(whole, killed, 60, "replicas")
+    records = read_metrics(whole)
     assert records[-1]["replicas"] > 0 and any("reshard_seconds" in record for record in records)

@@ -11,8 +11,8 @@ from support.tiny_run import config_of
 
 from moe_jax.models.counts import device_bytes
 from moe_jax.parallel.mesh import to_devices
+from moe_jax.replan.segments import sizes_of
 from moe_jax.training.compiling import compiled_peak
-from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import build_stepper
 
 SIZES = (

@@ -16,11 +16,11 @@ from moe_jax.errors import UserError
 from moe_jax.models.counts import device_bytes
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.observe.progress import with_prefix
+from moe_jax.replan.segments import sizes_of
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training.compiling import compiled_peak
 from moe_jax.training.feed import Feed
 from moe_jax.training.program import Program, Session
-from moe_jax.training.segments import sizes_of
 from moe_jax.training.stepper import Stepper, build_stepper
 
 # with one expert a token, buckets of 0.94 t rows for t tokens: only a batch of equal tokens overflows

@@ -1,7 +1,5 @@
 """Optimizers: which leaves decay, updates by hand, the same numbers on any mesh; clipping; the learning rate."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,11 +253,6 @@ CASES = {
     "wsd": (
         {"learning_rate_schedule": "wsd", "decay_steps": 20},
         {**RISE, 11: 2.0, 80: 2.0, 81: 1.91, 90: 1.1, 100: 0.2, 150: 0.2},
-    ),
-    # after 5 of 20 half of the fall is done, after 1 the share sqrt(1 / 20)
-    "wsd_1_sqrt": (
-        {"learning_rate_schedule": "wsd", "decay_steps": 20, "decay_shape": "1-sqrt"},
-        {**RISE, 80: 2.0, 81: 2 - 1.8 * math.sqrt(0.05), 85: 1.1, 100: 0.2, 150: 0.2},
     ),
     # a tenth of 100 steps
     "wsd_tenth": ({"learning_rate_schedule": "wsd"}, {**RISE, 90: 2.0, 95: 1.1, 100: 0.2}),

@@ -2,8 +2,7 @@
 
 Inputs: as in `topk.py`, and this device's tables. Of the tokens whose best expert is remote the L with the highest
 score keep it, ties to the lowest token; all others, and choices beyond the first, are local, that is of experts all of
-whose destinations are on the device's node. With `topology_release` tokens choose freely while at most L have a remote
-best expert. Weights are the softmax of the chosen scores.
+whose destinations are on the device's node. Weights are the softmax of the chosen scores.
 L = floor(T W_net / (M_w W_local)) of T tokens: W_net of a node's adapters and W_local of a device's link from
 MoEConfig.cluster, M_w the node's devices (the paper prints the inverse); or floor(T remote_fraction).
 Source: FasterMoE, section 4.3; a fraction of 0.14, and the weights, from its release. Letters: docs/notation.md.
@@ -33,11 +32,9 @@ class TopologyKnobs:
     Attributes:
       remote_fraction: part of a device's tokens that may be computed on another node; None takes it from the bandwidths
         of MoEConfig.cluster.
-      topology_release: let all choices be free while at most that part has a remote best expert, as FastMoE's release.
     """
 
     remote_fraction: float | None = None
-    topology_release: bool = False
 
     def check(self):
         if self.remote_fraction is not None and not 0 <= self.remote_fraction <= 1:
@@ -101,7 +98,7 @@ class Topology(TopK):
 
     def most_crossing(self, tokens):
         """Return L of each device that gates: one choice of at most so many of its tokens leaves the node."""
-        if self.config.topology_release or self.place is None:
+        if self.place is None:
             return None
         gating = self.place.roles.size(self.place.roles.model) if self.place.splits_tokens else 1
         return gating * self.most_remote(tokens // gating)
@@ -125,8 +122,6 @@ class Topology(TopK):
         rank = jnp.zeros_like(order, jnp.int32).at[order].set(index, unique_indices=True)  # ties to the lowest index
         crossing = jnp.concatenate([first[:, :1], inside[:, : top_k - 1]], axis=1)
         expert_ids = jnp.where((remote & (rank < most))[:, None], crossing, inside)
-        if config.topology_release:
-            expert_ids = jnp.where(jnp.sum(remote) <= most, first, expert_ids)
         chosen = jnp.take_along_axis(noisy, expert_ids, axis=-1)
         weights = jax.nn.softmax(chosen, axis=-1)
         keep_mask = keep_within_capacity(expert_ids, chosen, config, inputs.real)

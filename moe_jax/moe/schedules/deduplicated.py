@@ -55,6 +55,7 @@ class Deduplicated(ExpertParallel):
 
     Attributes:
       shared: where shared rows stand; layout: how many choices each of their buckets may bring, those of `s1`.
+      mean: shared rows that even loads fill of a bucket.
       plain: moves what waits for later passes.
     """
 
@@ -63,22 +64,13 @@ class Deduplicated(ExpertParallel):
     def __init__(self, roles: Roles, sizes: LayerSizes):
         super().__init__(roles, sizes)
         self.plain = ExpertParallel(roles, sizes)
-        self.shared = layout_of(roles, self.shared_rows(sizes, roles)[0])
+        rows, self.mean = shared_rows(self.sizes, roles.size(roles.expert))
+        self.shared = layout_of(roles, rows)
         if max(self.most_passes, self.sizes.most_passes(self.shared.rows.far, SHARED)) > 1:
             self.most_passes = 1 + self.plain.most_passes
 
-    @classmethod
-    def shared_rows(cls, sizes, roles):
-        own, members = sizes.split(roles.size(roles.model)), roles.size(roles.expert)
-        plain = own.bucket_rows(members)
-        mean = own.tokens * mean_shared(own, members)
-        if own.capacity is None and members > 1:
-            if own.planned_rows is None:
-                plain = BucketRows.even(own.rows_of(mean, own.sources * members))
-            else:  # loads as planned, with as many choices in a row as even ones have
-                every = own.tokens * own.config.top_k / members
-                plain = plain.each(lambda rows: round_up(rows * mean / every, 8))
-        return plain.each(lambda rows: min(own.worst_rows(SHARED), rows)), mean
+    def buckets(self):
+        return [*super().buckets(), ("shared rows", self.shared, self.mean)]
 
     def route(self, tokens, choice, tables):
         groups, me, members = self.sizes.groups, self.member(), self.roles.size(self.roles.expert)
@@ -102,7 +94,7 @@ class Deduplicated(ExpertParallel):
 
     def pack(self, routed, index):
         """Return ((rows [R, M], the weights [P R, 2] of the rows that will arrive), `Sent`) of the first pass."""
-        del index  # later ones are `later_pass`
+        del index  # 0: later ones are `plain`'s
         shared, weights = routed.routing, routed.weights
         follows, parcel = shared.follows, shared.parcel
         with jax.named_scope("dispatch"):
@@ -144,7 +136,9 @@ class Deduplicated(ExpertParallel):
         with jax.named_scope("combine"):
             return sum_choices(returned, sent.parcel)
 
-    def later_pass(self, routed, index, experts):
+    def run_pass(self, routed, index, experts):
+        if isinstance(index, int):  # the first pass; what waits for later ones, whose index is traced, is sent as by s1
+            return super().run_pass(routed, index, experts)
         shared, members = routed.routing, self.roles.size(self.roles.expert)
         with jax.named_scope("route"):
             waiting = Choice(expert_ids=shared.group, weights=routed.weights, keep_mask=shared.rest)
@@ -190,6 +184,18 @@ def limit(parcel: Parcel, routing: Routing, together, most):
 def one_choice(parcel: Parcel) -> Parcel:
     """Return a parcel of tokens of K choices as one of choices."""
     return dataclasses.replace(parcel, row_of_choice=parcel.row_of_choice.reshape(-1, 1))
+
+
+def shared_rows(sizes: LayerSizes, members: int) -> tuple[BucketRows, float]:
+    """Return (rows of the buckets that travel, how many even loads fill); sizes: of the tokens that a device gates."""
+    plain, mean = sizes.bucket_rows(members), sizes.tokens * mean_shared(sizes, members)
+    if sizes.capacity is None and members > 1:
+        if sizes.planned_rows is None:
+            plain = BucketRows.even(sizes.rows_of(mean, sizes.sources * members))
+        else:  # loads as planned, with as many choices in a row as even ones have
+            every = sizes.tokens * sizes.config.top_k / members
+            plain = plain.each(lambda rows: round_up(rows * mean / every, 8))
+    return plain.each(lambda rows: min(sizes.worst_rows(SHARED), rows)), mean
 
 
 def mean_shared(sizes: LayerSizes, members: int) -> float:

@@ -39,7 +39,6 @@ class DeepSpeed(ExpertParallel):
     """
 
     gates_group = True
-    s1_without = ("model", "expert_shard")
 
     def __init__(self, roles: Roles, sizes: LayerSizes):
         super().__init__(roles, sizes, ExpertGroup(roles, sizes.config.transport, shards=False))

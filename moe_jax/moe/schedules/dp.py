@@ -16,6 +16,7 @@ class DataParallel(ExpertParallel):
     """Plain expert parallelism of one member: every device computes all experts."""
 
     moves_tokens = False
+    one_piece = False
 
     def __init__(self, roles: Roles, sizes: LayerSizes):
         for name in ("expert", "expert_shard", "model"):

@@ -25,7 +25,11 @@ from moe_jax.parallel.varying import cast_varying
 
 @register("ring")
 class AllGather(Schedule):
-    """The all-gather schedule; its drop groups are the N / N_MP tokens of one device."""
+    """The all-gather schedule; its drop groups are the N / N_MP tokens of one device.
+
+    Attributes:
+      computed: where the rows stand that a device computes in a pass.
+    """
 
     def __init__(self, roles: Roles, sizes: LayerSizes):
         super().__init__(roles, sizes)
@@ -39,8 +43,8 @@ class AllGather(Schedule):
             capacity=None if own is None else self.size * own,
             planned_rows=None,
         )
-        self.layout = bucket_layout(together.even_rows(roles.size(roles.expert)), 1)
-        self.most_passes = together.most_passes(self.layout.rows.far)
+        self.computed = bucket_layout(together.even_rows(roles.size(roles.expert)), 1)
+        self.most_passes = together.most_passes(self.computed.rows.far)
 
     def route(self, tokens, choice, tables):
         groups = self.sizes.groups
@@ -58,11 +62,11 @@ class AllGather(Schedule):
             here = (place >= 0) & (place // groups == lax.axis_index(self.roles.expert))
             chosen = Choice(expert_ids=place, weights=weights, keep_mask=here)
             routing = route(chosen, jnp.zeros_like(place), place % groups, 1, groups)
-            needed = self.passes_needed(passes_of(routing, self.layout, groups))
+            needed = self.passes_needed(passes_of(routing, self.computed, groups))
         return Routed(tokens, weights, routing, needed)
 
     def run_pass(self, routed, index, experts):
-        parcel = pack(routed.routing, index, self.layout, self.sizes.config.top_k, self.sizes.groups)
+        parcel = pack(routed.routing, index, self.computed, self.sizes.config.top_k, self.sizes.groups)
         with jax.named_scope("experts"):
             rows = permute_tokens(routed.tokens, parcel)
         return unpermute_tokens(experts(rows, parcel.counts[0]), routed.weights, parcel)

@@ -22,7 +22,7 @@ from moe_jax.cluster.fits import fit_name
 from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_tokens
 from moe_jax.moe.routing import Parcel, pack, regroup, stack_rows, stacked_row
-from moe_jax.moe.schedule import LayerSizes, Sent, layout_of, register
+from moe_jax.moe.schedule import LayerSizes, Sent, register
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
 from moe_jax.parallel.exchange import ExpertGroup, cut, join, member, shift_pairs
 from moe_jax.parallel.mesh import Roles
@@ -34,24 +34,21 @@ class PauseAfterGate(ExpertParallel):
     """Parm's second schedule; its drop groups are the N tokens of an MP group.
 
     Attributes:
-      part: where the rows of this device's part of each bucket stand; gather: 'saa' or 'aas'.
+      part: where the rows of this device's part of each bucket stand.
     """
 
     gates_group = True
     cuts_buckets = True
-    s1_without = ("model",)
 
     def __init__(self, roles: Roles, sizes: LayerSizes):
         super().__init__(roles, sizes)
         self.part = self.layout.split(roles.size(roles.model))
-        self.gather, why = choose_return(roles, sizes)
-        self.notes = (why,) if sizes.config.gather == "auto" else ()
 
-    @classmethod
-    def bucket_rows(cls, sizes, roles):
+    def bucket_rows(self):
         # A part has one length on all devices of an MP group. Where they are several EP members, one's own is another's
         # neighbour, and where they are on several nodes all buckets are alike.
-        rows, mp_size = super().bucket_rows(sizes, roles).raised(), roles.size(roles.model)
+        roles = self.roles
+        rows, mp_size = super().bucket_rows().raised(), roles.size(roles.model)
         spanned = mp_size // roles.size(roles.expert_shard)
         if spanned > 1:
             rows = dataclasses.replace(rows, node=rows.own)
@@ -59,11 +56,20 @@ class PauseAfterGate(ExpertParallel):
             rows = BucketRows.even(rows.own)
         return rows.each(lambda rows: round_up(rows, mp_size))
 
-    @classmethod
-    def sentences(cls, roles, sizes):
-        if roles.size(roles.model) == 1:
-            return ["schedule 's2' is s1: with MeshConfig.model = 1 nothing is gathered"]
-        return [choose_return(roles, sizes)[1]]
+    @functools.cached_property
+    def returns(self) -> tuple[str, str]:
+        """'saa' or 'aas', the way in which rows come home, and why; a calibration is read only where it is asked."""
+        config, roles = self.sizes.config, self.roles
+        cluster = cluster_named(config.cluster if config.gather == "auto" else "", roles.device_kind)
+        cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
+        far_rows = self.layout.rows.far
+        return choose_gather(config.gather, roles, far_rows, self.sizes.row_bytes, cluster, config.transport)
+
+    @property
+    def notes(self):
+        gather, why = self.returns
+        said = (f"schedule 's2' returns by {gather!r}: {why}",) if self.sizes.config.gather == "auto" else ()
+        return super().notes + said
 
     def route(self, tokens, choice, tables):
         # A whole MP group sends its tokens by one device's tables: where it spans EP members, those of its first one.
@@ -113,7 +119,7 @@ class PauseAfterGate(ExpertParallel):
 
     def collect(self, rows):
         """Bring computed rows to every device of their MP group: [Ns R / N_MP, M] -> [R, M]; without a gradient."""
-        return collect_parts(self.roles, self.group, self.gather, self.part, rows)
+        return collect_parts(self.roles, self.group, self.returns[0], self.part, rows)
 
     def member(self):
         """Return int32 [], the first EP member of this device's MP group, equal on the group."""
@@ -149,16 +155,6 @@ def choose_gather(
     together, in_turn = saa.seconds(x, y), a2a.seconds(x) + gathers.seconds(y)
     why = f"MoEConfig.gather 'auto' on the fits of {cluster.name!r}: saa {together:.4g} s, aas {in_turn:.4g} s"
     return "saa" if together < in_turn else "aas", why
-
-
-def choose_return(roles: Roles, sizes: LayerSizes) -> tuple[str, str]:
-    """Return ('saa' or 'aas', a sentence that says so and why); a calibration is read only where it is asked."""
-    config = sizes.config
-    cluster = cluster_named(config.cluster if config.gather == "auto" else "", roles.device_kind)
-    cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
-    far_rows = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles)).rows.far
-    gather, why = choose_gather(config.gather, roles, far_rows, sizes.row_bytes, cluster, config.transport)
-    return gather, f"schedule 's2' returns by {gather!r}: {why}"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

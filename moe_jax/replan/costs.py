@@ -22,11 +22,12 @@ from moe_jax.models.counts import device_bytes, preceding
 from moe_jax.models.model_group import rows_of
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.balancer import build_planner, with_late
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Times, layer_bars
 from moe_jax.planning.cost import Cost, slots_in
+from moe_jax.planning.growth import with_late
 from moe_jax.planning.plan_shape import PlanShape, build_shape
-from moe_jax.training.segments import initial_placement, segment_runs, sizes_of
+from moe_jax.replan.segments import initial_placement, segment_runs, sizes_of
 
 
 def device_tokens(config: RunConfig, roles: Roles) -> float:

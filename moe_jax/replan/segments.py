@@ -14,7 +14,7 @@ from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import Sizes
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import find_schedule, layout_of
+from moe_jax.moe.schedule import schedule_on
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.placement import Placement
@@ -47,34 +47,27 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
     tokens = rows_of(config.model, roles, train.microbatch_size) * config.data.sequence_length
     for name, (own, own_roles) in segment_runs(config, roles).items():
         members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
-        record = find_schedule(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))
-        if members == 1 or not record.moves_tokens:
+        schedule = schedule_on(own.moe.schedule, mp_size, own_roles.size(own_roles.expert_shard))
+        if members == 1 or not schedule.moves_tokens:
             continue
         plan = None if plans is None else plans[name]
         if plan is not None and plan.bucket_rows is not None and parts > 1:
             rows = plan.bucket_rows.each(lambda size: round_up(size / parts, 8))
             plan = dataclasses.replace(plan, bucket_rows=rows)
-        sizes = layer_sizes(own.moe, own_roles, tokens // parts, plan)
-        by_shape = layout_of(own_roles, record.bucket_rows(sizes, own_roles)).total
-        shared = record.shared_rows(sizes, own_roles)
-        sizes = sizes if record.gates_group else sizes.split(mp_size)
-        choices = sizes.config.top_k * sizes.tokens
-        buckets = [(name, by_shape, choices / members, sizes.even_rows(members))]
-        if shared is not None:
-            rows, mean = shared
-            buckets.append((f"{name}, shared rows", layout_of(own_roles, rows).total, mean, rows.far))
-        for named, total, mean, even in buckets:
+        built = schedule(own_roles, layer_sizes(own.moe, own_roles, tokens // parts, plan))
+        sizes = built.sizes
+        for what, layout, mean in built.buckets():
             overflow = 0.0  # the most that the chance of an exchange is to overflow
             if sizes.capacity is None and sizes.planned_rows is not None:  # planned: known where it was stated
                 overflow = own.moe.overflow_chance or None
             elif sizes.capacity is None:
-                chance = overflow_chance([mean], choices, even)
+                chance = overflow_chance([mean], sizes.config.top_k * sizes.tokens, layout.rows.far)
                 overflow = min(1.0, sizes.sources * members * chance)
             found.append(
                 Buckets(
-                    segment=named,
-                    by_shape=total,
-                    expected=min(round(members * mean), total),
+                    segment=f"{name}, {what}" if what else name,
+                    by_shape=layout.total,
+                    expected=min(round(members * mean), layout.total),
                     exchanges=own.model.moe_layers * parts * train.grad_accum_steps,
                     overflow=overflow,
                 )

@@ -1,6 +1,7 @@
-"""One run's planning: predict, plan at the interval, reshard now and then, refine after the gate.
+"""What a planner of a run keeps between its plans: past loads, the newest proposal, when it planned last.
 
-A session holds what a checkpoint must hold. Letters: docs/notation.md.
+Inputs: the loads [L, S, E] of finished steps. Outputs: what `planning/plan.py` is asked before a step. A session holds
+what a checkpoint must hold. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -8,15 +9,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.balancer import BALANCERS, build_planner, plan_seconds
+from moe_jax.planning.balancer import BALANCERS, build_planner
+from moe_jax.planning.buckets import Buckets
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.shares import choose_split, split_evenly
+from moe_jax.planning.plan import Asked, Proposal, enlarge, propose, with_rule
+from moe_jax.planning.plan_shape import PlanShape, build_shape
+
+DECAY = 0.5  # 'exponential': how much less each step before the newest counts than the one after it
 
 
 class Predictor:
@@ -28,7 +34,7 @@ class Predictor:
 
     def __init__(self, config):
         """Take a `PlannerConfig` whose defaults are filled in."""
-        self.kind, self.decay = config.predictor, config.decay
+        self.kind = config.predictor
         window = 1 if self.kind == "last" else config.window
         self.seen: collections.deque[np.ndarray] = collections.deque(maxlen=window)
         self.errors: collections.deque[np.ndarray] = collections.deque(maxlen=max(window, 5))
@@ -75,8 +81,8 @@ class Predictor:
                 mean += loads
             mean /= count
             return mean
-        if self.kind == "exponential":  # a step's weight shrinks by (1 - decay) with every later step
-            weight = (1.0 - self.decay) ** np.arange(count)[::-1]
+        if self.kind == "exponential":
+            weight = (1.0 - DECAY) ** np.arange(count)[::-1]
             return np.tensordot(weight / weight.sum(), np.stack(self.seen), axes=1)
         # 'trend': the straight line through the steps, at least 0, with the newest step's total
         seen = np.stack(self.seen).astype(np.float64)
@@ -89,18 +95,18 @@ class Predictor:
         return guess * np.where(total > 0, seen[-1].sum(axis=2, keepdims=True) / np.where(total > 0, total, 1.0), 1.0)
 
 
-STAY = 1.05  # how much longer than homes alone replicas that run may take, so that programs seldom change
-
-
 class PlanSession:
-    """Keep one planner's placement up to date while a run goes on."""
+    """One planner of a run, which goes on."""
 
-    def __init__(self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1):
+    def __init__(
+        self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1, buckets: Buckets | None = None,
+        groups: int = 1,
+    ):  # fmt: skip
         """Plan from `placement` on; its replicas are those that the planner goes on from, whether they run or not.
 
         Args:
-          exchanges_per_step: microbatches times data-parallel groups, over which a step's loads are summed; planners
-            get the loads of one of them, as one gate counts them.
+          exchanges_per_step: microbatches times data-parallel groups, over which a step's loads are summed.
+          buckets, groups: as `Asked` has them.
         """
         self.planner = build_planner(config)
         most = self.planner.most_devices
@@ -109,55 +115,88 @@ class PlanSession:
             raise UserError(
                 f"planner {config.name!r} plans for at most {most} devices, not {placement.devices}; use {fitting}"
             )
-        self.config, self.placement, self.cost = self.planner.config, placement, cost
-        self.predictor = Predictor(self.config)
-        self.exchanges_per_step = exchanges_per_step
+        self.config, self.cost, self.exchanges_per_step = self.planner.config, cost, exchanges_per_step
+        self.start, self.buckets, self.groups, self.trial = placement, buckets, groups, build_planner(config)
+        self.predictor, self.reshard_every = Predictor(self.config), self.planner.reshard_every
+        self.proposal = Proposal(placement=placement)
         self.last_planned: int | None = None
         self.last_sharded = 0
-        self.split = ""  # in use, where it is chosen by price
-        self.pays = True  # whether the replicas run, with which layers take less time than by their homes alone
 
     @property
-    def adopted(self) -> Placement:
-        """What runs of the newest plan."""
-        return self.placement if self.pays else self.placement.bare()
+    def placement(self) -> Placement:
+        """The newest one, from which the planner goes on."""
+        return self.proposal.placement
+
+    def restart(self, placement: Placement):
+        """Go on with the homes of a placement alone, and plan again as soon as asked."""
+        bare = placement.replace(replicas=None, shares=None, rule="home")
+        self.proposal, self.last_planned = dataclasses.replace(self.proposal, placement=bare), None
 
     def drop_replicas(self):
-        """Go on with the homes alone, and plan again as soon as asked."""
-        self.placement = self.placement.replace(replicas=None, shares=None, rule="home")
-        self.last_planned = None
+        """Go on with the newest homes alone."""
+        self.restart(self.placement)
 
     def observe(self, loads: np.ndarray, apart: int = 1) -> None:
         """Take in the loads [L, S, E] of the newest step, `apart` steps after those before."""
         self.predictor.observe(loads, apart)
 
-    def propose(self, iteration: int) -> Placement:
-        """Return the placement for `iteration`, planned from what the predictor has observed so far."""
-        every, shard = self.config.interval, self.planner.reshard_every
+    def ask(self, iteration: int) -> Asked:
+        """Return what to ask the planner before `iteration`, by what was observed so far; at least one step was."""
+        every, shard = self.config.interval, self.reshard_every
         due = self.last_planned is None or iteration // every != self.last_planned // every
-        shard_due = bool(shard) and iteration // shard != self.last_sharded // shard
-        if (due or shard_due) and self.predictor.seen:
-            loads, before = self.predictor.predict(), self.adopted
-            if self.exchanges_per_step > 1:
-                loads = loads / self.exchanges_per_step
-            if shard_due:
-                self.placement = self.planner.reshard(loads, before, self.cost)
-                self.last_sharded = iteration
-            homes = self.placement.bare()
-            unsure = dataclasses.replace(self.cost, load_error=tuple(self.predictor.error().tolist()))
-            self.placement = self.planner.propose(loads, self.placement, unsure)
-            # the newest plan's token rule; what is decided late keeps its own
-            if self.config.split == "even":
-                self.placement = split_evenly(self.placement, loads)
-            elif self.config.split == "auto" and not self.config.decides_late:
-                self.placement, self.split = choose_split(self.placement, loads, self.cost, self.split)
-            self.last_planned, self.pays = iteration, True
-            if self.config.must_pay and self.cost.price == "executor" and len(self.placement.replicas):
-                taken, alone = (plan_seconds(self.planner, own, loads, self.cost) for own in (self.placement, homes))
-                self.pays = taken < alone * (STAY if len(before.replicas) else 1.0)
-                if not self.pays and (self.placement.home != homes.home).any():
-                    self.placement = homes
-        return self.adopted
+        reshard = bool(shard) and iteration // shard != self.last_sharded // shard
+        return self.asked(due, reshard)
+
+    def asked(self, due: bool = False, reshard: bool = False, loads: np.ndarray | None = None) -> Asked:
+        """Return what a planner is asked, by default for nothing new; loads: of a step, None for those predicted."""
+        return Asked(
+            planner=self.planner,
+            trial=self.trial,
+            config=self.config,
+            cost=self.cost,
+            loads=self.predictor.predict() if loads is None else loads,
+            exchanges=self.exchanges_per_step,
+            error=self.predictor.error(),
+            last=self.proposal,
+            due=due or reshard,
+            reshard=reshard,
+            buckets=self.buckets,
+            groups=self.groups,
+        )
+
+    def accept(self, asked: Asked, proposal: Proposal, iteration: int) -> None:
+        """Go on from the proposal that was made for `iteration`."""
+        if asked.reshard:
+            self.last_sharded = iteration
+        if asked.due:
+            self.proposal, self.last_planned = proposal, iteration
+
+    def propose(self, iteration: int) -> Placement:
+        """Return the placement for `iteration`: the newest one before anything was observed."""
+        if self.predictor.seen:
+            asked = self.ask(iteration)
+            self.accept(asked, propose(asked) if asked.due else self.proposal, iteration)
+        return self.proposal.adopted
+
+    @property
+    def first_shape(self) -> PlanShape:
+        """What a run's first step is compiled for: the first homes, and slots for what is decided after the gate."""
+        return self.with_rule(build_shape(self.start))
+
+    def with_rule(self, shape: PlanShape) -> PlanShape:
+        """Return the shape with what this planner decides after the gate."""
+        return with_rule(self.planner, shape, self.cost, self.groups)
+
+    def planned(self, past: Iterable[np.ndarray], step: int) -> tuple[PlanShape, Placement]:
+        """Return the first shape and placement of a run that goes on from steps with these loads [L, S, E]."""
+        for loads in past:
+            self.observe(loads)
+        placement = self.propose(step)
+        return enlarge(self.asked(), placement, self.first_shape), placement
+
+    def planned_for(self, loads: np.ndarray) -> tuple[PlanShape, Placement]:
+        """Return what a run would compile after steps with these loads each, as often as its predictor looks back."""
+        return self.planned([loads] * self.config.window, self.config.interval)
 
     def refine(
         self, loads: np.ndarray, placement: Placement | None = None, late: TransferShape | None = None
@@ -167,7 +206,7 @@ class PlanSession:
         `placement` is what was planned ahead (None: the newest plan), `late` the largest transfer after the gate.
         """
         cost = dataclasses.replace(self.cost, late=late)
-        return self.planner.refine(loads, self.adopted if placement is None else placement, cost)
+        return self.planner.refine(loads, self.proposal.adopted if placement is None else placement, cost)
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""
@@ -179,8 +218,8 @@ class PlanSession:
             "rule": list(placement.rule),
             "last_planned": -1 if self.last_planned is None else self.last_planned,
             "last_sharded": self.last_sharded,
-            "split": self.split,
-            "pays": self.pays,
+            "split": self.proposal.split,
+            "pays": self.proposal.pays,
             **self.predictor.state(),
         }
 
@@ -191,13 +230,13 @@ class PlanSession:
             raise UserError(
                 f"the saved plan has [layers, experts] = {home.shape}, this run {self.placement.home.shape}"
             )
-        self.placement = self.placement.replace(
+        placement = self.placement.replace(
             home=home,
             replicas=np.asarray(state["replicas"]),
             shares=np.asarray(state["shares"]),
             rule=tuple(state["rule"]),
         )
+        self.proposal = Proposal(placement=placement, split=state["split"], pays=state.get("pays", True))
         self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
         self.last_sharded = int(state["last_sharded"])
-        self.split, self.pays = state["split"], state.get("pays", True)
         self.predictor.restore(state)

@@ -1,0 +1,108 @@
+"""How many rows the buckets of a segment's exchanges have under a plan: enough for the predicted loads, within a limit.
+
+Inputs: a placement and the loads of a step. Outputs: rows. Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.planning import routing
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.sizes import BUCKET_LIMIT, expected_rows, pairs_by_kind
+
+FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
+HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
+TOO_OFTEN = 10.0  # times `chance`: buckets grow when they overflow more often, for the same reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """The rule for the buckets of one exchange of one microbatch, between the members of an expert-parallel group.
+
+    Attributes:
+      sizes: `LayerSizes` of `moe/schedule.py`, of a layer without a plan; even: the rows of its buckets.
+      devices: D, members; devices_per_node: of them on a node.
+      chance: `MoEConfig.overflow_chance`, for a layer's exchange in one data-parallel group; 0 for rows that no
+        predicted pair exceeds.
+      multiple: of which rows are a multiple.
+      summed: how many such exchanges the loads of a step are sums of.
+      parts: halves of a microbatch, each of which has an exchange of its own.
+      one_length: the bucket of the own device is as long as the others, because MP groups cut all of them.
+    """
+
+    sizes: Any
+    even: int
+    devices: int
+    devices_per_node: int
+    chance: float
+    multiple: int
+    summed: float
+    parts: int
+    one_length: bool
+
+    @property
+    def choices(self) -> int:
+        """K t, of an MP group."""
+        return self.sizes.config.top_k * self.sizes.tokens
+
+    def there(self, shape: PlanShape) -> BucketRows:
+        """Return the rows that buckets have under a shape."""
+        planned = shape.bucket_rows or self.sizes.planned_rows or BucketRows.even(self.even)
+        return dataclasses.replace(self.sizes, groups=shape.slots, planned_rows=planned).bucket_rows(self.devices)
+
+    def most(self, shape: PlanShape) -> BucketRows:
+        """Return the rows that planned buckets may have: the worst case, or what `BUCKET_LIMIT` allows.
+
+        Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
+        travel; except where others have its length.
+        """
+        worst = dataclasses.replace(self.sizes, groups=shape.slots).worst_rows()
+        most = min(max(math.ceil(BUCKET_LIMIT * (self.choices / self.devices)), self.even), worst)
+        return BucketRows(own=most if self.one_length else worst, node=most, far=most)
+
+    def needed(
+        self, shape: PlanShape, placement: Placement, loads: np.ndarray, error: float, more_often: float = 1.0
+    ) -> BucketRows:
+        """Return the rows that buckets need by prediction.
+
+        A step's loads are sums over microbatches and data-parallel groups, and over the N_ESP devices of a member; a
+        bucket is of one microbatch's tokens of one MP group, which are those of N_MP devices.
+
+        Args:
+          placement: with what is decided after the gate; loads: int [L, S, E], predicted for a step.
+          error: of the loads, relative; more_often: how many times as often as `chance` says buckets may overflow.
+        """
+        if self.chance:
+            # Each kind of bucket has a third of the chance. Where a microbatch travels in two halves, buckets are
+            # twice as long as those of a half.
+            chance, choices = more_often * self.chance * len(loads) / 3, self.choices // self.parts
+            pairs = routing.pair_loads(placement, loads) * ((1 + error) / self.summed)
+            by_kind = pairs_by_kind(pairs, self.devices_per_node)
+            of_part = {kind: means / self.parts for kind, means in by_kind.items() if means.size}
+            rows = {kind: expected_rows(means, choices, chance, self.multiple) for kind, means in of_part.items()}
+            rows = BucketRows(**{kind: self.parts * rows.get(kind, 0) for kind in by_kind})
+        else:
+            fullest = routing.fullest(placement, loads)
+            rows = fullest.each(lambda pair: pair / self.summed * (1 + error)).rounded(self.multiple)
+        fewest = BucketRows.even(FEWEST * self.choices / self.devices).rounded(self.multiple)
+        return rows.at_least(fewest).at_most(self.most(shape))
+
+    def enlarged(self, shape: PlanShape, needed: BucketRows) -> PlanShape:
+        """Return the shape with headroom for what its buckets have too few rows for, the others as they are.
+
+        The first planned buckets are all by prediction: one that was larger without a plan gets smaller.
+        """
+        if needed.within(self.there(shape)):
+            return shape
+        headroom = 1.0 if self.chance else HEADROOM
+        larger = needed.each(lambda size: math.ceil(headroom * size)).at_most(self.most(shape))
+        larger = larger.rounded(self.multiple)
+        rows = larger if shape.bucket_rows is None else shape.bucket_rows.where_smaller(needed, larger)
+        return dataclasses.replace(shape, bucket_rows=rows)
