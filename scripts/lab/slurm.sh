@@ -73,7 +73,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
-SlurmdTimeout=60
+SlurmdTimeout=${SLURMD_TIMEOUT:-60}
 KillWait=10
 MpiDefault=none
 CONF
