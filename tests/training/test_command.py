@@ -98,10 +98,10 @@ def test_three_kills_change_nothing(tmp_path):
     """Killed while it saves, trains and starts, a run whose experts move ends bit for bit as an undisturbed one."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     checkpoints, words = killed / "checkpoints", (*PLANNER, "train.steps = 60", "train.checkpoint_every = 3")
-    assert finish(start(command(tmp_path, whole, *words)))[0] == 0
+    assert finish(start(command(tmp_path, whole, *words, devices=4)))[0] == 0
     for moment in ("save", "step", "start"):
         newest, began = Checkpointer(checkpoints, keep=3).latest() or 0, time.time()
-        process = start(command(tmp_path, killed, *words))
+        process = start(command(tmp_path, killed, *words, devices=4))
         while moment == "save" and all(path.name.isdecimal() for path in checkpoints.glob("*")):
             assert process.poll() is None, "the run ended before its first checkpoint"
         if moment == "step":
@@ -112,7 +112,7 @@ def test_three_kills_change_nothing(tmp_path):
         out = finish(process)[1]
         assert (Checkpointer(checkpoints, keep=3).latest() or 0) >= newest
         assert "resuming" not in out or f"resuming at step {newest}" in out
-    code, _, err = finish(start(command(tmp_path, killed, *words)))
+    code, _, err = finish(start(command(tmp_path, killed, *words, devices=4)))
     assert code == 0, err
     assert_same_run(whole, killed, 60, "replicas")
     records = read_metrics(whole)
