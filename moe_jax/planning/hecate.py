@@ -250,6 +250,8 @@ def spread_replicas(xp, totals, holds, order, free, per_node: int, limits=None):
     def fill(turn, carry):
         holds, free, sent = carry
         expert, left = order[:, turn], wanted[:, turn]
+        if xp is np and not left.any():
+            return carry
         mine, slots = holds[rows, expert], by_node(free)
         on_node = by_node(mine).any(axis=2)
         reach, travels = ~on_node, mine.sum(axis=1) > 1
