@@ -30,16 +30,16 @@ class BalancedPlanner(Planner):
     def propose(self, loads, placement, cost):
         bare, totals = super().propose(loads, placement, cost), loads.sum(axis=1).astype(np.float64)
         quota = fill_gaps(totals, bare, cost.replica_slots)
-        held, mu = (quota > 0) | bare.holds, cost.replica_slots
+        holds, mu = (quota > 0) | bare.holds, cost.replica_slots
         error = MEAN_TO_STANDARD * np.minimum(cost.load_error or 0.0, 1.0)
         if self.config.when == "after_gate":
-            held = add_spares(held, totals, bare, mu)
+            holds = add_spares(holds, totals, bare, mu)
         elif np.any(error):
-            spared = add_spares(held, totals, bare, mu, error)
-            if (spared != held).any():
-                held = spared
-                quota = level_quotas(np, totals, held, bare.homes, SWEEPS, np.reshape(error, (-1, 1)))
-        return with_quotas(bare, quota, loads, held)
+            spared = add_spares(holds, totals, bare, mu, error)
+            if (spared != holds).any():
+                holds = spared
+                quota = level_quotas(np, totals, holds, bare.homes, SWEEPS, np.reshape(error, (-1, 1)))
+        return with_quotas(bare, quota, loads, holds)
 
     def late_rule(self, shape, cost, groups):
         if self.config.when != "after_gate" or not shape.replica_slots:
@@ -93,7 +93,11 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
 
 
 def add_spares(
-    held: np.ndarray, totals: np.ndarray, placement: Placement, mu: int, error: np.ndarray | None = None
+    holds: np.ndarray,
+    totals: np.ndarray,
+    placement: Placement,
+    mu: int,
+    error: np.ndarray | None = None,
 ) -> np.ndarray:
     """Replicate experts with most load per holder until devices hold `SPARES` replicas on average.
 
@@ -102,29 +106,29 @@ def add_spares(
     flat as the error asks, gained nothing on a recorded trace (largest over mean load 1.265), spares 1.224.
 
     Args:
-      held: bool [L, E, D], homes and replicas so far.
+      holds: bool [L, E, D], homes and replicas so far.
       error: [L], relative error of the totals: only experts whose error moves a holder's load by more than `TOLERANCE`
         of the mean load are replicated; None replicates any.
 
     Returns:
       bool [L, E, D] with the spares; devices with fewest replicas first, of those the expert's own node.
     """
-    devices, rows, held = placement.devices, np.arange(placement.layers), held.copy()
-    holders, free = held.sum(axis=2), mu - (held & ~placement.homes).sum(axis=1)
-    budget = SPARES * devices - (held & ~placement.homes).sum(axis=(1, 2))
+    devices, rows, holds = placement.devices, np.arange(placement.layers), holds.copy()
+    holders, free = holds.sum(axis=2), mu - (holds & ~placement.homes).sum(axis=1)
+    budget = SPARES * devices - (holds & ~placement.homes).sum(axis=(1, 2))
     node_of, least = np.arange(devices) // placement.devices_per_node, TOLERANCE * totals.sum(axis=1) / devices
     for _ in range(max(0, int(budget.max(initial=0)))):
         expert = np.where(holders < devices, totals / holders, -1.0).argmax(axis=1)
         near = node_of == node_of[placement.home[rows, expert]][:, None]
-        score = np.where((free > 0) & ~held[rows, expert], 2 * free + near, -1)
+        score = np.where((free > 0) & ~holds[rows, expert], 2 * free + near, -1)
         device = score.argmax(axis=1)
         ok = (score[rows, device] >= 0) & (budget > 0)
         if error is not None:
             ok &= error * totals[rows, expert] / holders[rows, expert] > least
         if not ok.any():
             break
-        held[rows[ok], expert[ok], device[ok]] = True
+        holds[rows[ok], expert[ok], device[ok]] = True
         holders[rows[ok], expert[ok]] += 1
         free[rows[ok], device[ok]] -= 1
         budget -= ok
-    return held
+    return holds

@@ -132,8 +132,8 @@ class Shadowing:
         before = seconds(tokens, received) if self.residual else (self.compute + self.exchange) * tokens.max(axis=1)
         state = tokens, received, xp.zeros((layers, devices), int), before
         start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
-        found = loop(xp, shadow, start, experts, lambda carry: carry[2].any())
-        return found[1], found[3]
+        ended = loop(xp, shadow, start, experts, lambda carry: carry[2].any())
+        return ended[1], ended[3]
 
 
 def shadow_rates(cost: Cost) -> dict[str, float]:

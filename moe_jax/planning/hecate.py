@@ -47,13 +47,13 @@ class HecatePlanner(Planner):
         bare, tau = super().propose(loads, placement, cost), cost.overlap()
         if not self.config.materialize:
             return bare
-        totals, found = loads.sum(axis=1).astype(np.float64), []
-        for own in [tau] if tau is not None else [0, *(2**power for power in range(bare.experts.bit_length()))]:
-            plan, cut = materialized(bare, totals, own, cost.replica_slots)
-            found.append((plan_seconds(self, plan, loads, cost) if tau is None else 0.0, len(found), cut, plan))
-            if len(found) > 2 and found[-1] > found[-2] > found[-3] and bare.experts >= bare.devices:
+        totals, tried = loads.sum(axis=1).astype(np.float64), []
+        for degree in [tau] if tau is not None else [0, *(2**power for power in range(bare.experts.bit_length()))]:
+            plan, cut = materialized(bare, totals, degree, cost.replica_slots)
+            tried.append((plan_seconds(self, plan, loads, cost) if tau is None else 0.0, len(tried), cut, plan))
+            if len(tried) > 2 and tried[-1] > tried[-2] > tried[-3] and bare.experts >= bare.devices:
                 break  # risen twice: where no device is without a home, more experts do not pay
-        *_, cut, plan = min(found)
+        *_, cut, plan = min(tried)
         self.counters["transfer_cut"] += cut
         return plan
 
@@ -197,31 +197,31 @@ class Calibration:
     late_transfer: float = 0.0
     late_seconds: tuple[float, ...] = ()
 
-    def choose(self, xp, loads, held, home, late: TransferShape):
+    def choose(self, xp, loads, holds, home, late: TransferShape):
         """Return replicas that a layer wants, those that fit the transfer (`fit_replicas`), and whether they pay.
 
         Args:
           xp: NumPy or jax.numpy.
-          loads: [L, S, E], real; held: bool [L, E, D], holders before; home: int [L, E].
+          loads: [L, S, E], real; holds: bool [L, E, D], holders before; home: int [L, E].
 
         Returns:
           (bool [L, E, D], what `fit_replicas` returns, bool [L]).
         """
         order, free = falling(xp, loads.sum(axis=1))[:, : self.overlap_degree], (len(loads), late.devices)
         free = np.full(free, late.slots, np.int32)
-        wanted = spread_replicas(xp, loads.sum(axis=1), held, order, free, late.devices_per_node)
+        wanted = spread_replicas(xp, loads.sum(axis=1), holds, order, free, late.devices_per_node)
         added, places, used = fit_replicas(xp, wanted, order, home, late)
         each = self.late_transfer * (added.sum(axis=(1, 2)) + added.any(axis=2).sum(axis=1))
-        gain = self.seconds(xp, loads, held, late) - self.seconds(xp, loads, held | added, late)
+        gain = self.seconds(xp, loads, holds, late) - self.seconds(xp, loads, holds | added, late)
         return wanted, (added, places, used), gain > late_price(used, late, self.late_seconds, each, xp)
 
-    def seconds(self, xp, loads, held, late: TransferShape):
+    def seconds(self, xp, loads, holds, late: TransferShape):
         """Return the seconds of layers without their transfers, by expected loads under the rule 'nearest': -> [L]."""
-        local, came = (of.sum(axis=1) for of in routing.nearest_loads(xp, loads, held, late.devices_per_node))
+        local, came = (of.sum(axis=1) for of in routing.nearest_loads(xp, loads, holds, late.devices_per_node))
         return self.compute * (local + came).max(axis=1) + self.exchange * came.max(axis=1)
 
 
-def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
+def spread_replicas(xp, totals, holds, order, free, per_node: int, limits=None):
     """Give slots to experts by falling load: nodes that lack one first, then nodes and devices with most free slots.
 
     The slots are shared by load per holder: replicas that stand already serve a part of it. An expert's turn takes
@@ -230,7 +230,7 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
 
     Args:
       xp: NumPy or jax.numpy.
-      totals: [L, E], loads; held: bool [L, E, D], holders so far.
+      totals: [L, E], loads; holds: bool [L, E, D], holders so far.
       order: int [L, Et], experts by falling load; free: int [L, D], free replica slots, of NumPy for either.
       per_node: devices of a node.
       limits: (homes int [L, E], `TransferSizes`), the most offers and crossings of the replicas that stand and the new
@@ -239,8 +239,8 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
     """
-    layers, _, devices = held.shape
-    rows, before, holders = xp.arange(layers), held, held.sum(axis=2)
+    layers, _, devices = holds.shape
+    rows, before, holders = xp.arange(layers), holds, holds.sum(axis=2)
     weight, lacking = (xp.take_along_axis(of, order, axis=1) for of in (totals / holders, devices - holders))
     wanted = slots_by_load(xp, weight, free.sum(axis=1), lacking)
     high, sent = int(free.max(initial=0)) + 1, None  # `high` outweighs the free slots of a device
@@ -249,9 +249,11 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
         return of.reshape(layers, -1, per_node)
 
     def fill(turn, carry):
-        held, free, sent = carry
+        holds, free, sent = carry
         expert, left = order[:, turn], wanted[:, turn]
-        mine, slots = held[rows, expert], by_node(free)
+        if xp is np and not left.any():
+            return carry
+        mine, slots = holds[rows, expert], by_node(free)
         on_node = by_node(mine).any(axis=2)
         reach, travels = ~on_node, mine.sum(axis=1) > 1
         if limits is not None:
@@ -272,16 +274,16 @@ def spread_replicas(xp, totals, held, order, free, per_node: int, limits=None):
                 put(offers, (rows, at), offers[rows, at] + (~travels & new.any(axis=1))),
                 put(crossing, (rows, at // per_node), crossing[rows, at // per_node] + to),
             )
-        return put(held, (rows, expert), mine | new), free - new, sent
+        return put(holds, (rows, expert), mine | new), free - new, sent
 
     if limits is not None:  # an expert counts once for its home's device, and once for each node with a replica
         home, most = limits
         offered = (home[:, :, None] == np.arange(devices)) & (holders > 1)[:, :, None]
         from_node, to_node = (
-            of.reshape(*home.shape, -1, per_node).any(axis=3).astype(np.float32) for of in (offered, held)
+            of.reshape(*home.shape, -1, per_node).any(axis=3).astype(np.float32) for of in (offered, holds)
         )
         sent = offered.sum(axis=1), from_node.swapaxes(1, 2) @ to_node
-    return loop(xp, fill, (held.copy(), free, sent), order.shape[1])[0] & ~before
+    return loop(xp, fill, (holds.copy(), free, sent), order.shape[1])[0] & ~before
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:

@@ -165,9 +165,8 @@ class Placement:
         share_start, share_count = np.zeros((2, layers, experts, nodes), np.int32)
         share_num = share.cumsum()
         if len(share):
-            key = (
-                self.share_keys // self.devices
-            )  # (layer, expert, 0 for rows of nodes without their own, else 1 + node)
+            # (layer, expert, 0 for the rows of nodes without their own, else 1 + node)
+            key = self.share_keys // self.devices
             key_count = np.bincount(key, minlength=layers * experts * (nodes + 1)).astype(np.int32)
             key_count = key_count.reshape(layers, experts, nodes + 1)
             key_start = _starts(key_count)

@@ -115,9 +115,9 @@ def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
     device, sources = np.arange(devices), np.arange(0, devices, every)
     for _, piece, source, _, to, tokens in counted(placement, loads, sources):
         at = sources[piece][:, None]
-        pairs, own = _summed((source, to), tokens, (len(at), devices)), at == device
+        pairs, same = _summed((source, to), tokens, (len(at), devices)), at == device
         near = at // per_node == device // per_node
-        kinds = {"own": own, "node": near & ~own, "far": ~near}
+        kinds = {"own": same, "node": near & ~same, "far": ~near}
         rows = {kind: int(pairs.max(where=mask, initial=getattr(most, kind))) for kind, mask in kinds.items()}
         most = BucketRows(**rows)
     return most
@@ -128,26 +128,26 @@ def _summed(at: tuple[np.ndarray, np.ndarray], tokens: np.ndarray, shape: tuple[
     return np.bincount(np.ravel_multi_index(at, shape), tokens, math.prod(shape)).astype(np.int64).reshape(shape)
 
 
-def nearest_loads(xp, loads, held, per_node: int):
+def nearest_loads(xp, loads, holds, per_node: int):
     """Return what each device computes of its tokens, and of others', by the rule 'nearest' without its rounding.
 
     Args:
       xp: NumPy or jax.numpy.
-      loads: [L, S, E], real; held: bool [L, E, D]; per_node: devices of a node.
+      loads: [L, S, E], real; holds: bool [L, E, D]; per_node: devices of a node.
 
     Returns:
       (tokens of the device itself [L, E, D], tokens that it receives [L, E, D]).
     """
-    layers, experts, devices = held.shape
+    layers, experts, devices = holds.shape
     by_node = (layers, experts, devices // per_node, per_node)
     mine = xp.swapaxes(loads, 1, 2)
-    local = xp.where(held, mine, 0.0)
+    local = xp.where(holds, mine, 0.0)
     away = (mine - local).reshape(by_node).sum(axis=3)  # tokens of each node whose device lacks the expert
-    on_node = held.reshape(by_node).sum(axis=3)
+    on_node = holds.reshape(by_node).sum(axis=3)
     inside = xp.where(on_node > 0, away / xp.maximum(on_node, 1), 0.0)
-    outside = xp.where(on_node > 0, 0.0, away).sum(axis=2) / held.sum(axis=2)
-    came = (inside + outside[:, :, None])[..., None] * held.reshape(by_node)
-    return local, came.reshape(held.shape)
+    outside = xp.where(on_node > 0, 0.0, away).sum(axis=2) / holds.sum(axis=2)
+    came = (inside + outside[:, :, None])[..., None] * holds.reshape(by_node)
+    return local, came.reshape(holds.shape)
 
 
 def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -168,11 +168,11 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
         layer, expert, device, units, node = placement.shares.T
         part, here, by_node = units / SHARE_ONE, device // per_node, mine.reshape(*mine.shape[:2], -1, per_node)
         by_node = by_node.sum(axis=3)
-        own = np.zeros(by_node.shape, bool)
-        own[tuple(placement.shares[node >= 0][:, [0, 1, 4]].T)] = True  # nodes with rows of their own
-        rest = np.where(own, 0, by_node).sum(axis=2)  # of nodes that take the rows for all
+        has_rows = np.zeros(by_node.shape, bool)
+        has_rows[tuple(placement.shares[node >= 0][:, [0, 1, 4]].T)] = True  # nodes with rows of their own
+        rest = np.where(has_rows, 0, by_node).sum(axis=2)  # of nodes that take the rows for all
         given = part * np.where(node < 0, rest[layer, expert], by_node[layer, expert, node])
-        kept = np.where(node < 0, ~own[layer, expert, here], node == here) * part * mine[layer, expert, device]
+        kept = np.where(node < 0, ~has_rows[layer, expert, here], node == here) * part * mine[layer, expert, device]
         np.add.at(computed, (layer, device), given)
         np.add.at(received, (layer, device), given - kept)
     return computed, received

@@ -20,8 +20,8 @@ FEW_NODES = 64  # up to so many nodes each has share rows of its own for every r
 STAY = 1.25  # how much dearer the split in use may get before the other one takes over
 
 
-def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
-    """Even out device loads over fixed holders: totals [L, E], held, homes bool [L, E, D] -> quota [L, E, D].
+def level_quotas(xp, totals, holds, homes, sweeps: int, error=0.0):
+    """Even out device loads over fixed holders: totals [L, E], holds, homes bool [L, E, D] -> quota [L, E, D].
 
     Every token starts at its expert's home; one expert after the other fills its holders to a common level, the others
     held fixed. Each step lowers the sum of squared device loads, whose minimum over all splits also has the least
@@ -32,15 +32,15 @@ def level_quotas(xp, totals, held, homes, sweeps: int, error=0.0):
       error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
         is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
-    (layers, _, devices), stiff = held.shape, 1.0 + error**2
+    (layers, _, devices), stiff = holds.shape, 1.0 + error**2
     rows, upto = xp.arange(layers), xp.arange(1, devices + 1)[None]
-    replicated = held.sum(axis=2) > 1
+    replicated = holds.sum(axis=2) > 1
     count, order = replicated.sum(axis=1), xp.argsort(~replicated, axis=1, stable=True)
 
     def pour(turn, carry):
         quota, load, going = carry
         expert = order[:, turn]
-        mine, holders = quota[rows, expert], held[rows, expert]
+        mine, holders = quota[rows, expert], holds[rows, expert]
         base = load - mine
         # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
         ground = xp.sort(xp.where(holders, base, xp.inf), axis=1)
@@ -127,8 +127,8 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
     left = mine * (left / np.where(demand > 0, demand, 1.0))[:, :, None]
     p, node = np.nonzero(keeps)
-    own = unit_rows(pairs[p], edges(np, mine[keeps]), node, node * placement.devices_per_node)
-    return np.concatenate([unit_rows(pairs, edges(np, left.reshape(len(pairs), -1)), -1), own])
+    kept = unit_rows(pairs[p], edges(np, mine[keeps]), node, node * placement.devices_per_node)
+    return np.concatenate([unit_rows(pairs, edges(np, left.reshape(len(pairs), -1)), -1), kept])
 
 
 def unit_rows(pairs: np.ndarray, upto: np.ndarray, source, first=0) -> np.ndarray:
@@ -143,14 +143,14 @@ def unit_rows(pairs: np.ndarray, upto: np.ndarray, source, first=0) -> np.ndarra
     return np.column_stack([pairs[row], first + nth, units[row, nth], source])
 
 
-def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray | None = None) -> Placement:
+def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, holds: np.ndarray | None = None) -> Placement:
     """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
 
     Args:
-      held: bool [L, E, D], holders of which some may have no quota; None: those with a quota.
+      holds: bool [L, E, D], holders of which some may have no quota; None: those with a quota.
     """
-    held = quota > 0 if held is None else held
-    placement = bare.replace(replicas=np.argwhere(held & ~bare.homes), rule="shares")
+    holds = quota > 0 if holds is None else holds
+    placement = bare.replace(replicas=np.argwhere(holds & ~bare.homes), rule="shares")
     return placement.replace(shares=share_rows(placement, quota, loads))
 
 
@@ -189,12 +189,12 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
     """
     if not len(placement.replicas):
         return placement, now
-    found, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
-    for name, plan in found.items():
+    plans, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
+    for name, plan in plans.items():
         price[name] = padded_seconds(routing.fullest(plan, loads).each(lambda size: max(size, 1)), plan, cost)
     other = {"plan": "even", "even": "plan"}.get(now)
     if other is None:
         best = min(SPLITS, key=price.__getitem__)
     else:
         best = other if price[other] * STAY < price[now] else now
-    return found[best], best
+    return plans[best], best
