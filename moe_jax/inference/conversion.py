@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -43,7 +44,8 @@ from moe_jax.models.config import ModelConfig, segments_of
 from moe_jax.models.counts import leaf_shapes
 from moe_jax.models.language_model import is_bank, segment_of
 from moe_jax.moe.config import MoEConfig
-from moe_jax.storage.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
+from moe_jax.storage.checkpoint import Checkpointer, run_config, write_params
+from moe_jax.storage.leaf_store import LeafParts
 from moe_jax.storage.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import check_base
@@ -99,25 +101,24 @@ def import_folder(
         left -= ahead
     for name in sorted(name for name in left if not name.endswith(NOT_NEEDED)):
         raise UserError(f"{tensors.path}: the tensor {name} is unknown to moe_jax for {family.model_type!r} models")
-    by_leaf: dict[str, dict[str, TensorPlace]] = {}
+    by_leaf: dict[str, list[TensorPlace]] = {}
     for place in places:
-        by_leaf.setdefault(place.leaf, {})[str(place.index)] = place
+        by_leaf.setdefault(place.leaf, []).append(place)
     leaves, param_dtype, odd = {}, np.dtype(model.param_dtype), []
+
+    def read(place):
+        if (at := sources[place.name]) is None:  # a router, which the dense checkpoint has none of
+            tensor = place.shape[1] ** -0.5 * upcycling.drawn(place.name, place.shape)
+        else:
+            tensor = tensors.read(*at)
+            tensor = upcycling.expert(place.name, tensor) if upcycling and place.fused else tensor
+        return _noted(place.name, place.to_part(tensor), param_dtype, odd)
+
     for name, shape in file_shapes(model, moe).items():
-        own = by_leaf.pop(name)
-
-        def read(index, own=own):
-            place = own[str(index)]
-            found = sources[place.name]
-            if found is None:  # a router, which the dense checkpoint has none of
-                tensor = place.shape[1] ** -0.5 * upcycling.drawn(place.name, place.shape)
-            else:
-                tensor = tensors.read(*found)
-                tensor = upcycling.expert(place.name, tensor) if upcycling and place.fused else tensor
-            return _noted(place.name, place.to_part(tensor), param_dtype, odd)
-
-        assert sum(math.prod(place.part) for place in own.values()) == math.prod(shape), name
-        leaves[name] = LeafParts(shape, param_dtype, [place.index for place in own.values()], read)
+        of_leaf = by_leaf.pop(name)
+        assert sum(math.prod(place.part) for place in of_leaf) == math.prod(shape), name
+        parts = [(place.index, functools.partial(read, place)) for place in of_leaf]
+        leaves[name] = LeafParts(shape, param_dtype, of_leaf[0].part_of(shape), parts)
     assert not by_leaf, f"no leaf is called {next(iter(by_leaf))}"
 
     data = DataConfig()  # bytes, where the checkpoint has no tokenizer
@@ -212,7 +213,7 @@ def export_folder(
         source, at, merged = RunFolder(base["folder"], create=False).checkpoints, base["step"], adapters.merged
     elif adapter:
         raise UserError(f"{workdir} holds a whole model and no adapters; write that with --to_hf")
-    parts = read_parts(source, at, [(place.leaf, place.index) for place in places])
+    parts = Checkpointer(source, keep=1).read_parts(at, [(place.leaf, place.index) for place in places])
     with new_folder(target, refused) as out:
         dtypes = [np.dtype("float32" if place.float32 else model.dtype) for place in places]
         named = (
