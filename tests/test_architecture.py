@@ -222,6 +222,11 @@ def test_gin_stays_in_one_file():
     ]
 
 
+def test_orbax_is_used_by_its_public_names():
+    for module, names in imports(everywhere=True).items():
+        assert not any(name.startswith("orbax.checkpoint._") for name in names), module
+
+
 def test_what_concerns_several_processes_stays_in_one_package():
     alone = {"socket", "selectors", "ctypes", "signal"}
     for module, names in imports(everywhere=True).items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -41,8 +42,9 @@ from moe_jax.inference.families import (
 from moe_jax.inference.tensor_places import BACK, FFN, TensorPlace, file_shapes, tensor_places
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
-from moe_jax.storage.checkpoint import Checkpointer, LeafParts, read_parts, run_config, write_params
+from moe_jax.storage.checkpoint import Checkpointer, run_config, write_params
 from moe_jax.storage.host_data import HostData
+from moe_jax.storage.leaf_store import LeafParts
 from moe_jax.storage.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_base import check_base
@@ -126,17 +128,16 @@ def _check_rest(tensors: TensorFolder, read: set[str], family: Family, keys: dic
 
 def _leaves(model: ModelConfig, moe: MoEConfig, places: list[TensorPlace], part_of: Callable) -> dict[str, LeafParts]:
     """Return {name: the leaf}, which `part_of` reads place by place."""
-    by_leaf: dict[str, dict[str, TensorPlace]] = {}
+    by_leaf: dict[str, list[TensorPlace]] = {}
     for place in places:
-        by_leaf.setdefault(place.leaf, {})[str(place.index)] = place
+        by_leaf.setdefault(place.leaf, []).append(place)
     leaves, shapes = {}, file_shapes(model, moe)
     assert by_leaf.keys() == shapes.keys(), f"no leaf, or no place, is called {by_leaf.keys() ^ shapes.keys()}"
     for name, shape in shapes.items():
-        parts = by_leaf[name]
-        assert sum(math.prod(place.part) for place in parts.values()) == math.prod(shape), name
-        indices = [place.index for place in parts.values()]
-        read = lambda index, parts=parts: part_of(parts[str(index)])  # noqa: E731
-        leaves[name] = LeafParts(shape, np.dtype(model.param_dtype), indices, read)
+        of_leaf = by_leaf[name]
+        assert sum(math.prod(place.part) for place in of_leaf) == math.prod(shape), name
+        parts = [(place.index, functools.partial(part_of, place)) for place in of_leaf]
+        leaves[name] = LeafParts(shape, np.dtype(model.param_dtype), of_leaf[0].part_of(shape), parts)
     return leaves
 
 
@@ -217,7 +218,7 @@ def export_folder(
             stored, at = RunFolder(host.base.folder, create=False).checkpoints, host.base.step
 
         def tensors() -> Iterator[tuple[str, np.ndarray]]:
-            parts = read_parts(stored, at, [(place.leaf, place.index) for place in places])
+            parts = Checkpointer(stored, keep=1).read_parts(at, [(place.leaf, place.index) for place in places])
             for place, part in zip(places, parts, strict=True):
                 tensor = place.to_tensor(part)
                 tensor = tensor if adapters is None else adapters.merged(place, tensor)

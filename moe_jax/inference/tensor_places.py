@@ -19,7 +19,7 @@ from moe_jax.models.counts import leaf_shapes
 from moe_jax.models.language_model import is_bank, segment_of
 from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe.config import MoEConfig
-from moe_jax.storage.checkpoint import Index
+from moe_jax.storage.leaf_store import Index
 
 # an FFN's matrices: SwiGLU's gate half, its other half, the matrix back
 OURS, FFN, BACK = ("w_gate", "w_in", "w_out"), ("gate_proj", "up_proj", "down_proj"), 2
@@ -64,6 +64,11 @@ class TensorPlace:
     # of the part's last dim so many, at its end, are pairs of rotated features: next to each other in the files, in two
     # halves here
     pairs: int = 0
+
+    def part_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part, with all dims of a leaf of this shape."""
+        index = (*self.index, *(slice(None),) * (len(shape) - len(self.index)))
+        return tuple(size if isinstance(at, slice) else 1 for size, at in zip(shape, index, strict=True))
 
     def to_part(self, tensor: np.ndarray) -> np.ndarray:
         """Return the part of the leaf from the tensor."""

@@ -9,11 +9,9 @@ as the most devices up to D can share evenly; the others hold e too, behind the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.errors import UserError
 from moe_jax.models.language_model import flatten, is_bank, segment_of
-from moe_jax.parallel.mesh import replace_leaf
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 
@@ -36,17 +32,27 @@ def home_of(name: str, home: Homes) -> np.ndarray | None:
     return home[segment_of(name)] if is_bank(name) else None
 
 
-def stored_as(leaf, home: np.ndarray) -> jax.ShapeDtypeStruct:
-    """Return a bank leaf [D Rb, ...] (an array or ShapeDtypeStruct) in the file's order: [L, D e, ...], sharded."""
+def file_shape(leaf, home: np.ndarray | None) -> tuple[int, ...]:
+    """Return the shape that a file holds of a leaf: [L, E, ...] of one of the bank, its shape of another."""
+    return leaf.shape if home is None else (*home.shape, *leaf.shape[1:])
+
+
+def in_order(leaf, home: np.ndarray | None) -> jax.ShapeDtypeStruct:
+    """Describe a bank leaf [D Rb, ...] (an array or ShapeDtypeStruct) in the file's order: [L, D e, ...], sharded.
+
+    A leaf of no bank, whose `home` is None, is in its order already.
+    """
+    if home is None:
+        return leaf
     axes, devices = _split(leaf.sharding)
     layers, experts = home.shape
     sharding = NamedSharding(leaf.sharding.mesh, P(None, axes or None, *leaf.sharding.spec[1:]))
-    shape = (layers, devices * in_file(experts, devices), *leaf.shape[1:])
+    shape = (layers, devices * experts_each(experts, devices), *leaf.shape[1:])
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
-def in_file(experts: int, devices: int) -> int:
-    """Return e, the experts of a layer that one device holds of the file."""
+def experts_each(experts: int, devices: int) -> int:
+    """Return e, the experts of a layer that one device has of the file."""
     return experts // max(parts for parts in range(1, min(experts, devices) + 1) if experts % parts == 0)
 
 
@@ -60,17 +66,27 @@ def _split(sharding: NamedSharding) -> tuple[tuple[str, ...], int]:
 # Both ways run on the devices, layer by layer, so that no device ever holds more than one layer's experts besides its
 # own part. Where every expert's home is the device that stores it in the file (plain expert parallelism), nothing moves
 # between devices.
-def to_file(leaf: jax.Array, home: np.ndarray) -> jax.Array:
-    """Return [L, D e, ...] from a bank leaf [D Rb, ...]."""
-    home, rows, exchanges = _order(leaf, home)
-    return _to_file(leaf.sharding, stored_as(leaf, home).sharding, exchanges)(leaf, home, rows)
+def to_file(leaf: jax.Array, home: np.ndarray | None) -> jax.Array:
+    """Return [L, D e, ...] from a bank leaf [D Rb, ...]; a leaf of no bank as it is."""
+    if home is None:
+        return leaf
+    homes, rows, exchanges = _order(leaf, home)
+    return _to_file(leaf.sharding, in_order(leaf, home).sharding, exchanges)(leaf, homes, rows)
 
 
-def from_file(stored: jax.Array, leaf: jax.ShapeDtypeStruct, home: np.ndarray) -> jax.Array:
-    """Return the bank leaf that `leaf` describes from [L, D e, ...]; rows without an expert become zero."""
-    home, rows, exchanges = _order(leaf, home)
+def from_file(stored: jax.Array, leaf: jax.ShapeDtypeStruct, home: np.ndarray | None) -> jax.Array:
+    """Return the leaf that `leaf` describes from `stored`, in the file's order, which is gone then.
+
+    Rows of the bank without an expert become zero.
+    """
+    if home is None:
+        return stored
+    homes, rows, exchanges = _order(leaf, home)
     bank_size = leaf.shape[0] // _split(leaf.sharding)[1]
-    return _from_file(leaf.sharding, stored_as(leaf, home).sharding, exchanges, bank_size)(stored, home, rows)
+    moved = _from_file(leaf.sharding, in_order(leaf, home).sharding, exchanges, bank_size)(stored, homes, rows)
+    jax.block_until_ready(moved)
+    stored.delete()  # not two banks at once
+    return moved
 
 
 def _order(leaf, home: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -82,103 +98,10 @@ def _order(leaf, home: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
     home, rows, devices, experts = placement.home, bank_rows(placement), _split(leaf.sharding)[1], placement.experts
     assert leaf.shape[0] % devices == 0, (leaf.shape, devices)
     assert home.max() < devices and rows.max() < leaf.shape[0] // devices, "homes of another mesh"
-    each = in_file(experts, devices)
+    each = experts_each(experts, devices)
     behind = ((0, 0), (0, devices * each - experts))
     home, rows = np.pad(home, behind, constant_values=devices), np.pad(rows, behind)
     return home, rows, bool((home != np.arange(devices * each) // each).any())
-
-
-def copied(state, home: Homes, copy: Callable[[str, jax.Array], Any]) -> dict[str, Any]:
-    """Return {name: copy(name, leaf as a file holds it)} of a state's leaves, when all is done.
-
-    A leaf of the bank that was reordered is gone before the next one is.
-    """
-    copies = {}
-    for name, leaf in flatten(state).items():
-        own = home_of(name, home)
-        ordered = leaf if own is None else to_file(leaf, own)
-        copies[name] = copy(name, ordered)
-        if ordered is not leaf:
-            jax.block_until_ready(copies[name])
-            ordered.delete()
-    return jax.block_until_ready(copies)
-
-
-def in_host_memory(array: jax.Array) -> jax.Array:
-    """Return a copy of an array in buffers of its own in host memory, which may still be under way."""
-    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
-
-
-def described_for_file(needed: dict[str, Any], home: Homes) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the leaves {name: ShapeDtypeStruct with a NamedSharding} of a state in a file's order, on this mesh."""
-    owns = {name: home_of(name, home) for name in needed}
-    return {name: leaf if owns[name] is None else stored_as(leaf, owns[name]) for name, leaf in needed.items()}
-
-
-def shapes_in_file(described: dict[str, Any], home: Homes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a file holds of `described_for_file`: without what lies behind the last expert."""
-    owns = {name: home_of(name, home) for name in described}
-    return {
-        name: leaf.shape if owns[name] is None else (*owns[name].shape, *leaf.shape[2:])
-        for name, leaf in described.items()
-    }
-
-
-def read_leaves(
-    stored: dict[str, Any], needed: dict[str, Any], tree, home: Homes,
-    source: tuple[str, Callable[[], contextlib.AbstractContextManager]], stored_dtype: str = "",
-):  # fmt: skip
-    """Return leaves on this run's mesh, in the structure of `tree`.
-
-    Args:
-      stored: {name: object with `dtype`, `shape` and [index].read().result()}, in the order of a file.
-      needed: {name: ShapeDtypeStruct with a NamedSharding}, leaves of `tree`.
-      home: where the experts are to be stored.
-      source: what the leaves are read from, in words, and a context that turns errors of reading into a UserError.
-      stored_dtype: of all leaves in the file, from which each is cast once it is there; '' for those of `needed`.
-
-    UserError: the first leaf that differs between `stored` and `needed`.
-    """
-    (what, errors_named), dtypes = source, [leaf.dtype for leaf in needed.values()]
-    if stored_dtype:
-        needed = {name: leaf.update(dtype=stored_dtype) for name, leaf in needed.items()}
-    assert all(isinstance(leaf.sharding, NamedSharding) for leaf in needed.values()), "a leaf has no NamedSharding"
-    wanted = described_for_file(needed, home)
-    shapes = shapes_in_file(wanted, home)
-    kinds = [
-        {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in stored.items()},
-        {name: f"{leaf.dtype.name} {list(shapes[name])}" for name, leaf in wanted.items()},
-    ]
-    differing = [name for name in {**wanted, **stored} if kinds[0].get(name) != kinds[1].get(name)]
-    if differing:
-        held, here = (kind.get(differing[0], "absent") for kind in kinds)
-        more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
-        raise UserError(
-            f"{what} is not of this model: {differing[0]} is {held} in the checkpoint and {here} in this run{more}; "
-            "use the model, optimizer and tokenizer that it was trained with, or another --workdir"
-        )
-    leaves = []
-    for (name, leaf), dtype in zip(needed.items(), dtypes, strict=True):
-        sharding, shape = wanted[name].sharding, wanted[name].shape
-        parts = {repr(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
-        own = home_of(name, home)
-        if own is not None:  # parts behind the last expert are in no file
-            parts = {part: index for part, index in parts.items() if (index[1].start or 0) < own.shape[1]}
-        with errors_named():
-            reading = {part: stored[name][index].read() for part, index in parts.items()}  # all at once
-            held = {part: future.result() for part, future in reading.items()}
-        nothing = np.zeros(sharding.shard_shape(shape), leaf.dtype)
-        array = jax.make_array_from_callback(
-            shape, sharding, lambda index, held=held, nothing=nothing: held.get(repr(index), nothing)
-        )
-        if own is not None:
-            array, in_order = from_file(array, leaf, own), array
-            jax.block_until_ready(array)
-            in_order.delete()  # not two banks at once
-        if array.dtype != dtype:
-            array = replace_leaf(lambda array, dtype=dtype: array.astype(dtype), array, leaf.sharding)
-        leaves.append(array)
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 @functools.lru_cache(maxsize=128)
@@ -187,15 +110,15 @@ def _to_file(sharding: NamedSharding, out: NamedSharding, exchange: bool):
 
     def body(bank, home, rows):
         me = lax.axis_index(axes) if axes else 0
-        held = home.shape[1] // devices
+        each = home.shape[1] // devices
 
         def one_layer(layer):
             home_E, rows_E = layer
             if not exchange:
-                return jnp.take(bank, lax.dynamic_slice_in_dim(rows_E, me * held, held), axis=0)
+                return jnp.take(bank, lax.dynamic_slice_in_dim(rows_E, me * each, each), axis=0)
             mine = jnp.take(bank, jnp.where(home_E == me, rows_E, 0), axis=0)  # [E, ...], those of others are not read
-            arrived = lax.all_to_all(mine.reshape(devices, held, *mine.shape[1:]), axes, 0, 0)  # [source, e, ...]
-            return arrived[lax.dynamic_slice_in_dim(home_E, me * held, held), jnp.arange(held)]
+            arrived = lax.all_to_all(mine.reshape(devices, each, *mine.shape[1:]), axes, 0, 0)  # [source, e, ...]
+            return arrived[lax.dynamic_slice_in_dim(home_E, me * each, each), jnp.arange(each)]
 
         return lax.map(one_layer, (home, rows))
 
@@ -209,7 +132,7 @@ def _from_file(sharding: NamedSharding, stored: NamedSharding, exchange: bool, b
 
     def body(experts, home, rows):
         me = lax.axis_index(axes) if axes else 0
-        held = home.shape[1] // devices
+        each = home.shape[1] // devices
 
         def one_layer(bank, layer):
             experts_e, home_E, rows_E = layer
@@ -217,7 +140,7 @@ def _from_file(sharding: NamedSharding, stored: NamedSharding, exchange: bool, b
                 experts_e = lax.all_gather(experts_e, axes, tiled=True)  # [E, ...]
                 places = jnp.where(home_E == me, rows_E, bank_size)
             else:
-                places = lax.dynamic_slice_in_dim(rows_E, me * held, held)
+                places = lax.dynamic_slice_in_dim(rows_E, me * each, each)
             return bank.at[places].set(experts_e, mode="drop"), None
 
         bank = cast_varying(jnp.zeros((bank_size, *experts.shape[2:]), experts.dtype), varying_axes(experts))
@@ -244,10 +167,10 @@ def reshard(
     """
     leaves, tree = jax.tree.flatten(state)
     at = [index for index, name in enumerate(flatten(state)) if is_bank(name) and segment_of(name) == segment]
-    held = [leaves[index] for index in at]
-    bank = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in held)
+    bank = [leaves[index] for index in at]
+    kinds = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in bank)
     tables = move_tables(reshard_permutation(old, new, rows), old.devices)
-    for index, leaf in zip(at, share(_mover(bank))(held, tables), strict=True):
+    for index, leaf in zip(at, share(_mover(kinds))(bank, tables), strict=True):
         leaves[index] = leaf
     return jax.tree.unflatten(tree, leaves)
 
@@ -256,9 +179,9 @@ def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
     """Sort the moves of a permutation, in which row r takes what row source[r] holds (int [D Rb]), into rounds.
 
     Returns:
-      stay int32 [D, Rb]: the own row that each row takes, Rb where it comes from another device; send int32 [D, Rb, D]:
-      the row that a device sends to each other in a round, Rb for none; place int32 [D, Rb, D]: where it puts the row
-      of each other; rounds int32 []: rounds in use.
+      stay int32 [D, Rb]: the row of its own device that each row takes, Rb where it comes from another one; send int32
+      [D, Rb, D]: the row that a device sends to each other in a round, Rb for none; place int32 [D, Rb, D]: where it
+      puts the row of each other; rounds int32 []: rounds in use.
     """
     rows = len(source) // devices
     target = np.arange(len(source))
@@ -280,12 +203,12 @@ def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=8)
-def _mover(bank: tuple):
-    """Return the jitted move of all leaves of a bank, one after the other; bank: their shapes with shardings."""
+def _mover(kinds: tuple):
+    """Return the jitted move of all leaves of a bank, one after the other; kinds: their shapes with shardings."""
 
     def move(leaves, tables):
         moved = []
-        for leaf, kind in zip(leaves, bank, strict=True):
+        for leaf, kind in zip(leaves, kinds, strict=True):
             axes, _ = _split(kind.sharding)
             rounds = jax.shard_map(
                 functools.partial(_move_rows, axes),
@@ -296,7 +219,7 @@ def _mover(bank: tuple):
             moved.append(rounds(leaf, tables["stay"], tables["send"], tables["place"], tables["rounds"]))
         return moved
 
-    return jax.jit(move, donate_argnums=0, out_shardings=[kind.sharding for kind in bank])
+    return jax.jit(move, donate_argnums=0, out_shardings=[kind.sharding for kind in kinds])
 
 
 def _move_rows(axes: tuple[str, ...], bank, stay, send, place, rounds):

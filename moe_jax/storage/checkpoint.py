@@ -7,10 +7,9 @@ Letters: docs/notation.md.
 """
 
 # Leaves of the expert bank are stored as [L, E, ...], of each segment of the model for itself, so a file does not
-# depend on mesh, schedule, placement or process count. Orbax writes a folder: all leaves by name in one OCDBT store
-# of zarr arrays, the host data as JSON in `_METADATA` (`custom_metadata`). Every chunk of an array (what one device
-# held) ends with its CRC-32C, which tensorstore checks when it reads the chunk, on whatever mesh; so do the nodes of
-# the store, which hold all names, shapes and dtypes; and the host data has a CRC of its own.
+# depend on mesh, schedule, placement or process count. Orbax writes a folder: all leaves by name in one store of arrays
+# (leaf_store.py), the host data as JSON in `_METADATA` (`custom_metadata`). Every part of a leaf ends with its CRC-32C,
+# and the host data has a CRC of its own.
 #
 #     checkpoints/00000120/                          finished: a name of digits alone
 #     checkpoints/00000130.orbax-checkpoint-tmp/     being written; renamed by process 0 when all is written
@@ -24,9 +23,7 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -37,7 +34,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +44,27 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from absl import logging as absl_logging
 from etils import epath
-from orbax.checkpoint._src.serialization import replica_slices, tensorstore_utils
+from jax.sharding import NamedSharding
 
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig, bindings_as_begun
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.language_model import flatten
-from moe_jax.storage.bank_order import Homes, copied, home_of, in_host_memory, read_leaves
+from moe_jax.parallel.mesh import replace_leaf
+from moe_jax.storage.bank_order import Homes, file_shape, from_file, home_of, in_order, to_file
+from moe_jax.storage.leaf_store import Index, LeafParts, lies_in, open_leaves, tree_handler
 from moe_jax.storage.run_folder import OpenFolder, RunFolder, disk_errors_named, readable
 
 FORMAT, UNCHECKED_FORMAT = "moe_jax checkpoint 2", "moe_jax checkpoint 1"  # the older one has no CRC, and is still read
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
 _WRITE_SECONDS = 1200
 _START_SECONDS = 300
-_BATCH_BYTES = 64 * 2**20
-_CACHE_BYTES = 2**26
-_HASHED_BYTES = 2**28  # that are in memory at once
+_MADE_BYTES = 2**26  # parts that are made while they are written, in memory at once
+_HASHED_BYTES = 2**28  # the same of parts that are hashed
 _PASSING_ERRORS = re.compile("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED|ABORTED")
 _DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)  # other errors of the system may pass
 _UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system that cannot do it
 _log = logging.getLogger(__name__)
-Index = tuple[int | slice, ...]  # of a part of a leaf: a number keeps one row of that dim, slice(None) all of it
 
 
 def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:
@@ -158,29 +155,27 @@ class Checkpointer:
 
     def choose(self, step: int | None = None, named: str = "--step") -> int:
         """Return `step`, or the newest for None; a UserError where it is not there tells to set what `named` names."""
-        steps = self.steps()
-        newest = self._newest() if step is None else step
-        if not steps:
+        if not (steps := self.steps()):
             raise UserError(f"{self.folder} has no finished checkpoint; train first, or give the folder of another run")
         if step is not None and step not in steps:
             raise UserError(
                 f"{self.folder} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}; set {named} to "
                 "one of these, or leave it out for the newest"
             )
-        return newest
+        return self._newest() if step is None else step
 
     def read_host(self, step: int) -> dict:
         """Return the host data of a checkpoint; reads one JSON file, and needs no device."""
         with self._reading_errors_named(step):
             custom = json.loads(readable(self._path(step) / "_METADATA").read_text())["custom_metadata"]
-            found = custom["format"]
-            if found != UNCHECKED_FORMAT and custom.pop("crc32") != _crc(custom):
+            written = custom["format"]
+            if written != UNCHECKED_FORMAT and custom.pop("crc32") != _crc(custom):
                 raise ValueError("the CRC of its host data differs")
             if custom["step"] != step:
                 raise ValueError(f"it is of step {custom['step']}: it was renamed")
-            if found not in (FORMAT, UNCHECKED_FORMAT):
+            if written not in (FORMAT, UNCHECKED_FORMAT):
                 raise UserError(
-                    f"{self._path(step)} has format {found!r}, but this program reads {FORMAT!r}; read it with the "
+                    f"{self._path(step)} has format {written!r}, but this program reads {FORMAT!r}; read it with the "
                     "version that wrote it"
                 )
             return dict(custom["host"])
@@ -197,9 +192,11 @@ class Checkpointer:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
           DamagedCheckpointError: a part that this process reads is missing, or not what was written.
         """
-        host = self.read_host(step)
-        stored, abstract_state = without_ema(self._open(step), abstract_state)
-        return self._read(step, stored, flatten(abstract_state), abstract_state, home), host
+        host, stored = self.read_host(step), self._open(step)
+        if "ema" not in abstract_state or not any(name.startswith("ema/") for name in stored):
+            stored = {name: leaf for name, leaf in stored.items() if not name.startswith("ema/")}
+            abstract_state = {name: part for name, part in abstract_state.items() if name != "ema"}
+        return self._read(step, stored, abstract_state, home), host
 
     def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params", stored_dtype: str = ""):
         """Return the parameters {'dense', 'bank'} alone, or 'ema', their moving average; else as `restore`.
@@ -214,7 +211,7 @@ class Checkpointer:
                 "(--averaged, --init_from_ema), or give a run with train.ema_decay"
             )
         params = {name: leaf for name, leaf in self._open(step).items() if name.startswith(f"{part}/")}
-        return self._read(step, params, flatten(abstract_params, part), abstract_params, home, stored_dtype)
+        return self._read(step, params, abstract_params, home, part, stored_dtype)
 
     def digest(self, step: int) -> str:
         """Return a hash of the parameters in a checkpoint: equal values, equal hash; part after part on the host."""
@@ -241,6 +238,71 @@ class Checkpointer:
         with self._reading_errors_named(step):
             return {name: stored[name].read().result() for name in names or stored}
 
+    def read_parts(self, step: int, parts: Iterable[tuple[str, Index]]) -> Iterator[np.ndarray]:
+        """Yield parts, each (name of its leaf, index), of a checkpoint; parts of a leaf follow one another.
+
+        A program that trains stores what one device held of a leaf in one piece, and a part of it is read with the
+        whole piece; pieces are kept for the parts that come next, up to 64 MiB.
+        """
+        stored = self._open(step)
+        for name, index in parts:
+            with self._reading_errors_named(step):
+                if name not in stored:
+                    raise ValueError(f"it holds no {name}")
+                part = stored[name][index].read().result()
+            yield part
+
+    def _open(self, step: int) -> dict[str, ts.TensorStore]:
+        """Return {name: array in the file} of the leaves in a checkpoint."""
+        with self._reading_errors_named(step):
+            return open_leaves(self._path(step))
+
+    def _read(self, step: int, stored: dict[str, ts.TensorStore], tree, home: Homes, prefix="", stored_dtype=""):
+        """Return the leaves that `tree` describes, in its structure; their names in the file begin with `prefix`.
+
+        Raises:
+          UserError: the first leaf that differs between the file and `tree`.
+        """
+        wanted, needed, leaves = flatten(tree, prefix), {}, []
+        for name, leaf in wanted.items():
+            needed[name] = leaf.update(dtype=stored_dtype or leaf.dtype)
+        self._check_model(step, stored, needed, home)
+        for name, leaf in needed.items():
+            array, dtype = self._read_leaf(step, stored[name], leaf, home_of(name, home)), wanted[name].dtype
+            if array.dtype != dtype:
+                array = replace_leaf(lambda array, dtype=dtype: array.astype(dtype), array, leaf.sharding)
+            leaves.append(array)
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    def _check_model(self, step: int, stored: dict[str, ts.TensorStore], needed: dict[str, Any], home: Homes) -> None:
+        """Raise a UserError that names the first leaf that differs between a file and what is needed of it."""
+        there = {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in stored.items()}
+        shapes = {name: list(file_shape(leaf, home_of(name, home))) for name, leaf in needed.items()}
+        here = {name: f"{leaf.dtype.name} {shapes[name]}" for name, leaf in needed.items()}
+        differing = [name for name in {**here, **there} if there.get(name) != here.get(name)]
+        if differing:
+            first, kinds = differing[0], [leaves.get(differing[0], "absent") for leaves in (there, here)]
+            more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
+            raise UserError(
+                f"checkpoint {self._path(step)} is not of this model: {first} is {kinds[0]} in the checkpoint and "
+                f"{kinds[1]} in this run{more}; use the model, optimizer and tokenizer that it was trained with, or "
+                "another --workdir"
+            )
+
+    def _read_leaf(self, step: int, stored: ts.TensorStore, leaf: jax.ShapeDtypeStruct, home: np.ndarray | None):
+        """Return a leaf on the mesh, all of whose parts for this process are read at once."""
+        assert isinstance(leaf.sharding, NamedSharding), "a leaf has no NamedSharding"
+        ordered = in_order(leaf, home)
+        indices = ordered.sharding.addressable_devices_indices_map(ordered.shape).values()
+        with self._reading_errors_named(step):
+            reading = {repr(index): stored[index].read() for index in indices if lies_in(index, stored.shape)}
+            parts = {index: part.result() for index, part in reading.items()}
+        beyond = np.zeros(ordered.sharding.shard_shape(ordered.shape), leaf.dtype)  # parts that are in no file
+        array = jax.make_array_from_callback(
+            ordered.shape, ordered.sharding, lambda index: parts.get(repr(index), beyond)
+        )
+        return from_file(array, leaf, home)
+
     # Writing.
 
     def save(self, step: int, state, home: Homes, host: dict) -> None:
@@ -263,16 +325,10 @@ class Checkpointer:
             self.folder.mkdir(parents=True, exist_ok=True)
             opened = OpenFolder(self.folder)
         self.check_room(step, state)
-        host = json.loads(json.dumps(host))  # what it is now, whatever the caller does with it while files are written
-        arrays = copied(state, home, lambda _, leaf: in_host_memory(leaf))
-        for name, array in arrays.items():
-            if (own := home_of(name, home)) is not None:
-                _EXPERTS[id(array)] = own.shape[1]
+        args = ocp.args.PyTreeSave(_in_host_memory(state, home), custom_metadata=_host_record(step, host))
         self._pending = step, opened
-        args = ocp.args.PyTreeSave(arrays, custom_metadata=_host_record(step, host))
         with self._writing_errors_named(step):
-            self._writer.save(self._path(step), args=args)  # it takes the parts of all arrays before it returns
-        _EXPERTS.clear()
+            self._writer.save(self._path(step), args=args)
 
     def check_room(self, step: int, state) -> None:
         """Raise a UserError where the disk cannot hold a state, or one of this description; a quota shows later."""
@@ -331,32 +387,13 @@ class Checkpointer:
     @functools.cached_property
     def _writer(self) -> ocp.AsyncCheckpointer:
         # Naming the processes makes orbax wait at barriers of the coordination service, which have a time limit; its
-        # default is a collective on the devices, which has none. Files are not compressed: zstd makes trained floats
-        # only 7% smaller, and so sizes are known beforehand. What is replicated is written by one process: to divide
-        # that work, orbax would compile a slicing program for each shape, which takes a second at the first save.
+        # default is a collective on the devices, which has none.
         several = jax.process_count() > 1
         processes = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes=set(range(jax.process_count())) if several else None
         )
-        arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        handler = ocp.PyTreeCheckpointHandler(
-            use_compression=False,
-            use_zarr3=True,
-            multiprocessing_options=processes,
-            type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
-        )
         waits = ocp.options.AsyncOptions(timeout_secs=_WRITE_SECONDS, create_directories_asynchronously=False)
-        return ocp.AsyncCheckpointer(handler, multiprocessing_options=processes, async_options=waits)
-
-    def _open(self, step: int) -> dict[str, ts.TensorStore]:
-        """Return {name: array in the file} of the leaves in a checkpoint."""
-        with self._reading_errors_named(step):
-            return _open_leaves(self._path(step))
-
-    def _read(self, step: int, stored: dict[str, ts.TensorStore], needed: dict, tree, home: Homes, stored_dtype=""):
-        """Return the leaves `needed` in the structure of `tree`; UserError names the first that differs."""
-        named = functools.partial(self._reading_errors_named, step)
-        return read_leaves(stored, needed, tree, home, (f"checkpoint {self._path(step)}", named), stored_dtype)
+        return ocp.AsyncCheckpointer(tree_handler(processes), multiprocessing_options=processes, async_options=waits)
 
     def _sweep_unfinished(self) -> None:
         """Delete what a killed run or a failed save left; for writers only: a reader may run next to a job."""
@@ -376,21 +413,15 @@ class Checkpointer:
         except Exception as error:
             self._pending = None
             self._sweep_unfinished()
-            # the operating system's error behind the exception, if there is one; tensorstore quotes it
-            behind, code = error, None
-            while behind is not None and code is None:
-                quoted = re.search(r"os_error_code='(\d+)'", str(behind))
-                code, why = (behind.errno, behind.strerror) if isinstance(behind, OSError) else (None, None)
-                code = int(quoted[1]) if code is None and quoted else code
-                behind = behind.__cause__ or behind.__context__
-            if code is None:
+            behind = _system_error(error)
+            if behind is None:
                 raise
-            full = code in (errno.ENOSPC, errno.EDQUOT)
+            full = behind.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free space on its disk" if full else "check its disk, or choose another --workdir"
             steps = self.steps()
             kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
             raise UserError(
-                f"cannot write {self._path(step)} ({why or os.strerror(code)}); {remedy}, then give the same command "
+                f"cannot write {self._path(step)} ({behind.strerror}); {remedy}, then give the same command "
                 f"again; {kept}"
             ) from error
 
@@ -403,9 +434,8 @@ class Checkpointer:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if step not in self.steps():
-                raise UserError(
-                    f"{self.folder} has no finished checkpoint of step {step}, only {self.steps()}"
-                ) from error
+                there = f"has no finished checkpoint of step {step}, only {self.steps()}"
+                raise UserError(f"{self.folder} {there}") from error
             line = _first_line(error)
             if isinstance(error, OSError) and error.errno not in _DAMAGE or _PASSING_ERRORS.match(line):
                 raise UserError(
@@ -413,14 +443,6 @@ class Checkpointer:
                     "disk answers, then give the same command again"
                 ) from error
             raise DamagedCheckpointError(f"checkpoint {self._path(step)} is damaged ({line})") from error
-
-
-def without_ema(stored: dict[str, Any], abstract_state: dict) -> tuple[dict[str, Any], dict]:
-    """Return {name: stored leaf} and the state to read, without the average unless both have it."""
-    kept = {name: leaf for name, leaf in stored.items() if not name.startswith("ema/")}
-    if "ema" in abstract_state and len(kept) < len(stored):
-        return stored, abstract_state
-    return kept, {name: part for name, part in abstract_state.items() if name != "ema"}
 
 
 def _sync(folder: Path) -> None:
@@ -437,6 +459,41 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
+def _in_host_memory(state, home: Homes) -> dict[str, LeafParts]:
+    """Return the leaves of a state as a file holds them, copied to host memory that is theirs alone.
+
+    A leaf of the bank that was reordered is gone before the next one is.
+    """
+    copies, leaves = {}, flatten(state)
+    for name, leaf in leaves.items():
+        ordered = to_file(leaf, home_of(name, home))
+        copies[name] = jax.device_put(ordered, ordered.sharding.with_memory_kind("pinned_host"))
+        if ordered is not leaf:
+            jax.block_until_ready(copies[name])
+            ordered.delete()
+    jax.block_until_ready(copies)
+    shapes = {name: file_shape(leaf, home_of(name, home)) for name, leaf in leaves.items()}
+    return {name: LeafParts.of_array(array, shapes[name]) for name, array in copies.items()}
+
+
+def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None:
+    """Write `folder`/00000000, a checkpoint of step 0: {name such as 'params/dense/norm/scale': its parts}."""
+    args = ocp.args.PyTreeSave(leaves, custom_metadata=_host_record(0, host))
+    with ocp.Checkpointer(tree_handler(memory=_MADE_BYTES)) as writer:
+        writer.save(epath.Path(folder.absolute() / f"{0:08d}"), args=args)
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the operating system's error behind an exception, which tensorstore quotes; None without one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        if quoted := re.search(r"os_error_code='(\d+)'", str(error)):
+            return OSError(int(quoted[1]), os.strerror(int(quoted[1])))
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _first_line(error: Exception) -> str:
     """Return what an exception says, without what tensorstore appends of its arguments."""
     said = str(error).split(" [tensorstore_spec")[0].strip() or type(error).__name__
@@ -444,67 +501,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _host_record(step: int, host: dict) -> dict:
-    """Return what `_METADATA` holds besides orbax' own."""
-    record = {"format": FORMAT, "step": step, "host": host}
+    """Return what `_METADATA` holds besides orbax' own: a copy, whatever the caller does while files are written."""
+    record = json.loads(json.dumps({"format": FORMAT, "step": step, "host": host}))
     return {**record, "crc32": _crc(record)}
 
 
 def _crc(record: dict) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
-_orbax_array = tensorstore_utils._build_zarr3_metadata
-
-
-def _checked_array(global_shape, chunk_shape, use_compression) -> dict:
-    """Return what the file says of an array: which chunks it has, and that a CRC-32C ends each."""
-    if use_compression:  # none of ours: what else this process saves stays as orbax has it
-        return _orbax_array(global_shape, chunk_shape, use_compression)
-    return {
-        "shape": global_shape,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-    }
-
-
-# Orbax has no argument for codecs; its own have a CRC of where the chunks lie, and none of the chunks.
-tensorstore_utils._build_zarr3_metadata = _checked_array
-
-
-# A leaf of the bank whose experts its devices cannot share evenly ends in rows that belong to no file (`stored_as`).
-_EXPERTS: dict[int, int] = {}  # {id of an array that is being saved, [L, D e, ...]: E}
-_orbax_slices = replica_slices.get_replica_slices
-
-
-def _slices_in_file(array, *args, **kwargs):
-    """Return what this process writes of an array, and the shape of the file's."""
-    found, experts = _orbax_slices(array, *args, **kwargs), _EXPERTS.get(id(array), 0)
-    if not experts or experts == array.shape[1]:
-        return found
-    inside = [part for part in found.replica_slices if (part.index[1].start or 0) < experts]
-    shape = (array.shape[0], experts, *array.shape[2:])
-    return dataclasses.replace(found, global_shape=shape, replica_slices=inside)
-
-
-replica_slices.get_replica_slices = _slices_in_file
-
-
-def _open_leaves(path: Path) -> dict[str, ts.TensorStore]:
-    """Return {name: array in the file} of all leaves of the checkpoint `path`, rising."""
-    # a folder by its path, not as a URL, in which '#', '?' and '%' have a meaning
-    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
-    drivers = {"zarr.json": "zarr3", ".zarray": "zarr"}  # of FORMAT and of UNCHECKED_FORMAT
-    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-    opening = {}
-    for key in ts.KvStore.open(store, context=context).result().list().result():
-        name, _, file = key.decode().rpartition("/")
-        if file in drivers:
-            spec = {"driver": drivers[file], "kvstore": {**store, "path": f"{name}/"}, "recheck_cached_data": False}
-            spec["fill_missing_data_reads"] = False  # an error instead
-            opening[name] = ts.open(spec, open=True, context=context)
-    if not opening:
-        raise ValueError("it holds no array")
-    return {name: opening[name].result() for name in sorted(opening)}
 
 
 @contextlib.contextmanager
@@ -521,69 +524,3 @@ def _lost_processes_named(task: str) -> Iterator[None]:
 def _is_heard(record: logging.LogRecord) -> bool:
     """Keep orbax' progress, and the tracebacks of errors that `wait` raises again, out of absl's log."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno == logging.WARNING
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafParts:
-    """A leaf that is not there yet, but for its parts."""
-
-    shape: tuple[int, ...]  # of the leaf, as the file holds it ([L, E, ...] for a leaf of the bank)
-    dtype: np.dtype
-    indices: list[Index]  # of all parts, which together are the leaf; each keeps rows of the same dims
-    read: Callable[[Index], np.ndarray]  # of one part; it is called once for each
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-class _PartsHandler(ocp.type_handlers.NumpyHandler):
-    """Orbax's way to write an array, which asks for its parts one after the other instead of for the array."""
-
-    def __init__(self):
-        super().__init__(deepcopy_host_arrays=False)
-        self._turn = asyncio.Lock()  # leaves in turn: orbax starts all at once
-
-    async def _open_and_write(self, value, tspec, ts_context):
-        # the file stores a part, with all dims of the leaf, in one piece
-        index = (*value.indices[0], *(slice(None),) * (len(value.shape) - len(value.indices[0])))
-        chunk = [size if isinstance(at, slice) else 1 for size, at in zip(value.shape, index, strict=True)]
-        tspec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"] = chunk
-        # as many parts at a time as fit into memory, one at least: each commit to the store costs a file
-        number = max(1, _BATCH_BYTES // (math.prod(chunk) * np.dtype(value.dtype).itemsize))
-        async with self._turn:
-            store = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-            for first in range(0, len(value.indices), number):
-                batch = value.indices[first : first + number]
-                await asyncio.gather(*(store[index].write(value.read(index)) for index in batch))
-
-
-def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None:
-    """Write `folder`/00000000, a checkpoint of step 0: {name such as 'params/dense/norm/scale': its parts}."""
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, ocp.type_handlers.ArrayHandler()), (LeafParts, _PartsHandler())
-    )
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True, type_handler_registry=registry)
-    args = ocp.args.PyTreeSave(leaves, custom_metadata=_host_record(0, json.loads(json.dumps(host))))
-    with ocp.Checkpointer(handler) as writer:
-        writer.save(epath.Path(folder.absolute() / f"{0:08d}"), args=args)
-
-
-def read_parts(folder: str | os.PathLike[str], step: int, parts: Iterable[tuple[str, Index]]) -> Iterator[np.ndarray]:
-    """Yield parts, each (name of its leaf, index), of a finished checkpoint; parts of a leaf follow one another.
-
-    A program that trains stores what one device held of a leaf in one piece, and a part of it is read with the whole
-    piece; pieces are kept for the parts that come next, up to 64 MiB.
-
-    Raises:
-      UserError: there is no such leaf, or it cannot be read.
-    """
-    path, leaves = Path(folder).absolute() / f"{step:08d}", None
-    for name, index in parts:
-        try:
-            leaves = leaves or _open_leaves(path)
-            part = leaves[name][index].read().result()
-        except (ValueError, KeyError, OSError) as error:
-            line = _first_line(error)
-            raise UserError(f"cannot read {name} of checkpoint {path} ({line}); give the folder of a run") from error
-        yield part

@@ -136,8 +136,8 @@ class RunFolder:
 
     def seen(self) -> tuple[int, str]:
         """Return what is equal on two hosts that see the same folder: its number on its disk, and who holds it."""
-        held = re.search(r'"id": "(\w+)"', read_text(self.lock) or "")
-        return self.path.stat().st_ino, held[1] if held else ""
+        job = re.search(r'"id": "(\w+)"', read_text(self.lock) or "")
+        return self.path.stat().st_ino, job[1] if job else ""
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
@@ -203,16 +203,14 @@ def git_state(package: Path | None = None) -> dict[str, Any]:
     inside the checkout of another project.
     """
     # From inside the package, so that git answers for the checkout that the package lies in.
-    package, said = package or Path(__file__).resolve().parent.parent, []
-    options = {"cwd": package, "capture_output": True, "text": True, "timeout": 10, "stdin": subprocess.DEVNULL}
-    for words in ("ls-files --error-unmatch __init__.py", "rev-parse HEAD", "status --porcelain -- ."):
-        try:
-            done = subprocess.run(["git", *words.split()], **options)
-        except (OSError, subprocess.SubprocessError):
-            break
-        if done.returncode:
-            break
-        said.append(done.stdout.strip())
-    if len(said) < 3:
+    options = {"cwd": package or Path(__file__).resolve().parent.parent, "stdin": subprocess.DEVNULL, "timeout": 10}
+
+    def git(words: str) -> str:
+        return subprocess.run(["git", *words.split()], capture_output=True, text=True, check=True, **options).stdout
+
+    try:
+        git("ls-files --error-unmatch __init__.py")
+        commit, changes = git("rev-parse HEAD").strip(), git("status --porcelain -- .")
+    except (OSError, subprocess.SubprocessError):
         return {"commit": None, "uncommitted_changes": None}
-    return {"commit": said[1], "uncommitted_changes": bool(said[2])}
+    return {"commit": commit, "uncommitted_changes": bool(changes)}

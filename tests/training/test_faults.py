@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from orbax.checkpoint._src.serialization import tensorstore_utils
 from support.tiny_run import arrays_of, assert_same_run, command, finish, finish_pair, run_here, start, start_pair
 
 from moe_jax.errors import NonFiniteError, UserError
@@ -205,12 +204,6 @@ def test_a_disk_without_sync_of_folders_or_renames_ends_no_save_by_a_traceback(s
             with pytest.raises(UserError, match="cannot write .* that you may write to"):
                 rename()
     assert checkpointer.steps() == [2, 3, 4]
-
-
-def test_other_programs_arrays_are_written_as_they_ask():
-    """What orbax is told to write is changed for the whole process, a user's notebook too."""
-    assert "zstd" in json.dumps(tensorstore_utils._build_zarr3_metadata((8,), (8,), True))
-    assert "zstd" not in json.dumps(tensorstore_utils._build_zarr3_metadata((8,), (8,), False))
 
 
 # A whole run, and copies of its folder.
