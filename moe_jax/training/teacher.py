@@ -105,8 +105,8 @@ def teacher_model(
         return built
 
 
-def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise UserError where a student cannot learn from a teacher, whatever the mesh."""
+def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    """Return the teacher's tokenizer; a UserError where the student cannot learn from it, whatever the mesh."""
     other = build_tokenizer(teacher.data)
     size = padded_vocabulary(other, teacher.model)
     if (other.name, size) != (tokenizer.name, vocab_size):
@@ -129,6 +129,7 @@ def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, voca
             f"it has learned {teacher.model.max_length} positions, and DataConfig.sequence_length is {length}; lower "
             "that, or train a teacher with ModelConfig.positions = 'rotary'"
         )
+    return other
 
 
 def settle_teacher(
@@ -182,13 +183,14 @@ def identify_teacher(config: RunConfig) -> ModelIdentity:
     """
     named, tokenizer = config.distillation, build_tokenizer(config.data)
     run, checkpoints, step = open_teacher(named)
-    lines = [f"tokenizer = {build_tokenizer(run.data).name!r}"]
+    with _named(named):
+        other = check_pair(config, run, tokenizer, padded_vocabulary(tokenizer, config.model))
+    lines = [f"tokenizer = {other.name!r}"]
     for binding, _, value in config_differences("", config_text(run)):
         if binding.startswith(("ModelConfig.", "MoEConfig.")) and not may_differ(binding):
             lines.append(f"{binding} = {value}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
     with _named(named):
-        check_pair(config, run, tokenizer, padded_vocabulary(tokenizer, config.model))
         parameters = checkpoints.digest(step)  # which may take long
     return ModelIdentity(folder=named.teacher, step=step, config=digest, parameters=parameters)
 
