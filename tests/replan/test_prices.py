@@ -16,7 +16,7 @@ from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.replan.build import split_shares
+from moe_jax.planning.plan import split_of_transfer
 from moe_jax.replan.costs import base_cost, modelled_layers, most_shapes, settle_memory
 from moe_jax.training import overlap
 from moe_jax.training.overlap import compare_halves, why_not_halves
@@ -48,7 +48,7 @@ def shares(config, number=2):
     """The shares of a transfer of so many offers and slots, all devices on one level."""
     roles = build_mesh(config.mesh, jax.devices())
     transfer = TransferShape(devices=8, devices_per_node=4, offers=number, slots=number)
-    return split_shares(config, base_cost(config, roles), transfer)
+    return split_of_transfer(base_cost(config, roles), transfer)
 
 
 def with_model(config, **changes):
