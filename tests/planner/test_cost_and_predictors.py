@@ -143,7 +143,9 @@ def test_restored_session_continues_with_the_same_plans(fields):
         first.predictor.observe(loads_at(iteration))
         first.propose(iteration)
     second.restore(first.state())
-    assert second.proposal.split == first.proposal.split and bool(first.proposal.split) == (fields["name"] == "topk_all")
+    assert second.proposal.split == first.proposal.split and bool(first.proposal.split) == (
+        fields["name"] == "topk_all"
+    )
     for iteration in range(7, 13):
         for one in (first, second):
             one.predictor.observe(loads_at(iteration))
