@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 _BAR = ("━", "╸", "─")
@@ -17,7 +17,7 @@ _PLAIN_BAR = ("=", ">", ".")
 _WIDTH_WITHOUT_ANSWER = 80
 _SHORTEST_BAR, _LONGEST_BAR = 8, 32
 _SECONDS_BETWEEN_DRAWS = 0.1
-_SHOWN = ("loss", "skipped", "again", "speed", "load", "plan", "left")  # in this order, as far as they fit
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # seconds of each
 _log = logging.getLogger(__name__)
 
 
@@ -62,42 +62,25 @@ class Progress:
           skipped_steps: left out so far because they were not finite; steps_run_again: because a bucket overflowed.
           plan: what the planner says of its plan.
         """
-        now, left = self._clock(), None
+        now = self._clock()
         self._step = step
         self._times.append((step, now))
-        first_step, first_time = self._times[0]
-        if step >= self._total:
-            left = "done"
-        elif step > first_step and now > first_time:  # in the two largest units
-            seconds = round((self._total - step) * (now - first_time) / (step - first_step))
-            if seconds < 60:
-                left = f"{seconds}s left"
-            elif seconds < 3600:
-                left = f"{seconds // 60}m {seconds % 60:02d}s left"
-            elif seconds < 86400:
-                left = f"{seconds // 3600}h {seconds % 3600 // 60:02d}m left"
-            else:
-                left = f"{seconds // 86400}d {seconds % 86400 // 3600:02d}h left"
-        numbers = {
-            "loss": None if loss is None else f"loss {loss:.4f}",
-            "skipped": f"skipped {skipped_steps}" if skipped_steps else None,
-            "again": f"run again {steps_run_again}" if steps_run_again else None,
-            "left": left,
-            "speed": None if tokens_per_second is None else f"{with_prefix(tokens_per_second)} tokens/s",
-            "load": None if device_load is None else f"load {device_load:.2f}x",
-            "plan": plan,
-        }
+        numbers = (
+            "" if loss is None else f"loss {loss:.4f}",
+            f"skipped {skipped_steps}" if skipped_steps else "",
+            f"run again {steps_run_again}" if steps_run_again else "",
+            "" if tokens_per_second is None else f"{with_prefix(tokens_per_second)} tokens/s",
+            "" if device_load is None else f"load {device_load:.2f}x",
+            plan or "",
+            self._time_left(),
+        )
         last = step >= self._total
         if self.live:
             self._line = self._live_line(numbers)
             if last or now - self._drawn_at >= _SECONDS_BETWEEN_DRAWS:
                 self._draw()
         elif last or step % self._every == 0:
-            words = {"step": f"step {step}/{self._total}", **numbers, "load": None}
-            if device_load is not None:
-                words["load"] = f"device load max/mean {device_load:.2f}"
-            shown = (words[name] for name in ("step", "loss", "skipped", "again", "speed", "load", "plan", "left"))
-            self._emit(" | ".join(word for word in shown if word) + "\n")
+            self._emit(" | ".join(filter(None, (f"step {step}/{self._total}", *numbers))) + "\n")
 
     def note(self, text: str) -> None:
         """Print a line of its own (an evaluation, a checkpoint) above the updated one."""
@@ -121,8 +104,22 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _live_line(self, numbers: dict[str, str | None]) -> str:
-        """Fit what the terminal's width holds: the step first, then loss, time left, speed, load, and the bar last."""
+    def _time_left(self) -> str:
+        """Return in words how long the steps that are left take, in the two largest units; '' without a rate."""
+        (first_step, first_time), (step, now) = self._times[0], self._times[-1]
+        if step >= self._total:
+            return "done"
+        if step <= first_step or now <= first_time:
+            return ""
+        left, words = round((self._total - step) * (now - first_time) / (step - first_step)), []
+        for unit, seconds in _UNITS.items():
+            count, left = divmod(left, seconds)
+            if words or count or unit == "s":
+                words.append(f"{count:02d}{unit}" if words else f"{count}{unit}")
+        return f"{' '.join(words[:2])} left"
+
+    def _live_line(self, numbers: Sequence[str]) -> str:
+        """Fit into the terminal's width what it holds: the step, then loss, time left and the others, and the bar."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except (AttributeError, ValueError, OSError):
@@ -130,12 +127,12 @@ class Progress:
         # The last column stays free: writing into it makes many terminals wrap.
         width = (columns or _WIDTH_WITHOUT_ANSWER) - 1
         head = f"step {self._step:>{len(str(self._total))}}/{self._total}"
-        kept, room = {}, width - len(head)
-        for name, text in numbers.items():
+        room, fitting = width - len(head), set()
+        for text in (*numbers[:3], numbers[-1], *numbers[3:-1]):  # time left has its room before speed, load and plan
             if text and len(text) + 2 <= room:
-                kept[name] = text
+                fitting.add(text)
                 room -= len(text) + 2
-        tail = "".join("  " + kept[name] for name in _SHOWN if name in kept)
+        tail = "".join("  " + text for text in numbers if text in fitting)
         length, bar = min(room - 2, _LONGEST_BAR), ""
         if length >= _SHORTEST_BAR:
             share = min(1.0, max(0.0, self._step / self._total)) if self._total > 0 else 1.0

@@ -113,9 +113,9 @@ def test_without_a_terminal_one_plain_line_every_n_steps():
         update(progress, clock, range(1, 26))
         progress.note("saved")
     assert stream.getvalue().splitlines() == [
-        "step 10/25 | loss 0.6000 | 1.23k tokens/s | device load max/mean 1.25 | 30s left",
-        "step 20/25 | loss 0.3000 | 1.23k tokens/s | device load max/mean 1.25 | 10s left",
-        "step 25/25 | loss 0.2400 | 1.23k tokens/s | device load max/mean 1.25 | done",
+        "step 10/25 | loss 0.6000 | 1.23k tokens/s | load 1.25x | 30s left",
+        "step 20/25 | loss 0.3000 | 1.23k tokens/s | load 1.25x | 10s left",
+        "step 25/25 | loss 0.2400 | 1.23k tokens/s | load 1.25x | done",
         "saved",
     ]
     assert "\r" not in stream.getvalue()
