@@ -81,6 +81,7 @@ setup(
         "moe_jax": ["py.typed"],
         "moe_jax.cluster": ["devices/*.txt", "measured/*"],
         "moe_jax.observe": ["*.html"],
+        "moe_jax.papers": ["*.toml"],
     },
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["moe-jax = moe_jax.__main__:main"]},

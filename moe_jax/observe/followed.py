@@ -30,43 +30,41 @@ LOAD = "device_load_max_over_mean"
 STALLS = ("compile_seconds", "rejit_stall_seconds", "reshard_seconds")
 
 
+# what is known of each range of steps: how two become one, and what stands where there is none
+_PARTS = {"low": (np.fmin, np.nan), "high": (np.fmax, np.nan), "total": (np.add, 0.0), "count": (np.add, 0.0)}
+
+
 class Decimated:
     """Lowest, highest and mean value of equal ranges of steps, which become twice as wide when there are too many."""
 
     def __init__(self) -> None:
         self.width, self.last = 1, 0
-        self.low = self.high = self.total = self.count = np.zeros((0, 0))
+        self.parts: dict[str, np.ndarray] = {}  # by the names of _PARTS, [MOST_POINTS, layers]; empty at first
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
         """Take in values [n] or [n, layers] of rising steps [n]; NaN is absent. Rows of another length are left out."""
         if not len(steps):
             return
         rows = values.reshape(len(steps), -1)
-        if not self.low.size:
-            shape = MOST_POINTS, rows.shape[1]
-            self.low, self.high = np.full(shape, np.nan), np.full(shape, np.nan)
-            self.total, self.count = np.zeros(shape), np.zeros(shape)
-        if rows.shape[1] != self.low.shape[1]:
+        if not self.parts:
+            self.parts = {name: np.full((MOST_POINTS, rows.shape[1]), empty) for name, (_, empty) in _PARTS.items()}
+        if rows.shape[1] != self.parts["low"].shape[1]:
             return
         while steps[-1] // self.width >= MOST_POINTS:
             self._widen()
         self.last, places = int(steps[-1]), steps // self.width
         starts = np.flatnonzero(np.diff(places, prepend=-1))
         at, present = places[starts], np.isfinite(rows)
-        self.low[at] = np.fmin(self.low[at], np.fmin.reduceat(rows, starts))
-        self.high[at] = np.fmax(self.high[at], np.fmax.reduceat(rows, starts))
-        self.total[at] += np.add.reduceat(np.where(present, rows, 0.0), starts)
-        self.count[at] += np.add.reduceat(present.astype(np.float64), starts)
+        new = {"low": rows, "high": rows, "total": np.where(present, rows, 0.0), "count": present.astype(np.float64)}
+        for name, (merge, _) in _PARTS.items():
+            self.parts[name][at] = merge(self.parts[name][at], merge.reduceat(new[name], starts))
 
     def _widen(self) -> None:
-        half = MOST_POINTS // 2
-        for name, merge, empty in (
-            ("low", np.fmin, np.nan), ("high", np.fmax, np.nan), ("total", np.add, 0.0), ("count", np.add, 0.0)
-        ):  # fmt: skip
-            old = getattr(self, name)
-            setattr(self, name, np.full_like(old, empty))
-            getattr(self, name)[:half] = merge(old[::2], old[1::2])
         self.width *= 2
+        for name, (merge, empty) in _PARTS.items():
+            part = self.parts[name]
+            self.parts[name] = np.full_like(part, empty)
+            self.parts[name][: MOST_POINTS // 2] = merge(part[::2], part[1::2])
 
     def data(self, *names: str) -> dict[str, Any]:
         """Return {"width", "last": the last step, "steps": first of each range [n], name: [n] or [n, layers]}.
@@ -74,14 +72,15 @@ class Decimated:
         Args:
           names: some of "low", "high" and "mean"; None stands where no value is finite.
         """
-        filled = np.flatnonzero(self.count.any(axis=1))
-        found = {"width": self.width, "last": self.last, "steps": (filled * self.width).tolist()}
+        count = self.parts["count"]
+        filled = np.flatnonzero(count.any(axis=1))
+        data = {"width": self.width, "last": self.last, "steps": (filled * self.width).tolist()}
         for name in names:
             with np.errstate(invalid="ignore"):
-                rows = (self.total / self.count if name == "mean" else getattr(self, name))[filled]
+                rows = (self.parts["total"] / count if name == "mean" else self.parts[name])[filled]
             short = [[float(f"{x:.5g}") if x == x else None for x in row] for row in rows.tolist()]
-            found[name] = short if rows.shape[1:] != (1,) else [value for (value,) in short]
-        return found
+            data[name] = short if rows.shape[1:] != (1,) else [value for (value,) in short]
+        return data
 
 
 class FollowedFile:
@@ -158,10 +157,8 @@ class FollowedRun:
                 "version": version,
                 "name": self.name,
                 "written": path.stat().st_mtime if path.exists() else None,
-                "lines": {
-                    name: line.data("low", "high", "mean") for name, line in self._lines.items() if line.low.size
-                },
-                "layers": self._layers.data("mean") if self._layers.low.size else None,
+                "lines": {name: line.data("low", "high", "mean") for name, line in self._lines.items() if line.parts},
+                "layers": self._layers.data("mean") if self._layers.parts else None,
                 "changes": self._changes,
                 "plans": list(self._plans),
                 "modelled": self._run.read_environment().get("modelled"),

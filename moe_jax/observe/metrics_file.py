@@ -169,10 +169,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def _plain(value: Any, name: str) -> Any:
     """Return `value` in JSON's own types; `name` is for the error."""
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, int | str):
         return value
-    if isinstance(value, int):
-        return int(value)
     if isinstance(value, float):
         # also of NumPy's own floats; the names are those of _NON_FINITE
         return float(value) if math.isfinite(value) else str(float(value))

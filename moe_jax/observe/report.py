@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 200
-MOST_POINTS = 400  # along the time axis; longer runs are averaged in windows
+MOST_POINTS = 400  # of expert loads along the time axis
 
 PURPLE, YELLOW, SKY = "#CC79A7", "#E69F00", "#56B4E9"
 BLUE, ORANGE, GREEN, INK, GREY, FAINT = "#0072B2", "#D55E00", "#009E73", "#1f2328", "#656d76", "#d8dee4"
@@ -216,34 +216,15 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def windowed(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last step of each of at most `most` windows of neighbouring records, and the means over it.
-
-    Steps are [n], values [n] or [n, layers]; NaN counts as absent.
-    """
-    if len(steps) <= most:
-        return steps, values
-    starts = np.linspace(0, len(steps), most, endpoint=False).astype(int)
-    present = np.isfinite(values)
-    counts = np.add.reduceat(present, starts, axis=0, dtype=np.float64)
-    sums = np.add.reduceat(np.where(present, values, 0.0), starts, axis=0)
-    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-    return steps[np.append(starts[1:], len(steps)) - 1], means
-
-
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Average each value [n] with its neighbours up to a twentieth of all away, 1 to 10; NaN is left out."""
-    n = len(values)
-    reach = max(1, min(10, n // 20))
-    present = np.isfinite(values)
-    counts = np.concatenate([[0.0], np.cumsum(present)])
-    sums = np.concatenate([[0.0], np.cumsum(np.where(present, values, 0.0))])
-    index = np.arange(n)
-    # The same reach on both sides, so that a falling curve is not shifted.
-    sides = np.minimum(reach, np.minimum(index, n - 1 - index))
-    first, stop = index - sides, index + sides + 1
-    number = counts[stop] - counts[first]
-    return np.where(present, (sums[stop] - sums[first]) / np.maximum(number, 1), np.nan)
+    """Average each value [n] with its neighbours up to a fortieth of all away, fewer near the ends; NaN is left out."""
+    n, present = len(values), np.isfinite(values)
+    index, reach = np.arange(n), max(1, n // 40)
+    # the same reach on both sides, but for the outermost values, so that a falling curve is not shifted
+    sides = np.clip(np.minimum(index, n - 1 - index), reach // 8, reach)
+    first, stop = np.maximum(index - sides, 0), np.minimum(index + sides + 1, n)
+    counts, sums = (np.append(0.0, np.cumsum(each)) for each in (present, np.where(present, values, 0.0)))
+    return np.where(present, (sums[stop] - sums[first]) / np.maximum(counts[stop] - counts[first], 1), np.nan)
 
 
 def style_axes(axes: Axes) -> None:
@@ -362,7 +343,7 @@ def loss_figure(metrics: list[dict], evaluations: list[dict]) -> Figure:
     if len(rates[0]):
         axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
         style_axes(below)
-        below.plot(*windowed(*rates), color=GREY, linewidth=1.4)
+        below.plot(*rates, color=GREY, linewidth=1.4)
         below.set_ylim(bottom=0)
         below.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         below.yaxis.get_offset_text().set(size=7.5, color=GREY)
@@ -372,7 +353,7 @@ def loss_figure(metrics: list[dict], evaluations: list[dict]) -> Figure:
         axes = figure.subplots()
         axes.set_xlabel("step")
     style_axes(axes)
-    steps, losses = windowed(*column(metrics, "loss"))
+    steps, losses = column(metrics, "loss")
     if len(steps):
         axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35, marker="o" if len(steps) == 1 else None)
         axes.plot(steps, smoothed(losses), color=BLUE, linewidth=1.8, label="training (smoothed)")
@@ -400,7 +381,7 @@ def device_load_figure(metrics: list[dict]) -> Figure:
     """Draw device load max over mean of every layer over the steps, their mean, and the balanced value 1."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(7.2, 4.0)
@@ -408,28 +389,20 @@ def device_load_figure(metrics: list[dict]) -> Figure:
     style_axes(axes)
     steps, per_layer = column(metrics, "device_load_max_over_mean")
     L = per_layer.shape[1]
-    counted = np.isfinite(per_layer).sum(axis=1)
-    mean = np.where(counted > 0, np.nansum(per_layer, axis=1) / np.maximum(counted, 1), np.nan)
-    named, few = L <= len(_NAMED), len(steps) < 3
+    named, marker = L <= len(_NAMED), "o" if len(steps) < 3 else None
     # named colours for a few layers, else from dark to light with depth
-    colours = list(_NAMED[:L]) if named else list(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, L)))
-    # Many layers overlap: theirs are drawn from wider windows than the mean.
-    line_steps, lines = windowed(steps, per_layer, MOST_POINTS if named else MOST_POINTS // 4)
-    for layer in range(L):
+    colours = _NAMED[:L] if named else matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, L))
+    for layer, loads in enumerate(per_layer.T):
         label = f"layer {layer}" if named else None
-        axes.plot(line_steps, lines[:, layer], color=colours[layer], linewidth=1.0, alpha=0.75, label=label,
-                  marker="o" if few else None, markersize=3)  # fmt: skip
+        axes.plot(steps, smoothed(loads), color=colours[layer], linewidth=1.0, alpha=0.75, label=label, marker=marker,
+                  markersize=3)  # fmt: skip
     if L > 1:
-        steps, mean = windowed(steps, mean)
-        axes.plot(steps, smoothed(mean), color=INK, linewidth=2.0, label=f"mean of {L} layers (smoothed)",
-                  marker="o" if few else None)  # fmt: skip
+        counted = np.isfinite(per_layer).sum(axis=1)
+        mean = np.where(counted > 0, np.nansum(per_layer, axis=1) / np.maximum(counted, 1), np.nan)
+        axes.plot(steps, smoothed(mean), color=INK, linewidth=2.0, label=f"mean of {L} layers", marker=marker)
     if not named:
-        bar = figure.colorbar(
-            ScalarMappable(BoundaryNorm(np.arange(-0.5, L), L), ListedColormap(colours)), ax=axes, aspect=30, pad=0.02
-        )
-        bar.set_ticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, L - 1) if 0 <= tick < L])
-        bar.ax.minorticks_off()
-        bar.ax.yaxis.set_major_formatter("{x:.0f}")
+        scale = ScalarMappable(Normalize(-0.5, L - 0.5), ListedColormap(colours))
+        bar = figure.colorbar(scale, ax=axes, aspect=30, pad=0.02, ticks=MaxNLocator(6, integer=True))
         bar.set_label("layer", color=GREY, fontsize=8.5)
         bar.ax.tick_params(labelsize=8, colors=GREY, length=0)
         bar.outline.set_visible(False)
@@ -437,7 +410,7 @@ def device_load_figure(metrics: list[dict]) -> Figure:
     axes.set_ylim(bottom=1.0 - 0.06 * max(0.05, axes.get_ylim()[1] - 1.0))
     axes.set_xlabel("step")
     axes.set_ylabel("tokens per device, max / mean")
-    title_axes(axes, "Device load: the fullest device against the mean")
+    title_axes(axes, "Device load, smoothed: the fullest device against the mean")
     span_axes(axes, steps)
     # Below the axes: noisy lines leave no corner free.
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)

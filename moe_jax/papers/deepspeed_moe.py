@@ -1,20 +1,6 @@
 """DeepSpeed-MoE (Rajbhandari et al. 2022, arXiv 2201.05596): its numbers, and ours beside them.
 
-The paper's text is at hand as its abstract and a summary; numbers that neither has are those of its authors' posts,
-"DeepSpeed-MoE for NLG" (P) and the tutorial on MoE inference (T) of DeepSpeed's documentation, and of the lists in
-configs/model. What is only drawn has no number here.
-
-    sizes           section 3, 4: 350M+MoE-128 13 B, 1.3B+MoE-128 52 B (P); PR-MoE 4 B, 31 B; 2.4B+MoE-128 107.7 B,
-                    24B+MoE-128 1,046.9 B (T); up to 3.7 x smaller with PR-MoE and MoS (abstract)
-    parallelism     section 4: on 128 GPUs, layers of 32, 64, 128 experts have EP 32, 64, 128 and DP 4, 2, 1
-    training_cost   section 3: 70 samples/s of the 6.7B model, 372 of 1.3B+MoE-128, 128 A100 (P); "5x" (abstract)
-    equal_loss      section 3: 350M+MoE-128 has the loss of a dense model of 4 x its base, 1.3B+MoE-128 of 5 x (P)
-    pr_moe_mos      section 4: as good as MoE with fewer parameters; staged distillation best: no loss in the texts
-    inference       section 5.5.4: up to 4.5 x faster, 9 x cheaper than a dense 175B on PyTorch, sliced over 16, by a
-                    1.5 T PR-MoE with MoS on 256 GPUs, sliced over 8; a dense 6.7B is on one GPU, its MoE on 128
-    latency         section 5: up to 7.3 x lower latency than the MoE baseline (abstract); 2 to 3.2 x on 8 to 32 GPUs at
-                    52 B (T); by devices to 256: drawn only
-    gating          section 5: index tables instead of one-hot einsums: no number in the texts
+Where each number of the text is from stands in deepspeed_moe.toml.
 """
 
 from __future__ import annotations
@@ -29,11 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.cluster.cluster import Cluster, cluster_of
+from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.collectives import Group, Links
 from moe_jax.cluster.layer_seconds import preceding_seconds, transport_seconds
-from moe_jax.cluster.prices import Constants, Prices
-from moe_jax.cluster.targets import read_device
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.models.counts import parameter_counts
 from moe_jax.moe.config import MoEConfig
@@ -42,8 +26,8 @@ from moe_jax.moe.routers import choose_experts
 from moe_jax.moe.routing import pack, route
 from moe_jax.papers.loads import find_loads, fit_loads
 from moe_jax.papers.pictures import curves, lines
-from moe_jax.papers.systems import DEEPSPEED, Model, Setting, run
-from moe_jax.papers.table import Beside, Found, Inputs, MissingResults, Tables
+from moe_jax.papers.systems import DEEPSPEED, Model, Setting, listed, prices_of, run
+from moe_jax.papers.table import Found, Inputs, MissingResults, Tables, texts_of
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import ep_degree
 from moe_jax.shipped import shipped
@@ -56,46 +40,37 @@ _MOS = (
     "ModelConfig.segments = ('layers=1 moe_every=0', 'layers=16 num_experts={}', 'layers=4 num_experts={}')",
 )  # 21 of 24 layers (section 4), without the first pyramid's last ones
 _BASE = "deepspeed_1b3_moe_128"
-SIZES = {  # name: config, bindings, billions of the paper
-    "350M+MoE-128": ("deepspeed_350m_moe_128", (), 13.0),
-    "1.3B+MoE-128": (_BASE, (), 52.0),
-    "350M+PR-MoE-32/64": ("pr_moe_350m_32_64", (), 4.0),
-    "1.3B+PR-MoE-64/128": ("pr_moe_1b3_64_128", (), 31.0),
-    "350M+PR-MoE+MoS": ("pr_moe_350m_32_64", (_MOS[0], _MOS[1].format(32, 64)), None),
-    "1.3B+PR-MoE+MoS": ("pr_moe_1b3_64_128", (_MOS[0], _MOS[1].format(64, 128)), None),
+SIZES = {  # name: config, bindings
+    "350M+MoE-128": ("deepspeed_350m_moe_128", ()),
+    "1.3B+MoE-128": (_BASE, ()),
+    "350M+PR-MoE-32/64": ("pr_moe_350m_32_64", ()),
+    "1.3B+PR-MoE-64/128": ("pr_moe_1b3_64_128", ()),
+    "350M+PR-MoE+MoS": ("pr_moe_350m_32_64", (_MOS[0], _MOS[1].format(32, 64))),
+    "1.3B+PR-MoE+MoS": ("pr_moe_1b3_64_128", (_MOS[0], _MOS[1].format(64, 128))),
     "2.4B+MoE-128": (_BASE, ("ModelConfig.layers = 16", "ModelConfig.model_dim = 3584",
-                             "ModelConfig.hidden_dim = 14336"), 107.7),
+                             "ModelConfig.hidden_dim = 14336")),
     "24B+MoE-128": (_BASE, ("ModelConfig.layers = 30", "ModelConfig.model_dim = 8192",
-                            "ModelConfig.hidden_dim = 32768"), 1046.9),
+                            "ModelConfig.hidden_dim = 32768")),
 }  # fmt: skip
 
 
-STATED = {name: paper for name, (*_, paper) in SIZES.items() if paper is not None}
-TABLES = Tables("modelled", {})
+TABLES = Tables(texts_of("deepspeed_moe"), "modelled", {})
 
 
-@TABLES.add(
-    "Sizes in billions of parameters (sections 3 to 5)",
-    ("model", "ours", "paper"),
-    STATED | {"times smaller by PR-MoE and MoS, at most": 3.7},
-    notes=("Without embeddings, biases, gates and norms.",),
-)
+@TABLES.add()
 def sizes(inputs):
     """Count the parameters of the paper's models, and how much smaller PR-MoE and MoS are."""
     ours = {}
-    for name, (config, bindings, _) in inputs.track(SIZES.items(), "models"):
+    for name, (config, bindings) in inputs.track(SIZES.items(), "models"):
         read, *_ = parse_run_config([f"configs/model/{config}.gin"], bindings)
         ours[name] = parameter_counts(read.model, read.moe, VOCABULARY)[2] / 1e9
     smaller = max(ours[f"{base}+MoE-128"] / ours[f"{base}+PR-MoE+MoS"] for base in ("350M", "1.3B"))
-    rows = [(name, ours[name], STATED.get(name, "-")) for name in SIZES]
-    return Found(rows, [*(ours[name] for name in STATED), smaller])
+    stated = TABLES.texts["sizes"]["claims"]
+    rows = [(name, ours[name], stated.get(name, "-")) for name in SIZES]
+    return Found(rows, [*(ours[name] for name in stated if name in ours), smaller])
 
 
-@TABLES.add(
-    "Degrees of parallelism on 128 GPUs (section 4)",
-    ("experts", "EP", "DP"),
-    {"EP of 32 to 128 experts": (32, 128), "DP of 128 to 32 experts": (1, 4)},
-)
+@TABLES.add()
 def parallelism(inputs):
     del inputs
     degrees = {experts: ep_degree(experts, 128) for experts in (32, 64, 128)}
@@ -103,18 +78,12 @@ def parallelism(inputs):
     return Found(rows, np.array(rows).T[1:])
 
 
-def a100s(devices: int, level: str) -> Cluster:
-    """Return A100s in nodes of eight, as the one price list has them."""
-    whole = cluster_of(Prices(read_device("a100"), Constants(level=level)))
-    return whole.sized(-(-devices // 8), min(8, devices))
-
-
 BATCH, LENGTH = 512, 2048  # sequences of a step and their tokens: the authors' script ds_pretrain_gpt_1.3B_MoE128
 
 
 def training_rates(inputs: Inputs) -> list[float]:
     """Return samples/s of the 6.7B model, whole and over 8 GPUs, and of 1.3B+MoE-128 under the loads and evenly."""
-    cluster = a100s(128, inputs.level)
+    cluster = listed("a100", 128, inputs.level)
     tokens = BATCH * LENGTH / cluster.devices
     block = {"model_dim": 4096, "length": LENGTH, "matrices": 2, "dense_hidden_dim": 4 * 4096}
     both, attention = (preceding_seconds(cluster, tokens, ITEM, moe_every=every, **block) for every in (2, 1))
@@ -139,12 +108,7 @@ AGAIN = "activations computed again, a fourth forward (the authors' scripts chec
 SLICED = "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_dense)"
 
 
-@TABLES.add(
-    "Training throughput on 128 A100 (section 3)",
-    ("model", "samples/s", "paper", "over dense"),
-    {"1.3B+MoE-128 over 6.7B dense": 5, Beside("samples/s, 6.7B dense"): 70, Beside("samples/s, 1.3B+MoE-128"): 372},
-    experiments={cause: cause for cause in (AGAIN, SLICED)},
-)
+@TABLES.add(experiments={cause: cause for cause in (AGAIN, SLICED)})
 def training_cost(inputs, change=""):
     """Model the training throughput of 1.3B+MoE-128 and of the dense model of equal quality."""
     names = ("6.7B dense", "6.7B dense, MP 8", "1.3B+MoE-128, the trace's loads", "1.3B+MoE-128")
@@ -176,14 +140,13 @@ def trained(*names: str) -> tuple[dict[str, dict], int]:
 
 
 def trained_rows(kinds: dict[str, dict]) -> list[tuple]:
-    """Return (kind, parameters, FLOPs, mean of the last losses, their range) of each: `COLUMNS`."""
+    """Return (kind, parameters, FLOPs, mean of the last losses, their range) of each."""
     sizes = ("parameters", "flops_per_token")
     lines = ((name, *(kind[size] for size in sizes), kind["losses"]) for name, kind in kinds.items())
     return [(*line, f"{statistics.mean(own):.4f}", f"{min(own):.4f} to {max(own):.4f}") for *line, own in lines]
 
 
 LOSS = "held-out loss, nats per token"
-COLUMNS = ("model", "parameters", "FLOPs of a token", LOSS, "of all seeds")
 
 
 def dense_multiple(base: float, experts: int = 128) -> float:
@@ -201,18 +164,7 @@ DENSE_SIZES, MOE_SIZES = ("dense_64", "dense_96", "dense_128", "dense_192"), ("m
 
 
 @TABLES.add(
-    "MoE and dense models of equal loss (section 3, at the demo's size)",
-    COLUMNS,
-    {
-        "dense cost over MoE cost at equal loss, smaller base": 4,
-        "dense cost over MoE cost at equal loss, larger base": 5,
-    },
-    notes=(
-        "scripts/bench/train_sizes.py: 32 experts and 0.6 M tokens, not 128 and 300 B. The largest dense model is the "
-        "most that an MoE is compared with. The law's multiple falls with size, where the paper's rises.",
-    ),
-    kind="measured",
-    experiments={"the paper's sizes and 128 experts, by a published law of routed models (Clark et al. 2022)": True},
+    experiments={"the paper's sizes and 128 experts, by a published law of routed models (Clark et al. 2022)": True}
 )
 def equal_loss(inputs, by_law=False):
     """Compare trained MoE models with the dense ones of equal loss, seed by seed, at two sizes."""
@@ -236,13 +188,7 @@ def equal_loss(inputs, by_law=False):
 PAIRS = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe", "staged"))
 
 
-@TABLES.add(
-    "PR-MoE beside MoE, and students taught by PR-MoE (section 4, at the demo's size)",
-    COLUMNS,
-    dict.fromkeys(f"loss of {worse} above that of {better}, nats" for worse, better in PAIRS),
-    notes=("scripts/bench/train_sizes.py; a student has three of four layers, staged: a teacher until step 200.",),
-    kind="measured",
-)
+@TABLES.add()
 def pr_moe_mos(inputs):
     del inputs
     kinds, seeds = trained("moe", "pr_moe", "alone", "taught", "staged")
@@ -313,41 +259,23 @@ LAUNCHES = "PyTorch's launches: every kernel of the baseline at the list's high 
 
 def launch_of(level: str) -> float:
     """Return the seconds of a launch at a level of prices; '': none."""
-    return Prices(read_device("a100"), Constants(level=level)).launch if level else 0.0
+    return prices_of("a100", level).launch if level else 0.0
 
 
-@TABLES.add(
-    "MoE and dense models of equal quality (section 5)",
-    ("dense", "MP", "MoE", "A100", "ms, dense", "ms, MoE", "faster", "cheaper"),
-    {"faster, at most": 4.5, "cheaper, at most": 9},
-    notes=("Ours are MoE, without PR-MoE and MoS. The text names no number of sequences.",),
-    experiments={LAUNCHES: "high"},
-)
+@TABLES.add(experiments={LAUNCHES: "high"})
 def inference(inputs, launches=""):
     """Model how much faster and cheaper MoE models write than dense ones of equal quality; `launches`: of the dense."""
     rows = []
     for dense, moe, devices in ((DENSE[0], SERVED[0], 128), (DENSE[1], SERVED[3], 256)):
-        slow = 1e3 * token_seconds(dense, a100s(dense.slicing, inputs.level), launch=launch_of(launches))
-        fast = 1e3 * token_seconds(moe, a100s(devices, inputs.level))
+        slow = 1e3 * token_seconds(dense, listed("a100", dense.slicing, inputs.level), launch=launch_of(launches))
+        fast = 1e3 * token_seconds(moe, listed("a100", devices, inputs.level))
         cheaper = slow / fast * dense.slicing / moe.slicing  # devices that serve TOKENS sequences, over ours
         rows.append((dense.name, dense.slicing, moe.name, devices, slow, fast, slow / fast, cheaper))
     return Found(rows, rows[-1][-2:])
 
 
 @TABLES.add(
-    "Latency of a token by devices (section 5)",
-    ("model", "A100", "ms", "ms, baseline", "times"),
-    {
-        Beside("lower latency than the baseline, at most"): 7.3,
-        Beside("52B on 8 to 32 GPUs over PyTorch"): (2.0, 3.2),
-        "ms of 24B+MoE-128 on 256 GPUs": None,
-    },
-    lines("A100", "ms", "ms, baseline", by="model", yscale="log", ylabel="ms a token"),
-    (
-        f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced.",
-        "The abstract's 7.3 is of 'latency and cost'; on equal devices the two are one ratio.",
-    ),
-    experiments={LAUNCHES: "high"},
+    lines("A100", "ms", "ms, baseline", by="model", yscale="log", ylabel="ms a token"), experiments={LAUNCHES: "high"}
 )
 def latency(inputs, launches=""):
     """Model the latency of a token by devices, and that of the baseline; `launches`: their price there, '': none."""
@@ -356,12 +284,13 @@ def latency(inputs, launches=""):
              if (devices >= 64 if model.slicing > 1 else devices <= 128)]  # fmt: skip
     rows = []
     for model, devices in inputs.track(cells, "models"):
-        cluster = a100s(devices, inputs.level)
+        cluster = listed("a100", devices, inputs.level)
         own, base = (1e3 * token_seconds(model, cluster, *gate) for gate in ((), (True, launch)))
         rows.append((model.name, devices, own, base, base / own))
     small = [times for name, devices, *_, times in rows if name == SERVED[0].name and devices <= 32]
     largest = [row[2] for row in rows if row[:2] == (SERVED[2].name, 256)]
-    return Found(rows, [max(row[-1] for row in rows), small, largest])
+    note = f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced."
+    return Found(rows, [max(row[-1] for row in rows), small, largest], (note,))
 
 
 def tables_gate(x, w_gate, config: MoEConfig):
@@ -386,13 +315,7 @@ def one_hot_gate(x, w_gate, config: MoEConfig):
 RUNS, WIDTH = 7, 512
 
 
-@TABLES.add(
-    "Gate, dispatch and combine by tables and by one-hot einsums (section 5)",
-    ("tokens", "ms, tables", "ms, one-hot", "times"),
-    {"one-hot einsums over tables": None},
-    notes=(f"128 experts, M = {WIDTH}, capacity factor 1, float32, this CPU, median of {RUNS} runs in turns.",),
-    kind="measured",
-)
+@TABLES.add()
 def gating(inputs):
     """Time both forms on the CPU, in turns."""
     config = MoEConfig(num_experts=128, top_k=1, renormalize=False, capacity_factor=1.0, drop="position")
@@ -407,4 +330,5 @@ def gating(inputs):
             spent[turn, at] = time.perf_counter() - began
         own, other = 1e3 * np.median(spent[1:], axis=0)
         rows.append((tokens, own, other, other / own))
-    return Found(rows, [[row[-1] for row in rows]])
+    note = f"128 experts, M = {WIDTH}, capacity factor 1, float32, this CPU, median of {RUNS} runs in turns."
+    return Found(rows, [[row[-1] for row in rows]], (note,))

@@ -17,7 +17,7 @@ from moe_jax.cluster import Links
 from moe_jax.papers.loads import OF_64, find_loads
 from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import Model, Setting, machine
-from moe_jax.papers.table import Found, Inputs, Tables
+from moe_jax.papers.table import Found, Inputs, Tables, texts_of
 from moe_jax.planning.fastermoe import Shadowing
 
 TOP_K, ITEM = 2, 4  # choices of a token, bytes of a number
@@ -56,7 +56,7 @@ EXPERIMENTS = {
 TRAINED = {
     "iterations to the loss: the paper's of MoE-GPT (table 3, and ratios of the text) instead of the demo's": "trained"
 }
-TABLES = Tables("modelled", EXPERIMENTS)
+TABLES = Tables(texts_of("fastermoe"), "modelled", EXPERIMENTS)
 
 
 class Layers(NamedTuple):
@@ -197,17 +197,7 @@ def of_models(found: np.ndarray) -> list[tuple]:
     return [(name, TASKS[name][0], *own) for name, own in zip(MODELS, found.T, strict=True)]
 
 
-@TABLES.add(
-    "DDL-Roofline of a layer of MoE-GPT on johnny (figure 5)",
-    ("point", "T_comp / T_comm", "TFLOP/s of a device", "over the semi-ideal curve"),
-    dict.fromkeys((
-        "T_comp / T_comm of MP (text: above 1)",
-        "T_comp / T_comm of EP (text: above 1)",
-        "best TFLOP/s (text: above semi-ideal)",
-    )),
-    notes=("The text names neither the model nor a coordinate, but says what claims have in brackets: ours contradicts "
-           "it where it is not above.",),
-)  # fmt: skip
+@TABLES.add()
 def figure_5(inputs):
     """Compute the DDL-Roofline, with the semi-ideal curve P x / (1 + x)."""
     layers = layers_of(inputs, "GPT")
@@ -244,18 +234,7 @@ def figure_5(inputs):
     return Found(rows, ours, said(inputs, "GPT"), draw)
 
 
-@TABLES.add(
-    "Speed-up over ZeRO stage 3 (figure 10)", ("model", "at", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FastMoE", "FasterMoE"),
-    {
-        "FasterMoE over ZeRO-3 on johnny, most": 6.63,
-        "FasterMoE over ZeRO-3 on trevor, most": 17.87,
-        "FasterMoE over ZeRO-2, most": 3.94,
-        "FasterMoE over ZeRO-1, most": None,
-        "FastMoE over ZeRO-3, most (text: better)": None,
-    },
-    SPEEDUP,
-    ("The text calls it end to end; ours are MoE layers alone, as the artifact's script of figure 10 times them.",),
-)  # fmt: skip
+@TABLES.add(SPEEDUP)
 def figure_10(inputs, change=""):
     layers = models_of(inputs, change)
     slowest = np.array([zero_seconds(one.setting, 3) for one in layers])
@@ -266,12 +245,7 @@ def figure_10(inputs, change=""):
     return Found(of_models(found), most, said(inputs, *LOADS))
 
 
-@TABLES.add(
-    "Shadowing in MoE-BERT-Deep (figure 11)",
-    ("layer", "shadowed", "FastMoE, ms", "shadowing, ms", "speed-up, mean", "most with one (1: none)"),
-    {"experts shadowed, mean": 0.19, "speed-up of one, most": 1.97},
-    notes=("The model is the artifact's. 'Most' is one sample; means stand in the table.",),
-)
+@TABLES.add()
 def figure_11(inputs, change=""):
     layers = layers_of(inputs, "BERT-Deep", change)
     before, after = (1e3 * layers.seconds[name] for name in ("FastMoE", "shadowing"))
@@ -293,10 +267,7 @@ def figure_11(inputs, change=""):
     return Found(rows, [layers.shadowed.mean(), of_one.max()], said(inputs, "BERT-Deep"), draw)
 
 
-@TABLES.add(
-    "Speed-up of the smart schedule, by layer (figure 12)", ("model", "at", "theoretical", "achieved"),
-    {"theoretical, most": 1.71, "achieved, most": 1.42, "achieved of theoretical, most": 0.99}, SPEEDUP,
-)  # fmt: skip
+@TABLES.add(SPEEDUP)
 def figure_12(inputs, change=""):
     rows = []
     for name, layers in zip(MODELS, models_of(inputs, change), strict=True):
@@ -309,17 +280,7 @@ def figure_12(inputs, change=""):
     return Found(rows, most, said(inputs, *LOADS))
 
 
-@TABLES.add(
-    "Speed-up over FastMoE (figure 13)", ("model", "at", "FastMoE", "shadowing", "smart schedule", "both"),
-    {
-        "shadowing on johnny, most": 1.95,
-        "shadowing on trevor, most": 4.74,
-        "smart schedule, most": 1.40,
-        "both on johnny, most": 2.20,
-        "both on trevor, most": 5.72,
-    },
-    SPEEDUP,
-)  # fmt: skip
+@TABLES.add(SPEEDUP)
 def figure_13(inputs, change=""):
     seconds = np.array([[own.mean() for own in one.seconds.values()] for one in models_of(inputs, change)]).T
     _, shadowing, schedule, both = found = seconds[0] / seconds
@@ -345,25 +306,7 @@ def step_ms(inputs: Inputs, change: str = "") -> dict[str, float]:
     return {gate: 1e3 * setting.model.layers * (attention + float(each.mean())) for gate, each in seconds.items()}
 
 
-@TABLES.add(
-    "Gates: time, iterations to an LM loss of 4.0 and ms of an iteration of MoE-GPT (table 3, figure 14)",
-    ("gate", "paper: hours", "1,000 steps", "ms", "ours: ms", "steps over top-2", "time: paper", "ours"),
-    {
-        "iteration, FastMoE over FasterMoE": 1.33,
-        "iteration, FasterMoE over the topology gate": 1.094,
-        "steps, GShard over top-2": 2.38,
-        "steps, topology gate over top-2": 1.18,
-        "time, GShard over the topology gate": 1.37,
-        "time, BASE over the topology gate": 2.19,
-    },
-    bars("time to the loss, over FasterMoE's", "time: paper", "ours"),
-    (
-        "ms are not comparable because the text names no batch: ours has 1,024 tokens a device, BASE no assignment.",
-        "The topology gate lets W_net / (M_w W_local) of a device's choices out, its text's k being garbled.",
-        "Steps are the demo's, measured, to a held-out loss (docs/results.md, gates); time is over FasterMoE's.",
-    ),
-    experiments=EXPERIMENTS | TRAINED,
-)
+@TABLES.add(bars("time to the loss, over FasterMoE's", "time: paper", "ours"), experiments=EXPERIMENTS | TRAINED)
 def table_3(inputs, change=""):
     """Compute an iteration of MoE-GPT under each gate; steps to the loss are the demo's."""
     ours = step_ms(inputs, "" if change == "trained" else change)

@@ -30,7 +30,7 @@ from moe_jax.papers.systems import (
     machine,
     run,
 )
-from moe_jax.papers.table import Beside, Found, Inputs, Tables
+from moe_jax.papers.table import Found, Inputs, Tables, texts_of
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
@@ -64,8 +64,6 @@ V100_MEMORY = 900e9  # bytes/s: likewise, SXM2
 BASELINES = ("FasterMoE", "SmartMoE", "FlexMoE")
 COMPARED = (*BASELINES, "Hecate")
 ALL = ("EP", *COMPARED, "Hecate-RM")
-SPEEDS = ("GPUs", "model", "batch", *COMPARED)
-BATCH = "The batch, sequences of a device, is the largest that fits every system (5.1)."
 PARTS = ("sharding alone", "materialization alone")
 INTERVALS = {f"resharded every {steps}": steps for steps in (10, 25, 50, 100)}  # the text names the first and the last
 GRID_A = tuple(Row("hecate_a", model, nodes) for nodes in (2, 4) for model in MODELS)
@@ -220,14 +218,13 @@ def memory_of(inputs: Inputs, row: Row, name: str) -> tuple[np.ndarray, bool]:
     return states, free_bytes(setting, fullest(records.computed), states, batch_of(setting)) >= 0
 
 
-def loads_note(find, inputs: Inputs, paper) -> tuple[str]:
+def loads_note(inputs: Inputs) -> tuple[str]:
     """Return how the loads of all tables were made."""
-    del find, paper
     fitted = fit_loads(inputs.loads(TOP_K), devices=32, experts=64, choices=TOP_K * SMALL.model.length)
     return ("32 GPUs, a sequence: " + fitted[1],)
 
 
-TABLES = Tables("simulated", EXPERIMENTS, loads_note)
+TABLES = Tables(texts_of("hecate"), "simulated", EXPERIMENTS, loads_note)
 
 
 def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[list[tuple], np.ndarray]:
@@ -240,12 +237,7 @@ def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[lis
     return rows, np.array([row[3:] for row in rows])
 
 
-@TABLES.add(
-    "Overlap degree t (section 4.2)",
-    ("cluster", "GPUs", "model", "non-MoE, ms", "an expert, ms", "t", "said"),
-    {"t, experts that hide behind attention": None},
-    notes=(BATCH,),
-)
+@TABLES.add()
 def overlap_degree(inputs, change=SAME):
     rows, planner = [], build_planner(PlannerConfig(name="hecate"))
     for row in map(change, (*GRID_A, *GRID_B)):
@@ -256,19 +248,7 @@ def overlap_degree(inputs, change=SAME):
     return Found(rows, [[row[5] for row in rows]])
 
 
-@TABLES.add(
-    "Figure 9: training speed over EP, cluster A",
-    SPEEDS,
-    {
-        Beside("Hecate over EP, 16 GPUs"): (1.40, 1.58),
-        "Hecate over EP, 32 GPUs": (1.34, 1.78),
-        "Hecate over the best baseline, geometric mean, 16 GPUs": 1.645,
-        "Hecate over the best baseline, geometric mean, 32 GPUs": 2.05,
-    },
-    bars("speed-up over EP"),
-    (BATCH, "The text's 1.645 and 2.05 exceed Hecate over EP: its best baseline is slower than EP."),
-    experiments=EXPERIMENTS | ON_V100,
-)
+@TABLES.add(bars("speed-up over EP"), experiments=EXPERIMENTS | ON_V100)
 def figure_9(inputs, change=SAME):
     rows, speeds = end_to_end(inputs, change, GRID_A)
     small, large = speeds.reshape(2, len(MODELS), -1)
@@ -276,43 +256,19 @@ def figure_9(inputs, change=SAME):
     return Found(rows, [small[:, 3], large[:, 3], *best])
 
 
-@TABLES.add(
-    "Figure 10: training speed over EP, cluster B",
-    SPEEDS,
-    {"Hecate over EP": (1.26, 1.70), "Hecate over the baselines, geometric mean": 2.945},
-    bars("speed-up over EP"),
-    (BATCH, "The text's 2.945 exceeds Hecate over EP: its baselines take 1.7 times EP's time."),
-)
+@TABLES.add(bars("speed-up over EP"))
 def figure_10(inputs, change=SAME):
     rows, speeds = end_to_end(inputs, change, GRID_B)
     return Found(rows, [speeds[:, 3], scipy.stats.gmean((speeds[:, 3:] / speeds[:, :3]).ravel())])
 
 
-@TABLES.add(
-    "Figure 11: speed of MoE layers over EP, GPT-MoE-S, cluster B",
-    ("layer", "Hecate"),
-    {"Hecate's layers over EP's": (2.8, 18.8), "geometric mean": 11.87},
-    bars("speed-up over EP"),
-)
+@TABLES.add(bars("speed-up over EP"))
 def figure_11(inputs, change=SAME):
     ep, own = (step_of(inputs, change(SMALL), name).layers.mean(axis=0) for name in ("EP", "Hecate"))
     return Found(list(enumerate(ep / own)), [ep / own, scipy.stats.gmean(ep / own)])
 
 
-@TABLES.add(
-    "Figure 12: the critical path of an iteration, BERT-MoE-Deep, cluster B",
-    ("system", "fused", "experts", "all-to-all", "collectives of replicas", "rearrange", "attention"),
-    {
-        "all-to-all of EP over Hecate's": 12.3,
-        "exposed sparse collectives, Hecate-RM over Hecate": 3.6,
-        "Hecate-RM over the best baseline": 1.4,
-    },
-    bars("ms", stacked=True),
-    (
-        "Milliseconds. Where neither Hecate exposes a collective, their ratio is given as 1.",
-        "The text's 1.4 is 'over baselines': here the best of them.",
-    ),
-)
+@TABLES.add(bars("ms", stacked=True))
 def figure_12(inputs, change=SAME):
     rows, row = [], change(DEEP)
     for name in inputs.track(ALL, "systems"):
@@ -325,23 +281,7 @@ def figure_12(inputs, change=SAME):
     return Found(rows, [ep[2] / own[2], again[3] / own[3] if own[3] else 1.0, min(map(sum, baselines)) / sum(again)])
 
 
-@TABLES.add(
-    "Figure 13: peak memory of MoE layers, BERT-MoE-Deep, cluster B",
-    ("system", "parameters", "gradients", "optimizer state"),
-    {
-        "parameters, Hecate over EP": 5.73,
-        "all, Hecate over EP": 1.64,
-        "all, FlexMoE over Hecate": 1.83,
-        "all, Hecate-RM over EP": 1.116,
-        "materialized parameters of Hecate-RM, % of Hecate's": 9.8,  # 90.2% less
-    },
-    bars("GB", stacked=True),
-    (
-        "GB of the fullest device. The text names no model: that of figure 12 is taken.",
-        "The text's 5.73, 64%, 11.6% and 90.2% agree with each other for a model of 12 layers, which that is not.",
-    ),
-    experiments=EXPERIMENTS | ON_A | OF_SMALL,
-)
+@TABLES.add(bars("GB", stacked=True), experiments=EXPERIMENTS | ON_A | OF_SMALL)
 def figure_13(inputs, change=SAME):
     parts = np.array([memory_of(inputs, change(DEEP), name)[0] for name in ALL])
     ep, *_, flexmoe, own, again = parts
@@ -350,18 +290,7 @@ def figure_13(inputs, change=SAME):
     return Found(rows, [own[0] / ep[0], sum(own) / sum(ep), sum(flexmoe) / sum(own), sum(again) / sum(ep), kept])
 
 
-@TABLES.add(
-    "Figure 14: an iteration of GPT-MoE-S by batch, cluster B",
-    ("batch", *ALL),
-    {
-        "Hecate-RM slower than Hecate, %": (7.5, 16.9),
-        "largest batch of Hecate-RM": 6,
-        "largest batch of any other (text: below 6)": 5,
-    },
-    lines("batch", *ALL, ylabel="ms"),
-    ("Milliseconds.",),
-    experiments=EXPERIMENTS | ON_A,
-)
+@TABLES.add(lines("batch", *ALL, ylabel="ms"), experiments=EXPERIMENTS | ON_A)
 def figure_14(inputs, change=SAME):
     row, rows, slower = dataclasses.replace(change(SMALL), every=12), [], []
     names = ALL if change(SMALL) == SMALL else ALL[-2:]  # of a change those that the claims are of
@@ -380,18 +309,7 @@ def figure_14(inputs, change=SAME):
     return Found(rows, [slower, again, max(most.values())])
 
 
-@TABLES.add(
-    "Figure 15: parts of Hecate, and intervals of resharding, GPT-MoE-S, cluster B",
-    ("what runs", "MoE layers", "iteration"),
-    {
-        "a: both over sharding alone": 3.32,
-        "a: both over materialization alone": 1.27,
-        "b: sharding, resharded every 10 to 100 iterations": (1.34, 1.42),
-    },
-    bars("ms"),
-    ("Milliseconds. The intervals 25 and 50 are assumed. Of b the text does not say over what: here over EP.",),
-    experiments=EXPERIMENTS | ON_A,
-)
+@TABLES.add(bars("ms"), experiments=EXPERIMENTS | ON_A)
 def figure_15(inputs, change=SAME):
     row = dataclasses.replace(change(SMALL), every=1)
     names = inputs.track(("EP", *PARTS, "Hecate", *INTERVALS), "parts")
@@ -401,16 +319,7 @@ def figure_15(inputs, change=SAME):
     return Found(rows, [sharding / own, materialization / own, ep / np.array(every)])
 
 
-@TABLES.add(
-    "Sections 1 and 5.2: the most on 32 GPUs",
-    ("what", "least", "most"),
-    {
-        "Hecate over any baseline, at most": 3.54,
-        Beside("Hecate-RM over the best baseline, at most"): None,
-        Beside("balanced over imbalanced EP, cluster A, at most"): 5.18,
-    },
-    notes=("Hecate-RM's 1.52 is not comparable because the text does not say over what.",),
-)
+@TABLES.add()
 def claims(inputs, change=SAME):
     names = ("Hecate over a baseline", "Hecate-RM over the best", "Hecate-RM over a baseline", "balanced EP over EP")
     found, even = {name: [] for name in names}, dataclasses.replace(inputs, trace="W0_balanced")

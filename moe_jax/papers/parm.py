@@ -21,17 +21,16 @@ import numpy as np
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.fits import fit_alpha_beta
 from moe_jax.cluster.layer_seconds import Transfer, layer_transfers, moving_seconds, preceding_seconds, transfer_seconds
-from moe_jax.cluster.prices import Constants, Prices
-from moe_jax.cluster.targets import device_named, read_device
+from moe_jax.cluster.targets import device_named
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes, layer_shape
 from moe_jax.papers import systems
 from moe_jax.papers.pictures import curves
-from moe_jax.papers.table import Beside, Found, Tables
+from moe_jax.papers.table import Found, Tables, texts_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PLACES = {"A": ("parm_a", 1), "B, 8": ("parm_b", 2), "B, 16": ("parm_b", 4), "B, 32": ("parm_b", 8)}  # file, nodes
-ITEM, SCHEDULES, COLUMNS = 4, ("deepspeed", "s1", "s2"), ("S1", "S2", "Parm")  # bytes of a number; of `gains`
+ITEM, SCHEDULES = 4, ("deepspeed", "s1", "s2")  # bytes of a number
 SIZES = {"B": (2, 4, 8), "L": (512, 1024, 2048), "M": (1024, 2048, 4096), "H": (1024, 2048, 4096), "f": (1.2, 2.4)}
 Layer = tuple[str, tuple[int, int], int, int, int, float]  # place, (N_MP, N_ESP), N of an MP group, M, H, f
 GROUPS = tuple(itertools.product((1, 2, 4), (1, 2, 4)))  # N_MP, N_ESP
@@ -60,7 +59,7 @@ def machine(place: str, level: str = "middle", peers: bool = True) -> Cluster:
     """Return a testbed: links, start-ups and memory of its file, matmuls and memory by the prices of its GPU."""
     name, nodes = PLACES[place]
     own = systems.machine(name, nodes, level)
-    prices = Prices(read_device(device_named(own.device)), Constants(level=level))
+    prices = systems.prices_of(device_named(own.device), level)
     own = dataclasses.replace(own, prices=prices, flops=prices.reached("f32"))
     return own if peers else systems.as_reached(own)
 
@@ -130,8 +129,7 @@ EXPERIMENTS = {
     "GeForce copies through host memory, as measured": BASE._replace(peers=False),
     "N_MP, N_ESP of 2 and 4 alone, as in table IV": BASE._replace(groups=TABLE_4),
 }
-TABLES = Tables("modelled", EXPERIMENTS)
-DISTRIBUTION = ("layers", "least", "a tenth is below", "median", "a tenth is above", "largest")
+TABLES = Tables(texts_of("parm"), "modelled", EXPERIMENTS)
 
 
 def distribution(label: str, values: np.ndarray, ours: list) -> Found:
@@ -145,18 +143,7 @@ def distribution(label: str, values: np.ndarray, ours: list) -> Found:
     return Found([(len(values), *np.quantile(values, (0, 0.1, 0.5, 0.9, 1)))], ours, draw=draw)
 
 
-@TABLES.add(
-    "Table III: runs that fit a GPU's memory",
-    ("testbed, P", "combinations", "valid", "of these N_MP, N_ESP as in table IV"),
-    {"valid runs": 1296, "speed-up of a layer": (1.13, 5.77)},
-    notes=(
-        "Table III spans 4,374. Runs are summed over four places: 1,296 is 4 x 324, the layers of figure 1.",
-        "N_MP = N_ESP = 1 is left out of claims: all schedules are one program then, and the text's were faster in all "
-        "cases. Which others it left out, besides those without the memory, it does not say.",
-        "5.77 is the abstract's largest of all layers and table IV's largest mean of a cell: it cannot be both.",
-        "Buckets are full: a capacity bounds them, and no trace of loads is read.",
-    ),
-)
+@TABLES.add()
 def table_3(inputs, to=BASE):
     to = to._replace(level=inputs.level)
     places = inputs.track(PLACES, "places")
@@ -165,26 +152,11 @@ def table_3(inputs, to=BASE):
     return Found(rows, [len(found), found])
 
 
-MEANS = tuple(f"{name}, mean of a cell" for name in COLUMNS)
-OF_TABLE_4 = (*MEANS, "Parm over the worse of S1 and S2, %", "S2 by SAA over S2 by AAS, %")
-PAPER_4 = {"A": ((2.1, 4.19), (1.99, 4.12), (2.1, 4.2), 8, 1.09),
-           "B": ((2.46, 5.77), (2.2, 5.38), (2.46, 5.77), 10.5, 1.12)}  # fmt: skip
-
-
-@TABLES.add(
-    "Table IV: mean speed-ups",
-    ("testbed, P", "N_MP", "N_ESP", "layers", *COLUMNS),
-    {
-        kind(f"{name}, testbed {at}"): its
-        for at in PAPER_4
-        for kind, name, its in zip((Beside, Beside, str, str, Beside), OF_TABLE_4, PAPER_4[at], strict=True)
-    }
-    | {Beside("S2's 3.72 over S1's 3.21 in a cell of A"): 3.72 / 3.21},
-)
+@TABLES.add()
 def table_4(inputs, to=BASE):
     to = to._replace(level=inputs.level)
     cases, ours = [(place, pair, gains(place, pair, to)) for place in PLACES for pair in TABLE_4], []
-    for testbed in inputs.track(PAPER_4, "testbeds"):
+    for testbed in inputs.track("AB", "testbeds"):
         cells = gains_of(testbed, to)
         saa, aas = np.concatenate(cells), np.concatenate(gains_of(testbed, to._replace(gather="aas")))
         worse = 100 * (saa[:, 2] / saa[:, :2].min(axis=1)).mean() - 100
@@ -193,10 +165,7 @@ def table_4(inputs, to=BASE):
     return Found([(place, *pair, len(gain), *gain.mean(axis=0)) for place, pair, gain in cases], [*ours, best])
 
 
-CHOICES = ("S2 is shorter, % of layers", "equations 13 and 14 are right, %")
-
-
-@TABLES.add("Algorithm 1, N_MP > 1", ("testbed, P", "layers", *CHOICES, "they lose, % of time"), dict.fromkeys(CHOICES))
+@TABLES.add()
 def choice(inputs, to=BASE):
     to = to._replace(level=inputs.level)
     rows = []
@@ -217,12 +186,7 @@ def choice(inputs, to=BASE):
     return Found(rows, [[row[at] for row in rows] for at in (2, 3)], notes)
 
 
-@TABLES.add(
-    "Figure 1: communication, % of a layer's time under the baseline",
-    DISTRIBUTION,
-    {"mean, %": None},
-    notes=("The text has 324 layers, those of two pairs of degrees, and does not say of which: all are here.",),
-)
+@TABLES.add()
 def figure_1(inputs, to=BASE):
     to = to._replace(level=inputs.level)
     parts = np.array([price(layer, to)[0] for groups in GROUPS for layer in runs("B, 32", groups, to)])
@@ -230,15 +194,7 @@ def figure_1(inputs, to=BASE):
     return distribution("communication, % of a layer's time", shares, [shares.mean()])
 
 
-@TABLES.add(
-    "Figure 6: alpha and beta, N_MP = N_ESP = 4",
-    ("testbed, P", "collective", "alpha, us", "beta, ns/byte", "R^2"),
-    {"R^2, the least": None},
-    notes=(
-        "Prices are lines in bytes, so R^2 says nothing of a machine; of measured ones: docs/results.md, Schedules.",
-    ),
-    experiments={},
-)
+@TABLES.add(experiments={})
 def figure_6(inputs):
     points, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
     for (tokens, dim), place in inputs.track(itertools.product(sizes, ("A", "B, 32")), "collectives"):
@@ -258,11 +214,7 @@ def figure_6(inputs):
     return Found(rows, [min(row[-1] for row in rows)], draw=draw)
 
 
-@TABLES.add(
-    "Figure 7: Parm's speed-up over DeepSpeed-MoE on 32 GPUs",
-    DISTRIBUTION,
-    {"mean": 4.91, Beside("above 4, % of layers"): 89},
-)
+@TABLES.add()
 def figure_7(inputs, to=BASE):
     to = to._replace(level=inputs.level)
     speedups = gains("B, 32", (4, 4), to)[:, 2]
@@ -286,11 +238,7 @@ def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
     return 12 * (layer + attention + block) + head + once
 
 
-@TABLES.add(
-    "Table V: an iteration",
-    ("model", "testbed, P", "DeepSpeed-MoE, s", "Parm, s", "speed-up"),
-    {"speed-up": (2.98, 3.15)},
-)
+@TABLES.add()
 def table_5(inputs, to=BASE):
     to = to._replace(level=inputs.level)
     rows = []

@@ -14,12 +14,10 @@ import time
 
 import numpy as np
 
-from moe_jax.cluster.cluster import cluster_of
 from moe_jax.cluster.layer_seconds import preceding_seconds
-from moe_jax.cluster.prices import Constants, Prices
-from moe_jax.cluster.targets import read_device
 from moe_jax.papers.pictures import lines
-from moe_jax.papers.table import Found, Tables
+from moe_jax.papers.systems import listed
+from moe_jax.papers.table import Found, Tables, texts_of
 from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
@@ -38,7 +36,7 @@ CASES = (
     *((*BASE[:2], top_k, BASE[3]) for top_k in (1, 4, 8)),
 )
 PAYS = 0.99  # of EP's step, that a system's is shorter than
-TABLES = Tables("simulated", {})
+TABLES = Tables(texts_of("scale"), "simulated", {})
 
 
 def zipf_loads(devices: int, experts: int, choices: int, skew: float, sample: int) -> np.ndarray:
@@ -54,7 +52,7 @@ def zipf_loads(devices: int, experts: int, choices: int, skew: float, sample: in
 
 def costs(devices: int, level: str) -> dict[str, Cost]:
     """Return the price of a layer by system."""
-    cluster = cluster_of(Prices(read_device("h100"), Constants(level=level))).sized(devices // PER_NODE, PER_NODE)
+    cluster = listed("h100", devices, level)
     block = {"moe_every": 1, "matrices": 3, "dense_hidden_dim": 0}
     attention = preceding_seconds(cluster, TOKENS, 2, model_dim=MODEL_DIM, length=LENGTH, **block)
     sizes = {"model_dim": MODEL_DIM, "hidden_dim": HIDDEN_DIM, "matrices": 3, "dtype_bytes": 2, "param_bytes": 4}
@@ -79,14 +77,8 @@ def step(system: str, cost: Cost, loads: list[np.ndarray]) -> tuple[float, float
 
 
 @TABLES.add(
-    "A layer's step by devices, experts, choices and skew",
-    ("skew", "devices", "experts", "K", "EP, ms", *(f"{name}, ms" for name in PLANNED),
-     *(f"{name}, planner ms" for name in PLANNED), *(f"{name}, plan bytes" for name in PLANNED)),
-    {f"{name}: most devices where it pays, skew {skew}": None for name in PLANNED for skew in SKEWS},
-    lines("devices", "EP, ms", *(f"{name}, ms" for name in PLANNED), by="skew", xscale="log", ylabel="ms of a layer"),
-    ("It pays where a step is at least 1% shorter than EP's; 0: nowhere. A planner runs on the host beside the steps: "
-     "its CPU ms (one layer, this machine) are no part of them, and say after how many steps a plan can be new.",),
-)  # fmt: skip
+    lines("devices", "EP, ms", *(f"{name}, ms" for name in PLANNED), by="skew", xscale="log", ylabel="ms of a layer")
+)
 def scale(inputs):
     """Compute a step of each system for every case."""
     rows = []

@@ -16,8 +16,11 @@ import numpy as np
 
 from moe_jax.analysis.simulate import Records, simulate
 from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.cluster.cluster import cluster_of
 from moe_jax.cluster.layer_seconds import preceding_seconds
+from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.tables import assumed, reached_links
+from moe_jax.cluster.targets import read_device
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads, with_loads_before
 from moe_jax.planning.block_schedule import Prefetch
@@ -156,6 +159,16 @@ def machine(name: str, nodes: int | None = None, level: str = "middle") -> Clust
     starts = {"intra_latency": "start", "intra_step": "step", "inter_latency": "node_start", "inter_step": "node_step"}
     given = {field: assumed(price, level) for field, price in starts.items()}
     return dataclasses.replace(own, flops=flops * own.flops, inter_bandwidth=between, **given)
+
+
+def prices_of(device: str, level: str = "middle") -> Prices:
+    """Return what work takes on a device of the one price list, at a level of prices."""
+    return Prices(read_device(device), Constants(level=level))
+
+
+def listed(device: str, devices: int, level: str) -> Cluster:
+    """Return so many devices of the one price list, in nodes of eight."""
+    return cluster_of(prices_of(device, level)).sized(-(-devices // 8), min(8, devices))
 
 
 def as_reached(cluster: Cluster) -> Cluster:

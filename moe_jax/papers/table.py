@@ -12,12 +12,19 @@ which stay visible but count once. A verdict is never chosen: it follows from th
     no number           the paper's text has none
 
 Modelled and simulated figures are computed at each level of assumed prices (`cluster/measured/assumed.csv`).
+
+What a text says of its tables stands in PAPER.toml, by the names of the functions of PAPER.py that compute them:
+title, columns, notes (of loads, machine and rules; one sentence each) and claims, `name = 1.2` for a number,
+`"1.2 to 1.5"` for a range, a list for cells, and `"-"` for none. A name that ends with "(beside)" is of a number that
+the text has beside those that are asked for: judged as they are, counted apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,10 +64,7 @@ class Inputs:
 
 
 Figures = tuple[float, ...]
-
-
-class Beside(str):
-    """The name of a number that a text has beside those that are asked for: judged as they are, counted apart."""
+Remarks = Callable[[Inputs], Iterable[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +97,11 @@ class Claim:
         return self.paper is None or self.gap(ours) <= math.log(FIFTH)
 
     @property
+    def beside(self) -> bool:
+        """Whether it is counted apart, as this file's head says."""
+        return self.name.endswith("(beside)")
+
+    @property
     def verdict(self) -> str:
         """What the numbers say, in the words of this file's head."""
         if self.paper is None:
@@ -101,7 +110,7 @@ class Claim:
             return WITHIN
         gap = self.gap(self.ours)
         least, cause = min(((self.gap(then), cause) for cause, then in self.experiments.items()), default=(gap, ""))
-        if not cause or least >= gap:
+        if least >= gap:
             return UNEXPLAINED
         by = f"{cause}: {range_of(self.experiments[cause])}"
         explains = least <= (gap / 2 if math.isfinite(gap) else math.log(FIFTH))
@@ -138,11 +147,11 @@ class Table:
 
     def verdicts(self) -> list[tuple[str, ...]]:
         """Return the claims as rows, the first one their head."""
-        head = ("claim", "paper", "ours", "verdict")
-        ours = ((own, with_span(range_of(own.ours), *own.levels)) for own in self.claims)
-        names = (f"{own.name}{' (beside)' * isinstance(own.name, Beside)}" for own in self.claims)
-        rows = ((range_of(own.paper), found, own.verdict) for own, found in ours)
-        return [head, *((name, *row) for name, row in zip(names, rows, strict=True))]
+        rows = [("claim", "paper", "ours", "verdict")]
+        for claim in self.claims:
+            ours = with_span(range_of(claim.ours), *claim.levels)
+            rows.append((claim.name, range_of(claim.paper), ours, claim.verdict))
+        return rows
 
     @property
     def rows(self) -> list[tuple[Any, ...]]:
@@ -181,37 +190,40 @@ class Tables(dict[str, Callable[[Inputs], Table]]):
     """A paper's tables: what computes each, by its name on the command line.
 
     Args:
+      texts: what the paper's text says of each table, as `texts_of` reads it.
       kind, experiments: of all tables that say nothing else; experiments: by cause the change of it.
-      remarks: what is noted last, of a table's function, inputs and names of claims.
+      remarks: what is noted last in all tables, of their inputs.
     """
 
-    def __init__(self, kind: str, experiments: Mapping[str, Any], remarks: Callable[..., Iterable[str]] | None = None):
+    def __init__(
+        self, texts: Mapping[str, dict], kind: str, experiments: Mapping[str, Any], remarks: Remarks = lambda inputs: ()
+    ):
         super().__init__()
-        self.kind, self.experiments, self.remarks = kind, experiments, remarks
+        self.texts, self.kind, self.experiments, self.remarks = texts, kind, experiments, remarks
 
-    def add(
-        self, title: str, columns: tuple, paper: Mapping[str, Any], draw=None, notes=(), kind="", experiments=None
-    ) -> Callable:
-        """Take a function (inputs, change) -> `Found` for a table of its name; by default of change nothing is changed.
+    def add(self, draw: Draw | None = None, experiments: Mapping[str, Any] | None = None) -> Callable:
+        """Take a function (inputs, change) -> `Found` for the table of its name; by default nothing is changed.
 
         Args:
-          paper: by the name of a claim the paper's number, a tuple of a range's ends, a list of cells, or None.
-          kind, experiments: where they are not those of all.
+          draw: where the function returns none; experiments: where they are not those of all.
         """
 
         def register(find):
+            text = self.texts[find.__name__]
+            kind = text.get("kind", self.kind)
+
             def table(inputs: Inputs) -> Table:
-                levels = LEVELS[:1] if (kind or self.kind) == "measured" else LEVELS
+                levels = LEVELS[:1] if kind == "measured" else LEVELS
                 by_level = {level: find(dataclasses.replace(inputs, level=level)) for level in levels}
                 found = by_level[LEVELS[0]]
-                claims = judged(paper, [[*map(figures, of.ours)] for of in by_level.values()])
+                claims = judged(text["claims"], [[*map(figures, of.ours)] for of in by_level.values()])
                 if any(claim.verdict == UNEXPLAINED for claim in claims):
                     changes = self.experiments if experiments is None else experiments
                     tried = {cause: [*map(figures, find(inputs, change).ours)] for cause, change in changes.items()}
                     claims = explained(claims, tried)
-                said = (*notes, *found.notes, *(self.remarks(find, inputs, paper) if self.remarks else ()))
-                rows = {level: own.rows for level, own in by_level.items()}
-                return Table(title, kind or self.kind, columns, rows, claims, said, found.draw or draw)
+                notes = (*text.get("notes", ()), *found.notes, *self.remarks(inputs))
+                rows = {level: each.rows for level, each in by_level.items()}
+                return Table(text["title"], kind, tuple(text["columns"]), rows, claims, notes, found.draw or draw)
 
             self[find.__name__] = table
             return find
@@ -219,13 +231,20 @@ class Tables(dict[str, Callable[[Inputs], Table]]):
         return register
 
 
+def texts_of(paper: str) -> dict[str, dict]:
+    """Return what PAPER.toml says of each table by its name, as this file's head has it."""
+    return tomllib.loads(pathlib.Path(__file__).with_name(f"{paper}.toml").read_text(encoding="utf-8"))
+
+
 def judged(paper: Mapping[str, Any], by_level: Sequence[Sequence[Figures]]) -> tuple[Claim, ...]:
     """Return a table's claims; `by_level`: ours of each claim, at each of `LEVELS`."""
-    rows = zip(paper.items(), zip(*by_level, strict=True), strict=True)
-    return tuple(
-        Claim(name, None if its is None else figures(its), own[0], isinstance(its, list), own)
-        for (name, its), own in rows
-    )
+    claims = []
+    for (name, stated), ours in zip(paper.items(), zip(*by_level, strict=True), strict=True):
+        if isinstance(stated, str):
+            stated = tuple(map(float, stated.split(" to "))) if stated != "-" else None
+        paper_figures = None if stated is None else figures(stated)
+        claims.append(Claim(name, paper_figures, ours[0], isinstance(stated, list), ours))
+    return tuple(claims)
 
 
 def explained(claims: Sequence[Claim], tried: Mapping[str, Sequence[Figures]]) -> tuple[Claim, ...]:
@@ -245,7 +264,7 @@ def counted(tables: Iterable[Table]) -> str:
     """Return how many rows of a paper have which verdict, and what counts as a row."""
     claims, said = [claim for table in tables for claim in table.claims], []
     for what, beside in (("rows", False), ("numbers beside", True)):
-        verdicts = [claim.verdict for claim in claims if isinstance(claim.name, Beside) == beside]
+        verdicts = [claim.verdict for claim in claims if claim.beside == beside]
         kinds = (WITHIN, EXPLAINED, UNEXPLAINED, NO_NUMBER)
         counts = ", ".join(f"{sum(own.startswith(kind) for own in verdicts)} {kind.split(' by')[0]}" for kind in kinds)
         said.append(f"{len(verdicts)} {what}: {counts}.")

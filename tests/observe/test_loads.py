@@ -157,7 +157,7 @@ def test_read_loads_believes_no_header(tmp_path):
             archive.writestr("loads.npy", header.getvalue() + bytes(100))
             if claimed:
                 archive.infolist()[0].file_size = claimed
-        with pytest.raises(UserError, match=r"loads.npy is said to be \[10000000000000, 1, 1, 1\]"):
+        with pytest.raises(UserError, match="trace.npz is not a readable npz file of plain arrays"):
             read_loads(path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe is no file; a trace is an npz file"):

@@ -19,7 +19,6 @@ from moe_jax.papers.table import (
     NO_NUMBER,
     UNEXPLAINED,
     WITHIN,
-    Beside,
     Claim,
     Found,
     Inputs,
@@ -150,9 +149,11 @@ def test_cells_are_within_by_ends_mean_and_half_of_them(paper, ours, verdict):
                                     (9.0, "unexplained; nearest by near: 1.9", [1.9, 1.2])],
 )  # fmt: skip
 def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdict, tried):
-    calls, tables = [], Tables("modelled", {"near": 1.9, "far": 1.2}, lambda find, inputs, paper: ("last",))
+    text = {"title": "Title", "columns": ["row", "one", "two"], "notes": ["first"]}
+    texts = {"found": text | {"claims": {"claim": paper, "none (beside)": "-"}}}
+    calls, tables = [], Tables(texts, "modelled", {"near": 1.9, "far": 1.2}, lambda inputs: ("last",))
 
-    @tables.add("Title", ("row", "one", "two"), {"claim": paper, Beside("none"): None}, bars("unit", "two"), ("first",))
+    @tables.add(bars("unit", "two"))
     def found(inputs, ours=1.0):
         calls.append((inputs.level, ours))
         dear = 1.5 if inputs.level == "high" else 1.0
