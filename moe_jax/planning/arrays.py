@@ -43,7 +43,7 @@ def falling(xp, values):
 def highest(xp, score, count):
     """Return bool [L, n], the `count` [L] highest scores above 0 of int [L, n], of equal ones the lowest ids."""
     size = score.shape[1]
-    key = score * size + xp.arange(size)[::-1]
+    key = score * size + xp.arange(size)[::-1][None]
     least = xp.take_along_axis(xp.sort(key, axis=1), xp.clip(size - count, 0, size - 1)[:, None], axis=1)
     return (key >= least) & (score > 0) & (count > 0)[:, None]
 

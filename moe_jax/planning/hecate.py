@@ -261,9 +261,9 @@ def spread_replicas(xp, totals, holds, order, free, per_node: int, limits=None):
             reach = reach & (crossing[rows, at // per_node] < most.crossing)
         score = slots.sum(axis=2) * high + slots.max(axis=2)
         to = highest(xp, xp.where(reach, score, 0), left)
-        first = to[:, :, None] & (xp.arange(per_node) == slots.argmax(axis=2)[:, :, None])
+        first = to[:, :, None] & (xp.arange(per_node)[None, None] == slots.argmax(axis=2)[:, :, None])
         room = xp.where(by_node(mine) | first | ~(on_node | to)[:, :, None], 0, slots)
-        key = room * per_node + xp.arange(per_node)[::-1]
+        key = room * per_node + xp.arange(per_node)[::-1][None, None]
         nth = (key[:, :, None] > key[..., None]).sum(axis=3)  # who goes first on the node
         score = xp.where(room > 0, ((slots.sum(axis=2) - to)[:, :, None] - nth) * high + room, 0)
         more = highest(xp, score.reshape(layers, devices), left - to.sum(axis=1))

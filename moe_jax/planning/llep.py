@@ -82,7 +82,7 @@ def fitted_quotas(xp, totals, home, late: TransferShape, config):
       (quotas [L, E, D]; bool [L, E], who stays; what `fit_replicas` returns of the others).
     """
     quota = spill_quotas(xp, totals, home, late.slots, late.devices, config)
-    at_home = home[:, :, None] == xp.arange(late.devices)
+    at_home = home[:, :, None] == xp.arange(late.devices)[None, None]
     wanted = (quota > 0) & ~at_home
     fit = fit_replicas(xp, wanted, falling(xp, totals), home, late)
     stays = (wanted & ~fit[0]).any(axis=2)
