@@ -103,16 +103,16 @@ def split_documents(
     total = int(ends[-1])
     if total < 4:
         raise UserError(f"the corpus has {total} tokens and must have at least 4; name more text in DataConfig.path")
-    held = np.empty(ends.size, bool)
+    is_held_out = np.empty(ends.size, bool)
     for first in range(0, ends.size, _DOCUMENTS):  # so that the hashes of many documents need little memory
         index = np.arange(first, min(first + _DOCUMENTS, ends.size))
-        held[index] = uniform(_PURPOSE, index) < held_out_fraction
-    border = np.flatnonzero(np.diff(held, prepend=not held[0]))
+        is_held_out[index] = uniform(_PURPOSE, index) < held_out_fraction
+    border = np.flatnonzero(np.diff(is_held_out, prepend=not is_held_out[0]))
     starts = np.where(border, ends[border - 1], 0)
-    runs, held = np.stack([starts, np.append(starts[1:], total)], axis=1), held[border]
-    count = int((runs[held, 1] - runs[held, 0]).sum())
+    runs, is_held_out = np.stack([starts, np.append(starts[1:], total)], axis=1), is_held_out[border]
+    count = int((runs[is_held_out, 1] - runs[is_held_out, 0]).sum())
     if count >= 2 and held_out_fraction / 2 <= count / total <= min(2 * held_out_fraction, 0.5):
-        return runs[~held], runs[held]
+        return runs[~is_held_out], runs[is_held_out]
     tail = max(2, round(total * held_out_fraction))  # two tokens make one target
     if whole:
         if ends.size < 2:
@@ -147,7 +147,6 @@ class TokenSpan:
 
 FORMAT = 3
 BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once
-LOCK_SECONDS = 600.0  # the longest wait for another builder; after it both build, which is correct but repeats work
 ABANDONED_SECONDS = 86400.0  # a builder's folder untouched for so long has no builder, whatever its lock says
 _HERE = f".building-{platform.node()}-"  # builders of this host, whose locks it sees
 
@@ -267,21 +266,9 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
     root.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "a") as lock:
         # One process builds while the others wait, where the file system has locks. This only saves work: without
-        # locks, or when the wait takes too long, several build and the rename decides.
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - started >= LOCK_SECONDS
-                if waited:
-                    said = "another process has built the token cache for %.0f s; building it here too"
-                    logging.warning(said, LOCK_SECONDS)
-                if waited or folder.is_dir():
-                    break
-                time.sleep(0.05)
-            except OSError:
-                break
+        # locks several build, and the rename decides.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if (meta := _read_meta(folder)) is not None:
             return meta
         _sweep(root)
@@ -371,10 +358,8 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
                 if ends_document:
                     ends.append(tokens)
             ids = np.concatenate([ids for ids, *_ in batch])
-            bare = ids if template is None else ids & ID_BITS
-            max_id = max(max_id, int(bare.max()))
-            if template is not None:
-                answers += int(np.count_nonzero(ids & ANSWER))
+            max_id = max(max_id, int((ids & ID_BITS).max()))
+            answers += int(np.count_nonzero(ids & ANSWER))  # of text no id has such a bit
             token_file.write(ids.astype(dtype).tobytes())
             end_file.write(np.array(ends, "<i8").tobytes())
             content.update(ids.astype("<u4").tobytes())

@@ -24,7 +24,7 @@ import numpy as np
 from absl import app, flags
 
 from moe_jax.data.corpus import DataConfig, Source, find_documents
-from moe_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_inside
+from moe_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_inside, read_json
 from moe_jax.errors import UserError
 
 # Above the id of a token of conversations stand two bits, so that whatever holds, hashes and cuts ids holds the marks.
@@ -87,14 +87,14 @@ class ChatTemplate:
                 "chat_template.jinja next to it in DataConfig.tokenizer"
             )
         self._tokenizer, folder = tokenizer, tokenizer.file.parent
-        self._names, found = special_names(folder), _read_json(folder, "tokenizer_config.json").get("chat_template")
+        self._names, given = special_names(folder), read_json(folder, "tokenizer_config.json").get("chat_template")
         file = check_inside(folder, "chat_template.jinja")
         try:
             if file.exists():
-                found = file.read_text(encoding="utf-8")
-            elif isinstance(found, list):  # of several, by name
-                found = {entry["name"]: entry["template"] for entry in found}
-            templates = found if isinstance(found, dict) else {"default": found}
+                given = file.read_text(encoding="utf-8")
+            elif isinstance(given, list):  # of several, by name
+                given = {entry["name"]: entry["template"] for entry in given}
+            templates = given if isinstance(given, dict) else {"default": given}
             if not isinstance(templates.get("default"), str):
                 raise ValueError("there is none")
             self._templates = {name: _compile(text) for name, text in templates.items()}
@@ -190,15 +190,15 @@ class ChatTemplate:
 
     def encode_batch(self, chats: Sequence[Chat]) -> list[np.ndarray]:
         """Return the marked ids of each conversation; a token that touches an answer is the answer's."""
-        found = []
+        marked_chats = []
         encoded = self._tokenizer.encode_with_places([chat.text for chat in chats])
         for (ids, places), chat in zip(encoded, chats, strict=True):
             marked = ids.copy()
             for start, end in chat.answers:
                 marked[(places[:, 1] > start) & (places[:, 0] < end)] |= ANSWER
             marked[:1] = (marked[:1] & ~ANSWER) | FIRST  # nothing comes before the first, so it is no target
-            found.append(marked)
-        return found
+            marked_chats.append(marked)
+        return marked_chats
 
     def prompt(self, messages: list[dict]) -> list[int]:
         """Return the ids of a conversation that waits for an answer."""
@@ -232,7 +232,7 @@ def conversations(sources: Iterable[Source], template: ChatTemplate) -> Iterator
 
 def special_names(folder: Path) -> dict[str, str]:
     """Return the special tokens by which a tokenizer's folder calls its ends and others: {'bos_token': '<s>', ...}."""
-    settings = {**_read_json(folder, "special_tokens_map.json"), **_read_json(folder, "tokenizer_config.json")}
+    settings = {**read_json(folder, "special_tokens_map.json"), **read_json(folder, "tokenizer_config.json")}
     given = {f"{name}_token": settings.get(f"{name}_token") for name in _SPECIAL}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
     return {name: text for name, text in texts.items() if text and isinstance(text, str)}
@@ -241,21 +241,12 @@ def special_names(folder: Path) -> dict[str, str]:
 def special_ids(tokenizer: Tokenizer | None, below: int) -> dict[str, int | list[int] | None]:
     """Return a tokenizer's bos_token_id, eos_token_id and pad_token_id, as in config.json; None of what it lacks."""
     ends = [] if tokenizer is None else [end for end in tokenizer.end_ids if end < below]
-    found = {"bos_token": None, "eos_token": ends if len(ends) > 1 else next(iter(ends), None), "pad_token": None}
+    named = {"bos_token": None, "eos_token": ends if len(ends) > 1 else next(iter(ends), None), "pad_token": None}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         ids = {text: i for text, i in zip(tokenizer.special, tokenizer.special_ids, strict=True) if i < below}
         names = special_names(tokenizer.file.parent)
-        found |= {name: ids.get(names.get(name)) for name in ("bos_token", "pad_token")}
-    return {f"{name}_id": value for name, value in found.items()}
-
-
-def _read_json(folder: Path, name: str) -> dict:
-    path = check_inside(folder, name)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); put back the file that the tokenizer came with") from error
-    return found if isinstance(found, dict) else {}
+        named |= {name: ids.get(names.get(name)) for name in ("bos_token", "pad_token")}
+    return {f"{name}_id": value for name, value in named.items()}
 
 
 def _line(error: Exception) -> str:
@@ -307,8 +298,8 @@ def _main():
             raise UserError(f"{rest[1]!r} is no flag; write --data=PATH --tokenizer=FILE")
         config = DataConfig(kind="chat", path=flags.FLAGS.data, tokenizer=flags.FLAGS.tokenizer)
         template = ChatTemplate(build_tokenizer(config))
-        found = conversations(find_documents(config), template)
-        for (chat, *_), _ in zip(found, range(flags.FLAGS.count), strict=False):
+        chats = conversations(find_documents(config), template)
+        for (chat, *_), _ in zip(chats, range(flags.FLAGS.count), strict=False):
             (marked,) = template.encode_batch([chat])
             print(f"--- {marked.size} tokens, {np.count_nonzero(marked & ANSWER)} of answers\n{template.show(marked)}")
     except (flags.Error, UserError) as error:

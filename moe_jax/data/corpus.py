@@ -61,11 +61,8 @@ class DataConfig:
     cache_dir: str = ""
 
     def __post_init__(self):
-        for name in ("path", "field", "tokenizer", "cache_dir"):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise UserError(f"DataConfig.{name} ({value!r}) must be text; write it in quotes")
-            if not value and name in ("field", "tokenizer"):
+        for name in ("field", "tokenizer"):
+            if not getattr(self, name):
                 raise UserError(f"DataConfig.{name} ('') must not be empty; leave it out to get its default")
         if self.kind not in ("text", "chat"):
             raise UserError(f"DataConfig.kind ({self.kind!r}) must be 'text' or 'chat'")
@@ -75,14 +72,12 @@ class DataConfig:
                 f"DataConfig.weights ({self.weights}) must be a number of at least 0 for each of the {entries} entries "
                 "of DataConfig.path, which commas separate, and not all 0"
             )
-        length = self.sequence_length
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise UserError(f"DataConfig.sequence_length ({length!r}) must be a whole number of at least 1; set it so")
-        share = self.held_out_fraction
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 0.5:
+        if self.sequence_length < 1:
+            raise UserError(f"DataConfig.sequence_length ({self.sequence_length}) must be at least 1; set it so")
+        if not 0 < self.held_out_fraction < 0.5:
             raise UserError(
-                f"DataConfig.held_out_fraction ({share!r}) must be above 0 and below 0.5, because every run reports "
-                "a held-out loss; set it to, say, 0.02"
+                f"DataConfig.held_out_fraction ({self.held_out_fraction}) must be above 0 and below 0.5, because every "
+                "run reports a held-out loss; set it to, say, 0.02"
             )
 
 
@@ -148,8 +143,8 @@ class Source:
 def _without_nulls(value: Any) -> Any:
     """Return a row without the nulls that Arrow gives to fields which only other rows have."""
     if isinstance(value, dict):
-        return {key: _without_nulls(own) for key, own in value.items() if own is not None}
-    return [_without_nulls(own) for own in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def find_documents(config: DataConfig) -> list[Source]:
@@ -184,13 +179,13 @@ def find_documents(config: DataConfig) -> list[Source]:
         for number, entry in enumerate(entries):
             if not entry:
                 continue
-            found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
-            if not found:
+            matches = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
+            if not matches:
                 raise UserError(
                     f"DataConfig.path ({path!r}): {entry!r} is no file, no folder and matches nothing here; correct "
                     "it, or leave it out to train on Python's own sources"
                 )
-            below = (training_files(_files_below(name), name) if os.path.isdir(name) else [name] for name in found)
+            below = (training_files(_files_below(name), name) if os.path.isdir(name) else [name] for name in matches)
             if not (files := [file for files in below for file in files]):
                 raise UserError(f"DataConfig.path ({path!r}): {entry!r} holds no files; put text files or .jsonl there")
             names += [(number, file) for file in files]

@@ -92,8 +92,8 @@ class ChatWindows:
         places = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
         # where several share a window all their tokens are inputs, as each one's are alone in a longer window
         fitted = _fit(sizes, sequence_length if packed else 0)
-        self._pieces = [[places[at] for at in own] for own in fitted]
-        self._sizes = np.array([sizes[own].sum() for own in fitted], np.int64)
+        self._pieces = [[places[at] for at in box] for box in fitted]
+        self._sizes = np.array([sizes[box].sum() for box in fitted], np.int64)
         self.tokens = int(sizes.sum())
 
     def __len__(self) -> int:

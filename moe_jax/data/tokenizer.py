@@ -44,6 +44,18 @@ def check_inside(folder: str | os.PathLike[str], name: str) -> Path:
     return path
 
 
+def read_json(folder: str | os.PathLike[str], name: str) -> dict:
+    """Return the object of a JSON file in such a folder, {} where the file is not there."""
+    path = check_inside(folder, name)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path} ({error}); put back the file that the tokenizer came with") from error
+    return content
+
+
 FILE = "tokenizer.json"  # by this name in a run folder, and in those of transformers
 END_FILES = ("generation_config.json", "config.json")  # the first that names an id decides
 
@@ -62,25 +74,23 @@ def carry_files(source: Path, target: Path, *, add_special_tokens: bool = True) 
         if check_inside(source, name).exists():
             shutil.copyfile(source / name, target / name)
     if (target / FILE).exists() and not add_special_tokens:
-        changes = {"post_processor": None}, {"add_bos_token": False, "add_eos_token": False}
-        for path, changed in zip((target / FILE, target / CARRIED[1]), changes, strict=True):
-            keys = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            path.write_text(json.dumps(keys | changed, ensure_ascii=False), encoding="utf-8")
+        without = {
+            FILE: {"post_processor": None},
+            "tokenizer_config.json": {"add_bos_token": False, "add_eos_token": False},
+        }
+        for name, changed in without.items():
+            text = json.dumps(read_json(target, name) | changed, ensure_ascii=False)
+            (target / name).write_text(text, encoding="utf-8")
 
 
 def read_end_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     """Return `eos_token_id` of generation_config.json, else of config.json; () where neither file names one."""
     for name in END_FILES:
-        path = check_inside(folder, name)
-        if not path.exists():
-            continue
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise UserError(f"cannot read {path} ({error}); put back the file that the checkpoint came with") from error
-        ids = found if isinstance(found, list) else [] if found is None else [found]
+        given = read_json(folder, name).get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MOST_IDS for i in ids):
-            raise UserError(f"{path}: eos_token_id ({found!r:.80}) must be an id below {MOST_IDS}, or some; correct it")
+            path = Path(folder) / name
+            raise UserError(f"{path}: eos_token_id ({given!r:.80}) must be an id below {MOST_IDS}, or some; correct it")
         if ids:
             return tuple(ids)
     return ()
@@ -243,8 +253,8 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
 
 def with_kept_file(config: DataConfig, folder: Path) -> DataConfig:
     """Return the config, with the copy that a run folder keeps where the tokenizer's own file is gone."""
-    own, kept = Path(config.tokenizer).expanduser(), folder / FILE
-    if config.tokenizer == "byte" or own.exists() or not kept.exists():
+    named, kept = Path(config.tokenizer).expanduser(), folder / FILE
+    if config.tokenizer == "byte" or named.exists() or not kept.exists():
         return config
     return dataclasses.replace(config, tokenizer=str(kept))
 
@@ -263,10 +273,10 @@ def find_tokenizer(config: DataConfig, folder: Path, trained_with: str | None) -
         return ByteTokenizer()
     paths = (folder / FILE, Path(config.tokenizer).expanduser())
     path = next((path for path in paths if path.exists()), None)
-    found = None if path is None else build_tokenizer(dataclasses.replace(config, tokenizer=str(path)))
-    if found is not None and trained_with not in (None, found.name):
+    tokenizer = None if path is None else build_tokenizer(dataclasses.replace(config, tokenizer=str(path)))
+    if tokenizer is not None and trained_with not in (None, tokenizer.name):
         raise UserError(
-            f"{path} is not the tokenizer that {folder} was trained with ({found.name.split()[-1]}, not "
+            f"{path} is not the tokenizer that {folder} was trained with ({tokenizer.name.split()[-1]}, not "
             f"{trained_with.split()[-1]}); put that one back at {paths[0]}"
         )
-    return found
+    return tokenizer

@@ -42,21 +42,22 @@ def user_cache_folder(name: str) -> Path:
             for folder in (root, root / name):
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(mode=0o700)
-                held, remedy = folder.lstat(), "remove it, or set XDG_CACHE_HOME to a folder of yours"
-                if stat.S_ISLNK(held.st_mode):
+                status, remedy = folder.lstat(), "remove it, or set XDG_CACHE_HOME to a folder of yours"
+                mode, writable = stat.S_IMODE(status.st_mode), status.st_mode & _WRITABLE_BY_OTHERS
+                if stat.S_ISLNK(status.st_mode):
                     target = os.readlink(folder)
                     raise UserError(f"{str(folder)!r} is a link to {target!r}, which is not followed; {remedy}")
-                if not stat.S_ISDIR(held.st_mode):
+                if not stat.S_ISDIR(status.st_mode):
                     raise UserError(f"{str(folder)!r} is not a folder; {remedy}")
-                if held.st_uid != os.geteuid():
-                    raise UserError(f"{str(folder)!r} belongs to user {held.st_uid}, not to {os.geteuid()}; {remedy}")
-                if held.st_mode & _WRITABLE_BY_OTHERS and folder != root:
+                if status.st_uid != os.geteuid():
+                    raise UserError(f"{str(folder)!r} belongs to user {status.st_uid}, not to {os.geteuid()}; {remedy}")
+                if writable and folder != root:
                     raise UserError(
-                        f"{str(folder)!r} may be written to by other users (mode {stat.S_IMODE(held.st_mode):o}), who "
-                        "could have put anything there; delete it, and it is made again"
+                        f"{str(folder)!r} may be written to by other users (mode {mode:o}), who could have put "
+                        "anything there; delete it, and it is made again"
                     )
-                if held.st_mode & _WRITABLE_BY_OTHERS:  # made with a umask such as 002
-                    folder.chmod(stat.S_IMODE(held.st_mode) & ~_WRITABLE_BY_OTHERS)
+                if writable:  # made with a umask such as 002
+                    folder.chmod(mode & ~_WRITABLE_BY_OTHERS)
             return root / name
         except OSError as error:
             why = str(error.strerror or error)
@@ -72,10 +73,10 @@ def user_cache_folder(name: str) -> Path:
 
 def check_own_folder(folder: str | os.PathLike[str]) -> None:
     """Raise a UserError where other users may put files into a folder that is there."""
-    held, name = os.stat(folder), os.fspath(folder)
-    if held.st_uid not in (0, os.geteuid()) or held.st_mode & _WRITABLE_BY_OTHERS:
+    status, name = os.stat(folder), os.fspath(folder)
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & _WRITABLE_BY_OTHERS:
         raise UserError(
-            f"other users may write to {name!r} (user {held.st_uid}, mode {stat.S_IMODE(held.st_mode):o}); "
+            f"other users may write to {name!r} (user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}); "
             "chmod go-w it once you know what lies there, or name another folder"
         )
 
@@ -111,7 +112,7 @@ def read_cached(path: Path) -> bytes | None:
     except OSError:
         return None
     with open(descriptor, "rb") as file:
-        held = os.fstat(descriptor)
-        if not stat.S_ISREG(held.st_mode) or held.st_uid != os.geteuid():
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             return None
         return file.read()

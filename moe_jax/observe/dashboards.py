@@ -67,21 +67,21 @@ class Dashboards:
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Write the numbers of a step, of a list its mean, min and max; the rest is left to metrics.jsonl."""
-        found = {}
+        scalars = {}
         for name, value in record.items():
             if name == "step" or value is None or isinstance(value, str | Mapping):
                 continue
             values, tag = np.asarray(value, np.float64), f"{_GROUP_OF.get(name, 'plan')}/{name}"
             if values.ndim == 0:
-                found[tag] = float(values)
+                scalars[tag] = float(values)
             elif values.size:
                 for key, reduce in (("mean", np.mean), ("min", np.min), ("max", np.max)):
-                    found[f"{tag}/{key}"] = float(reduce(values))
+                    scalars[f"{tag}/{key}"] = float(reduce(values))
         if self._events is not None:
-            for tag, number in found.items():
+            for tag, number in scalars.items():
                 self._events.add_scalar(tag, number if math.isfinite(number) else math.nan, step)
         if self._online is not None:
-            self._online.log(found, step=step)
+            self._online.log(scalars, step=step)
 
     def write_loads(self, step: int, segment: str, loads: np.ndarray) -> None:
         """Write a picture of a segment's loads [L, D, E]: layers down, experts to the right; see `load_picture`."""

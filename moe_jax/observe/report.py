@@ -235,6 +235,8 @@ def style_axes(axes: Axes) -> None:
         axes.spines[side].set_color(FAINT)
     axes.grid(True, axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(colors=GREY, labelsize=8.5, length=0)
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set(color=GREY, size=9)
@@ -243,14 +245,6 @@ def style_axes(axes: Axes) -> None:
 def title_axes(axes: Axes, text: str) -> None:
     """Write a picture's title, bold, above its left edge."""
     axes.set_title(text, loc="left", color=INK, fontsize=11, fontweight="bold", pad=10)
-
-
-def span_axes(axes: Axes, steps: np.ndarray) -> None:
-    """Let the axis begin and end with the data; a single step gets a margin on both sides."""
-    if len(steps):
-        first, last = float(steps.min()), float(steps.max())
-        room = 0.01 * (last - first) if last > first else 0.5
-        axes.set_xlim(first - room, last + room)
 
 
 def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
@@ -357,12 +351,12 @@ def loss_figure(metrics: list[dict], evaluations: list[dict]) -> Figure:
     if len(steps):
         axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35, marker="o" if len(steps) == 1 else None)
         axes.plot(steps, smoothed(losses), color=BLUE, linewidth=1.8, label="training (smoothed)")
-    held_steps, held_losses = column(evaluations, "held_out_loss")
-    if len(held_steps):
-        axes.plot(held_steps, held_losses, "o-", color=ORANGE, markersize=5, linewidth=1.0, label="held-out")
-        last = held_losses[-1]
+    evaluated, held_out = column(evaluations, "held_out_loss")
+    if len(evaluated):
+        axes.plot(evaluated, held_out, "o-", color=ORANGE, markersize=5, linewidth=1.0, label="held-out")
+        last = held_out[-1]
         if np.isfinite(last):
-            axes.annotate(f"{last:.3f}", (held_steps[-1], last), (4, -13), textcoords="offset points", ha="right",
+            axes.annotate(f"{last:.3f}", (evaluated[-1], last), (4, -13), textcoords="offset points", ha="right",
                           color=ORANGE, fontsize=8.5, fontweight="bold")  # fmt: skip
     entropies = column(evaluations, "unigram_entropy")[1]
     if entropies.size and np.isfinite(entropies[-1]):
@@ -371,7 +365,6 @@ def loss_figure(metrics: list[dict], evaluations: list[dict]) -> Figure:
         )
     axes.set_ylabel("cross-entropy (nats per token)")
     title_axes(axes, "Loss")
-    span_axes(axes, np.concatenate([steps, held_steps]))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     return figure
@@ -411,7 +404,6 @@ def device_load_figure(metrics: list[dict]) -> Figure:
     axes.set_xlabel("step")
     axes.set_ylabel("tokens per device, max / mean")
     title_axes(axes, "Device load, smoothed: the fullest device against the mean")
-    span_axes(axes, steps)
     # Below the axes: noisy lines leave no corner free.
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)
     return figure

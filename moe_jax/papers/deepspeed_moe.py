@@ -72,6 +72,7 @@ def sizes(inputs):
 
 @TABLES.add()
 def parallelism(inputs):
+    """Return the expert- and data-parallel degrees of layers on 128 GPUs."""
     del inputs
     degrees = {experts: ep_degree(experts, 128) for experts in (32, 64, 128)}
     rows = [(experts, ep, 128 // ep) for experts, ep in degrees.items()]
@@ -112,20 +113,13 @@ SLICED = "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_
 def training_cost(inputs, change=""):
     """Model the training throughput of 1.3B+MoE-128 and of the dense model of equal quality."""
     names = ("6.7B dense", "6.7B dense, MP 8", "1.3B+MoE-128, the trace's loads", "1.3B+MoE-128")
-    found = training_rates(inputs)
-    rows = [(*row, row[1] / found[0]) for row in zip(names, found, (70, 70, 372, 372), strict=True)]
-    whole, sliced, _, moe = found
+    rates = training_rates(inputs)
+    rows = [(*row, row[1] / rates[0]) for row in zip(names, rates, (70, 70, 372, 372), strict=True)]
+    whole, sliced, _, moe = rates
     dense = sliced if change == SLICED else whole
     forwards = 3 / 4 if change == AGAIN else 1
     _, said = fit_loads(inputs.loads(1), devices=128, experts=128, choices=BATCH * LENGTH // 128)
-    left_out = (
-        "Sums of gradients and the optimizer are left out on both sides. The paper's samples/s are 45 and 46 TFLOP/s a "
-        "GPU at 6 FLOPs a parameter and token: 15% of the data sheet, of both models."
-    )
-    even = (
-        "Claims are of even loads, as the authors' balance loss and capacity factor of 1 make them; the trace has none."
-    )
-    return Found(rows, [moe / dense, forwards * dense, forwards * moe], (even, said, left_out))
+    return Found(rows, [moe / dense, forwards * dense, forwards * moe], (said,))
 
 
 def trained(*names: str) -> tuple[dict[str, dict], int]:
@@ -143,7 +137,9 @@ def trained_rows(kinds: dict[str, dict]) -> list[tuple]:
     """Return (kind, parameters, FLOPs, mean of the last losses, their range) of each."""
     sizes = ("parameters", "flops_per_token")
     lines = ((name, *(kind[size] for size in sizes), kind["losses"]) for name, kind in kinds.items())
-    return [(*line, f"{statistics.mean(own):.4f}", f"{min(own):.4f} to {max(own):.4f}") for *line, own in lines]
+    return [
+        (*line, f"{statistics.mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}") for *line, losses in lines
+    ]
 
 
 LOSS = "held-out loss, nats per token"
@@ -175,7 +171,7 @@ def equal_loss(inputs, by_law=False):
 
     def ratios(name: str) -> np.ndarray:  # by seed
         losses = zip(kinds[name]["losses"], by_seed.T, strict=True)
-        equal = [np.interp(-own, -dense, np.log(flops)) for own, dense in losses]
+        equal = [np.interp(-loss, -dense, np.log(flops)) for loss, dense in losses]
         return np.exp(equal) / kinds[name]["flops_per_token"]
 
     series = {label: [(kinds[name]["flops_per_token"], statistics.mean(kinds[name]["losses"])) for name in names]
@@ -190,6 +186,7 @@ PAIRS = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe"
 
 @TABLES.add()
 def pr_moe_mos(inputs):
+    """Compare trained PR-MoE with MoE, and its students with each other."""
     del inputs
     kinds, seeds = trained("moe", "pr_moe", "alone", "taught", "staged")
     gains = [np.subtract(kinds[worse]["losses"], kinds[better]["losses"]) for worse, better in PAIRS]
@@ -241,13 +238,13 @@ def expert_layer_seconds(model: Served, cluster: Cluster, one_hot: bool, launch:
     """Return the seconds of gate, exchanges and experts of one layer; arguments as of `token_seconds`."""
     prices, devices, mp, width = cluster.prices, cluster.devices, model.slicing, model.model_dim
     ep = min(model.experts, devices)
-    held, shards = model.experts // ep, devices // ep  # experts of a device, devices of an expert
-    met = held * (1 - (1 - 1 / model.experts) ** (TOKENS * devices // mp))  # that a token chose, in the mean
+    local, shards = model.experts // ep, devices // ep  # experts of a device, devices of an expert
+    met = local * (1 - (1 - 1 / model.experts) ** (TOKENS * devices // mp))  # that a token chose, in the mean
     rows, multiply = TOKENS / mp, 0.0
     if one_hot:
         capacity = max(MIN_CAPACITY, math.ceil(TOKENS / model.experts))
-        met, rows = held, model.experts * capacity
-        multiply = prices.matmul("bf16", held, ep * capacity, width, 4 * width / shards)
+        met, rows = local, model.experts * capacity
+        multiply = prices.matmul("bf16", local, ep * capacity, width, 4 * width / shards)
     exchange = transport_seconds(cluster, devices, mp, shards, ITEM * rows * width * shards)
     gate = (ONE_HOT_KERNELS if one_hot else TABLE_KERNELS) * (launch or prices.launch)
     experts = 2 * max(prices.memory(ITEM * 4 * met * width**2 / shards), multiply)
@@ -285,8 +282,8 @@ def latency(inputs, launches=""):
     rows = []
     for model, devices in inputs.track(cells, "models"):
         cluster = listed("a100", devices, inputs.level)
-        own, base = (1e3 * token_seconds(model, cluster, *gate) for gate in ((), (True, launch)))
-        rows.append((model.name, devices, own, base, base / own))
+        tables, base = (1e3 * token_seconds(model, cluster, *gate) for gate in ((), (True, launch)))
+        rows.append((model.name, devices, tables, base, base / tables))
     small = [times for name, devices, *_, times in rows if name == SERVED[0].name and devices <= 32]
     largest = [row[2] for row in rows if row[:2] == (SERVED[2].name, 256)]
     note = f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced."
@@ -328,7 +325,7 @@ def gating(inputs):
             began = time.perf_counter()
             forms[at](x, w_gate, config).block_until_ready()
             spent[turn, at] = time.perf_counter() - began
-        own, other = 1e3 * np.median(spent[1:], axis=0)
-        rows.append((tokens, own, other, other / own))
+        tables, one_hot = 1e3 * np.median(spent[1:], axis=0)
+        rows.append((tokens, tables, one_hot, one_hot / tables))
     note = f"128 experts, M = {WIDTH}, capacity factor 1, float32, this CPU, median of {RUNS} runs in turns."
     return Found(rows, [[row[-1] for row in rows]], (note,))

@@ -192,9 +192,9 @@ SPEEDUP = bars("speed-up")
 LOADS = "GPT-S", "BERT-Deep", "BERT-Wide"
 
 
-def of_models(found: np.ndarray) -> list[tuple]:
+def of_models(figures: np.ndarray) -> list[tuple]:
     """Return rows (model, machine, figures) of figures [any, models]."""
-    return [(name, TASKS[name][0], *own) for name, own in zip(MODELS, found.T, strict=True)]
+    return [(name, TASKS[name][0], *cells) for name, cells in zip(MODELS, figures.T, strict=True)]
 
 
 @TABLES.add()
@@ -204,7 +204,7 @@ def figure_5(inputs):
     devices, tokens, (token, row, expert) = layers.setting.devices, layers.setting.tokens, prices(layers.setting)
     even = 3 * token * tokens * TOP_K / devices
     reduced, embedded = 2 * (devices - 1) * expert, 2 * 2 * (devices - 1) / devices * tokens * row  # rings, section 3.2
-    found = {
+    points = {
         "DP": (even, reduced, even + reduced),
         "DP, overlapped": (even, reduced, even / 3 + max(2 * even / 3, reduced)),
         "MP": (even, embedded, even + embedded),
@@ -214,9 +214,9 @@ def figure_5(inputs):
     names["EP, shadowing and schedule"] = "both"
     for name, system in names.items():
         work = layers.work["shadowing" if "shadowing" in name else "FastMoE"]
-        found[name] = (work[0].mean(), work[1].mean(), layers.seconds[system].mean())
+        points[name] = (work[0].mean(), work[1].mean(), layers.seconds[system].mean())
     peak, rows = layers.setting.cluster.need("flops", "a roof") / 1e12, []
-    for name, (work, moved, ended) in found.items():
+    for name, (work, moved, ended) in points.items():
         x, rate = work / moved, peak * even / ended
         rows.append((name, x, rate, rate * (1 + x) / (peak * x)))
 
@@ -229,24 +229,26 @@ def figure_5(inputs):
         axes.set(xscale="log", yscale="log", xlabel="T_comp / T_comm", ylabel="TFLOP/s of a device")
         axes.legend(fontsize=7)
 
-    places = {name: own for name, *own in rows}
+    places = {name: cells for name, *cells in rows}
     ours = places["MP"][0], places["EP"][0], rows[-1][2]
     return Found(rows, ours, said(inputs, "GPT"), draw)
 
 
 @TABLES.add(SPEEDUP)
 def figure_10(inputs, change=""):
+    """Compare ZeRO, FastMoE and FasterMoE with ZeRO stage 3, in seconds of MoE layers."""
     layers = models_of(inputs, change)
     slowest = np.array([zero_seconds(one.setting, 3) for one in layers])
     seconds = [[zero_seconds(one.setting, stage) for one in layers] for stage in (1, 2, 3)]
     seconds += [[one.seconds[system].mean() for one in layers] for system in ("FastMoE", "both")]
-    first, second, _, plain, own = found = slowest / np.array(seconds)
-    most = own[JOHNNY].max(), own[TREVOR].max(), (own / second).max(), (own / first).max(), plain.max()
-    return Found(of_models(found), most, said(inputs, *LOADS))
+    first, second, _, plain, both = speedups = slowest / np.array(seconds)
+    most = both[JOHNNY].max(), both[TREVOR].max(), (both / second).max(), (both / first).max(), plain.max()
+    return Found(of_models(speedups), most, said(inputs, *LOADS))
 
 
 @TABLES.add()
 def figure_11(inputs, change=""):
+    """Show which experts of MoE-BERT-Deep are shadowed, and what a layer gains by it."""
     layers = layers_of(inputs, "BERT-Deep", change)
     before, after = (1e3 * layers.seconds[name] for name in ("FastMoE", "shadowing"))
     gains = before / after
@@ -262,13 +264,14 @@ def figure_11(inputs, change=""):
         latency.set(ylabel="ms", ylim=(-before.max(), 1.1 * before.max()), yticks=(0, int(before.max())))
         latency.legend(fontsize=7)
 
-    means = [own.mean(axis=0) for own in (layers.shadowed.mean(axis=2), before, after, gains)]
+    means = [values.mean(axis=0) for values in (layers.shadowed.mean(axis=2), before, after, gains)]
     rows = [(at, *row) for at, row in enumerate(zip(*means, of_one.max(axis=0), strict=True))]
     return Found(rows, [layers.shadowed.mean(), of_one.max()], said(inputs, "BERT-Deep"), draw)
 
 
 @TABLES.add(SPEEDUP)
 def figure_12(inputs, change=""):
+    """Compare the smart schedule with exchanges and experts one after the other, layer by layer."""
     rows = []
     for name, layers in zip(MODELS, models_of(inputs, change), strict=True):
         experts, moved = layers.work["FastMoE"]
@@ -276,16 +279,19 @@ def figure_12(inputs, change=""):
         achieved = layers.seconds["FastMoE"] / layers.seconds["smart schedule"]
         by_layer = zip(((experts + moved) / least).mean(axis=0), achieved.mean(axis=0), strict=True)
         rows += [(name, at, *both) for at, both in enumerate(by_layer)]
-    most = (max(own) for own in zip(*((*row[2:], row[3] / row[2]) for row in rows), strict=True))
+    most = (max(values) for values in zip(*((*row[2:], row[3] / row[2]) for row in rows), strict=True))
     return Found(rows, most, said(inputs, *LOADS))
 
 
 @TABLES.add(SPEEDUP)
 def figure_13(inputs, change=""):
-    seconds = np.array([[own.mean() for own in one.seconds.values()] for one in models_of(inputs, change)]).T
-    _, shadowing, schedule, both = found = seconds[0] / seconds
+    """Compare shadowing, the smart schedule and both with FastMoE."""
+    seconds = np.array(
+        [[of_system.mean() for of_system in model.seconds.values()] for model in models_of(inputs, change)]
+    ).T
+    _, shadowing, schedule, both = speedups = seconds[0] / seconds
     groups = shadowing[JOHNNY], shadowing[TREVOR], schedule, both[JOHNNY], both[TREVOR]
-    return Found(of_models(found), map(max, groups), said(inputs, *LOADS))
+    return Found(of_models(speedups), map(max, groups), said(inputs, *LOADS))
 
 
 def step_ms(inputs: Inputs, change: str = "") -> dict[str, float]:
@@ -310,7 +316,7 @@ def step_ms(inputs: Inputs, change: str = "") -> dict[str, float]:
 def table_3(inputs, change=""):
     """Compute an iteration of MoE-GPT under each gate; steps to the loss are the demo's."""
     ours = step_ms(inputs, "" if change == "trained" else change)
-    plain, gshard, base, own, near = ours.values()
+    plain, gshard, base, fastermoe, near = ours.values()
     steps = [STEPS[gate] / STEPS["topology gate"] for gate in ("GShard", "BASE")]
     gshard_steps, base_steps = (2.38 / 1.18, 21.0 / 15.3) if change == "trained" else steps
     times, hours = {gate: ms * STEPS[gate] for gate, ms in ours.items()}, TABLE_3["FasterMoE"][0]
@@ -318,5 +324,5 @@ def table_3(inputs, change=""):
         (gate, *map(float, paper), ours[gate], STEPS[gate], paper[0] / hours, times[gate] / times["FasterMoE"])
         for gate, paper in TABLE_3.items()
     ]
-    iterations = plain / own, own / near, STEPS["GShard"], STEPS["topology gate"]
+    iterations = plain / fastermoe, fastermoe / near, STEPS["GShard"], STEPS["topology gate"]
     return Found(rows, (*iterations, gshard_steps * gshard / near, base_steps * base / near), said(inputs, "GPT"))

@@ -169,9 +169,9 @@ def setting_of(inputs: Inputs, row: Row) -> Setting:
     """Return a row's setting; its batch is the largest that fits EP's fullest device beside FlexMoE's replicas."""
     cluster, model = machine(row.cluster, row.nodes, inputs.level), row.model
     sizes = {"experts": PER_DEVICE * cluster.devices, "top_k": TOP_K, "every": row.every}
-    own = {"cluster": cluster, "model": model, "trace": inputs.loads(TOP_K)}
+    given = {"cluster": cluster, "model": model, "trace": inputs.loads(TOP_K)}
     changed = CHANGES.get(row.change, dataclasses.replace)
-    setting, batch = Setting(tokens=cluster.devices * model.length, **own, **sizes), row.batch
+    setting, batch = Setting(tokens=cluster.devices * model.length, **given, **sizes), row.batch
     setting = dataclasses.replace(setting, item=changed(setting).item)  # what a change does to memory
     if batch is None:
         loads = setting.fitted()[0].loads.sum(axis=2)
@@ -239,6 +239,7 @@ def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[lis
 
 @TABLES.add()
 def overlap_degree(inputs, change=SAME):
+    """Return t, the experts that hide behind attention, of every model and cluster."""
     rows, planner = [], build_planner(PlannerConfig(name="hecate"))
     for row in map(change, (*GRID_A, *GRID_B)):
         setting = setting_of(inputs, row)
@@ -250,6 +251,7 @@ def overlap_degree(inputs, change=SAME):
 
 @TABLES.add(bars("speed-up over EP"), experiments=EXPERIMENTS | ON_V100)
 def figure_9(inputs, change=SAME):
+    """Compare systems with EP on cluster A, on 16 and on 32 GPUs."""
     rows, speeds = end_to_end(inputs, change, GRID_A)
     small, large = speeds.reshape(2, len(MODELS), -1)
     best = (scipy.stats.gmean(half[:, 3] / half[:, :3].max(axis=1)) for half in (small, large))
@@ -258,18 +260,21 @@ def figure_9(inputs, change=SAME):
 
 @TABLES.add(bars("speed-up over EP"))
 def figure_10(inputs, change=SAME):
+    """Compare systems with EP on cluster B."""
     rows, speeds = end_to_end(inputs, change, GRID_B)
     return Found(rows, [speeds[:, 3], scipy.stats.gmean((speeds[:, 3:] / speeds[:, :3]).ravel())])
 
 
 @TABLES.add(bars("speed-up over EP"))
 def figure_11(inputs, change=SAME):
-    ep, own = (step_of(inputs, change(SMALL), name).layers.mean(axis=0) for name in ("EP", "Hecate"))
-    return Found(list(enumerate(ep / own)), [ep / own, scipy.stats.gmean(ep / own)])
+    """Compare Hecate's MoE layers with EP's, layer by layer."""
+    ep, hecate = (step_of(inputs, change(SMALL), name).layers.mean(axis=0) for name in ("EP", "Hecate"))
+    return Found(list(enumerate(ep / hecate)), [ep / hecate, scipy.stats.gmean(ep / hecate)])
 
 
 @TABLES.add(bars("ms", stacked=True))
 def figure_12(inputs, change=SAME):
+    """Split an iteration of each system by what its critical path waits for."""
     rows, row = [], change(DEEP)
     for name in inputs.track(ALL, "systems"):
         step = step_of(inputs, row, name)
@@ -277,21 +282,27 @@ def figure_12(inputs, change=SAME):
         split = (others, 0 * a2a, 0 * a2a) if name == "FasterMoE" else (0 * a2a, others - a2a, a2a)
         parts = (*split, step.parts["place"] + step.parts["reduce"], step.parts["rearrange"], step.attention)
         rows.append((name, *(1e3 * row.model.layers * float(np.mean(part)) for part in parts)))
-    ep, *baselines, own, again = (np.array(line[1:]) for line in rows)
-    return Found(rows, [ep[2] / own[2], again[3] / own[3] if own[3] else 1.0, min(map(sum, baselines)) / sum(again)])
+    ep, *baselines, hecate, again = (np.array(line[1:]) for line in rows)
+    return Found(
+        rows, [ep[2] / hecate[2], again[3] / hecate[3] if hecate[3] else 1.0, min(map(sum, baselines)) / sum(again)]
+    )
 
 
 @TABLES.add(bars("GB", stacked=True), experiments=EXPERIMENTS | ON_A | OF_SMALL)
 def figure_13(inputs, change=SAME):
+    """Return the peak memory of parameters, gradients and optimizer state by system."""
     parts = np.array([memory_of(inputs, change(DEEP), name)[0] for name in ALL])
-    ep, *_, flexmoe, own, again = parts
-    kept = 100 * (again[0] - ep[0]) / max(own[0] - ep[0], 1)
+    ep, *_, flexmoe, hecate, again = parts
+    kept = 100 * (again[0] - ep[0]) / max(hecate[0] - ep[0], 1)
     rows = [(name, *part) for name, part in zip(ALL, 1e-9 * parts, strict=True)]
-    return Found(rows, [own[0] / ep[0], sum(own) / sum(ep), sum(flexmoe) / sum(own), sum(again) / sum(ep), kept])
+    return Found(
+        rows, [hecate[0] / ep[0], sum(hecate) / sum(ep), sum(flexmoe) / sum(hecate), sum(again) / sum(ep), kept]
+    )
 
 
 @TABLES.add(lines("batch", *ALL, ylabel="ms"), experiments=EXPERIMENTS | ON_A)
 def figure_14(inputs, change=SAME):
+    """Return milliseconds of an iteration by batch, up to the largest that fits."""
     row, rows, slower = dataclasses.replace(change(SMALL), every=12), [], []
     names = ALL if change(SMALL) == SMALL else ALL[-2:]  # of a change those that the claims are of
     most = dict.fromkeys(names, 0)
@@ -311,26 +322,28 @@ def figure_14(inputs, change=SAME):
 
 @TABLES.add(bars("ms"), experiments=EXPERIMENTS | ON_A)
 def figure_15(inputs, change=SAME):
+    """Time Hecate's parts alone, and intervals of resharding."""
     row = dataclasses.replace(change(SMALL), every=1)
     names = inputs.track(("EP", *PARTS, "Hecate", *INTERVALS), "parts")
     layers = {name: row.model.layers * step_of(inputs, row, name).layers.mean() for name in names}
-    rows = [(name, 1e3 * own, 1e3 * seconds_of(inputs, row, name)) for name, own in layers.items()]
-    ep, sharding, materialization, own, *every = (line[2] for line in rows)
-    return Found(rows, [sharding / own, materialization / own, ep / np.array(every)])
+    rows = [(name, 1e3 * seconds, 1e3 * seconds_of(inputs, row, name)) for name, seconds in layers.items()]
+    ep, sharding, materialization, both, *every = (line[2] for line in rows)
+    return Found(rows, [sharding / both, materialization / both, ep / np.array(every)])
 
 
 @TABLES.add()
 def claims(inputs, change=SAME):
+    """Return the most that the text claims anywhere on 32 GPUs."""
     names = ("Hecate over a baseline", "Hecate-RM over the best", "Hecate-RM over a baseline", "balanced EP over EP")
-    found, even = {name: [] for name in names}, dataclasses.replace(inputs, trace="W0_balanced")
+    ratios, even = {name: [] for name in names}, dataclasses.replace(inputs, trace="W0_balanced")
     for row in map(change, inputs.track((*GRID_A[4:], *GRID_B), "models")):
         times = [seconds_of(inputs, row, name) for name in BASELINES]
-        own, again = (seconds_of(inputs, row, name) for name in ("Hecate", "Hecate-RM"))
-        values = [max(times) / own, min(times) / again, max(times) / again]
+        hecate, again = (seconds_of(inputs, row, name) for name in ("Hecate", "Hecate-RM"))
+        values = [max(times) / hecate, min(times) / again, max(times) / again]
         if row.cluster == "hecate_a":
             same = dataclasses.replace(row, batch=batch_of(setting_of(inputs, row)))
             values.append(seconds_of(inputs, row, "EP", of=np.max) / seconds_of(even, same, "EP"))
         for name, value in zip(names, values, strict=False):
-            found[name].append(value)
-    first, second, _, last = map(max, found.values())
-    return Found([(name, min(values), max(values)) for name, values in found.items()], [first, second, last])
+            ratios[name].append(value)
+    first, second, _, last = map(max, ratios.values())
+    return Found([(name, min(values), max(values)) for name, values in ratios.items()], [first, second, last])

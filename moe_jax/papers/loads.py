@@ -161,8 +161,8 @@ def read_dump(folder: pathlib.Path) -> LoadsTrace:
                     choices = _Arrays(file).load().items()
                 for (layer, iteration), experts in choices:
                     chosen = np.asarray(experts, np.int64)
-                    found = np.bincount(chosen[chosen >= 0] % ranks, minlength=ranks)
-                    counts[int(iteration), int(layer), rank] = found
+                    of_expert = np.bincount(chosen[chosen >= 0] % ranks, minlength=ranks)
+                    counts[int(iteration), int(layer), rank] = of_expert
             except (pickle.UnpicklingError, OSError, EOFError, AttributeError, TypeError, ValueError) as error:
                 raise UserError(f"{path} is no pickle of FasterMoE's dump ({error}); give a folder of ranks") from error
     samples, layers = (sorted({key[at] for key in counts}) for at in (0, 1))
@@ -196,12 +196,12 @@ def fit_loads(trace: LoadsTrace, *, devices: int, experts: int, choices: int) ->
       UserError: sizes that do not divide each other.
     """
     loads = np.asarray(trace.loads, np.int64)
-    _, layers, sources, own = loads.shape
-    for what, given, asked in (("devices", sources, devices), ("experts", own, experts)):
+    _, layers, sources, traced = loads.shape
+    for what, given, asked in (("devices", sources, devices), ("experts", traced, experts)):
         if max(given, asked) % min(given, asked):
             raise UserError(f"the trace's {given} {what} do not fit the table's {asked}: one must divide the other")
-    if experts > own:
-        beside = [np.roll(loads, -shift, axis=1) for shift in range(experts // own)]
+    if experts > traced:
+        beside = [np.roll(loads, -shift, axis=1) for shift in range(experts // traced)]
         loads = np.concatenate(beside, axis=3)
     else:
         loads = loads.reshape(*loads.shape[:3], experts, -1).sum(axis=4)
@@ -211,7 +211,7 @@ def fit_loads(trace: LoadsTrace, *, devices: int, experts: int, choices: int) ->
         loads = loads.reshape(*loads.shape[:2], devices, -1, experts).sum(axis=3)
     of_source = loads.sum(axis=3)
     scaled = choices * of_source / np.maximum(of_source.mean(axis=2, keepdims=True), 1e-300)
-    said = f"loads: {sources} sources x {own} experts to {devices} x {experts}, {choices} choices a device"
+    said = f"loads: {sources} sources x {traced} experts to {devices} x {experts}, {choices} choices a device"
     skew = loads.sum(axis=2)
     worst = (skew.max(axis=2) / np.maximum(skew.mean(axis=2), 1e-300)).mean()
     wanted = np.rint(scaled).astype(np.int64)

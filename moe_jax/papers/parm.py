@@ -58,10 +58,10 @@ BASE = Assumed()
 def machine(place: str, level: str = "middle", peers: bool = True) -> Cluster:
     """Return a testbed: links, start-ups and memory of its file, matmuls and memory by the prices of its GPU."""
     name, nodes = PLACES[place]
-    own = systems.machine(name, nodes, level)
-    prices = systems.prices_of(device_named(own.device), level)
-    own = dataclasses.replace(own, prices=prices, flops=prices.reached("f32"))
-    return own if peers else systems.as_reached(own)
+    cluster = systems.machine(name, nodes, level)
+    prices = systems.prices_of(device_named(cluster.device), level)
+    cluster = dataclasses.replace(cluster, prices=prices, flops=prices.reached("f32"))
+    return cluster if peers else systems.as_reached(cluster)
 
 
 @functools.cache
@@ -145,15 +145,17 @@ def distribution(label: str, values: np.ndarray, ours: list) -> Found:
 
 @TABLES.add()
 def table_3(inputs, to=BASE):
+    """Count the layers that fit a GPU's memory, and return Parm's speed-ups of them."""
     to = to._replace(level=inputs.level)
     places = inputs.track(PLACES, "places")
     rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in places]
-    found = np.concatenate(gains_of("", to, to.groups))[:, 2]
-    return Found(rows, [len(found), found])
+    speedups = np.concatenate(gains_of("", to, to.groups))[:, 2]
+    return Found(rows, [len(speedups), speedups])
 
 
 @TABLES.add()
 def table_4(inputs, to=BASE):
+    """Average speed-ups of S1, S2 and Parm by place and groups."""
     to = to._replace(level=inputs.level)
     cases, ours = [(place, pair, gains(place, pair, to)) for place in PLACES for pair in TABLE_4], []
     for testbed in inputs.track("AB", "testbeds"):
@@ -167,27 +169,24 @@ def table_4(inputs, to=BASE):
 
 @TABLES.add()
 def choice(inputs, to=BASE):
+    """Say how often S2 is shorter, and how often algorithm 1 takes the shorter one."""
     to = to._replace(level=inputs.level)
     rows = []
     for place in inputs.track(PLACES, "places"):
-        found = np.concatenate([gains(place, pair, to) for pair in GROUPS if pair[0] > 1])
-        s1, s2, taken = found.T
+        speedups = np.concatenate([gains(place, pair, to) for pair in GROUPS if pair[0] > 1])
+        s1, s2, taken = speedups.T
         best = np.maximum(s1, s2)
-        rows.append((place, len(found), *(100 * own.mean() for own in (s2 > s1, taken >= best, best / taken - 1))))
+        rows.append((place, len(speedups), *(100 * part.mean() for part in (s2 > s1, taken >= best, best / taken - 1))))
     layers = [layer for place in PLACES for pair in TABLE_4 for layer in runs(place, pair)]
     _, s1, s2 = np.array([price(layer, to).sum(axis=1) for layer in layers]).T
     best = int(np.argmin(s2 / s1))
-    notes = (
-        f"S2 gains most at P, (N_MP, N_ESP), N, M, H, f = {layers[best]}: {s2[best]:.4g} s for {s1[best]:.4g} s.",
-        "On A none: gathers share a device's one link with SAA, so both wait for two exchanges of equal size and one "
-        "gather, of N M under S1 and of K f N M under S2, more in all of table III.",
-        "How often the choice is right in layers that were timed on CPU devices: docs/results.md, Schedules.",
-    )
-    return Found(rows, [[row[at] for row in rows] for at in (2, 3)], notes)
+    note = f"S2 gains most at P, (N_MP, N_ESP), N, M, H, f = {layers[best]}: {s2[best]:.4g} s for {s1[best]:.4g} s."
+    return Found(rows, [[row[at] for row in rows] for at in (2, 3)], (note,))
 
 
 @TABLES.add()
 def figure_1(inputs, to=BASE):
+    """Return which part of a layer's time under the baseline is communication."""
     to = to._replace(level=inputs.level)
     parts = np.array([price(layer, to)[0] for groups in GROUPS for layer in runs("B, 32", groups, to)])
     shares = 100 * parts[:, 0] / parts.sum(axis=1)
@@ -196,6 +195,7 @@ def figure_1(inputs, to=BASE):
 
 @TABLES.add(experiments={})
 def figure_6(inputs):
+    """Fit lines to the prices of collectives by bytes."""
     points, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
     for (tokens, dim), place in inputs.track(itertools.product(sizes, ("A", "B, 32")), "collectives"):
         shape = shapes(place, (4, 4), tokens, ITEM * dim, 2.4)[2]
@@ -207,15 +207,16 @@ def figure_6(inputs):
         ):
             seconds = transfer_seconds(moves, shape, machine(place, inputs.level), "figure 6")
             points.setdefault((place, name), []).append((x, seconds))
-    fits = {key: fit_alpha_beta(*zip(*own, strict=True)) for key, own in points.items()}
+    fits = {key: fit_alpha_beta(*zip(*measured, strict=True)) for key, measured in points.items()}
     rows = [(*key, 1e6 * fit.alpha, 1e9 * fit.beta, fit.r2) for key, fit in fits.items()]
-    series = {", ".join(key): sorted(own) for key, own in points.items()}
+    series = {", ".join(key): sorted(measured) for key, measured in points.items()}
     draw = curves(series, xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
     return Found(rows, [min(row[-1] for row in rows)], draw=draw)
 
 
 @TABLES.add()
 def figure_7(inputs, to=BASE):
+    """Return how Parm's speed-ups on 32 GPUs are distributed."""
     to = to._replace(level=inputs.level)
     speedups = gains("B, 32", (4, 4), to)[:, 2]
     return distribution("speed-up over DeepSpeed-MoE", speedups, [speedups.mean(), 100 * (speedups > 4).mean()])
@@ -240,6 +241,7 @@ def iteration(place: str, length: int, to: Assumed) -> np.ndarray:
 
 @TABLES.add()
 def table_5(inputs, to=BASE):
+    """Time an iteration of BERT-Base and GPT-2 under the baseline and under Parm."""
     to = to._replace(level=inputs.level)
     rows = []
     for (model, length), place in inputs.track(itertools.product(LENGTHS.items(), ("A", "B, 32")), "iterations"):

@@ -103,8 +103,8 @@ def speedups_by_model(inputs: Inputs, change: str, table: str, models: str, plac
     cases = [place._replace(top_k=k, model=model) for k in (1, 2) for model in models.split()]
     ours = [speedups(inputs, case, change)[:2] for case in inputs.track(cases, place.cluster)]
     stated = zip(*(TABLES.texts[table]["claims"][f"{system} over DeepSpeed-MoE"] for system in PLANNED), strict=True)
-    rows = [(case.top_k, MODELS[case.model].name, *paper, *own)
-            for case, paper, own in zip(cases, stated, ours, strict=True)]  # fmt: skip
+    rows = [(case.top_k, MODELS[case.model].name, *paper, *cells)
+            for case, paper, cells in zip(cases, stated, ours, strict=True)]  # fmt: skip
     shadowed, planned = np.array(ours).T
     claims = shadowed, planned, planned / shadowed
     return Found(rows, claims, (setting_of(inputs, place._replace(top_k=2)).fitted()[1],))
@@ -154,11 +154,13 @@ def table_1(inputs, change=""):
 
 @TABLES.add(BARS)
 def table_4(inputs, change=""):
+    """Compare both systems with DeepSpeed-MoE on 4 HPNV nodes."""
     return speedups_by_model(inputs, change, "table_4", "S M L DS DM", Row(1, cluster="hpnv"))
 
 
 @TABLES.add(BARS)
 def table_5(inputs, change=""):
+    """Compare both systems with DeepSpeed-MoE on 2 LPWNV nodes."""
     return speedups_by_model(inputs, change, "table_5", "S M DS DM", Row(1, cluster="lpwnv", nodes=2, tokens=4096))
 
 
@@ -167,30 +169,33 @@ CASES = ((4, 1), (8, 1), (4, 2), (8, 2))  # nodes and K of figure 10's captions
 
 @TABLES.add(bars("speed-up", *(f"{name} over DeepSpeed-MoE" for name in PLANNED)))
 def figure_10(inputs, change=""):
+    """Compare both systems with DeepSpeed-MoE on 4 and 8 HPWNV nodes."""
     cases = [Row(k, model, nodes=nodes, tokens=4096 * nodes) for nodes, k in CASES for model in SIZES]
     rows = [(case.top_k, MODELS[case.model].name, case.nodes, *np.roll(speedups(inputs, case, change), 1))
             for case in inputs.track(cases, "rows")]  # fmt: skip
     best = [[row[3] for row in rows if (row[2], row[0]) == case] for case in CASES]
     plain = [[row[5] for row in rows if row[0] == top_k] for top_k in (1, 2)]
     shadowed = np.mean([row[5] / row[4] for row in rows if row[0] == 1])
-    return Found(rows, [*([end for of in found for end in (min(of), max(of))] for found in (best, plain)), shadowed])
+    return Found(rows, [*([end for of in groups for end in (min(of), max(of))] for groups in (best, plain)), shadowed])
 
 
 @TABLES.add(lines("layer", *(f"{name} over DeepSpeed-MoE" for name in PLANNED), by="K", ylabel="speed-up"))
 def figure_11(inputs, change=""):
+    """Compare both systems with DeepSpeed-MoE layer by layer."""
     rows = []
     for top_k in inputs.track((1, 2), "K"):
         steps = (step_of(inputs, system, Row(top_k), change) for system in COMPARED.values())
         plain, shadowed, ours = (step.layers.mean(axis=0) for step in steps)
         layers = zip(plain / shadowed, plain / ours, shadowed / ours, strict=True)
-        rows += [(top_k, layer, *own) for layer, own in enumerate(layers)]
+        rows += [(top_k, layer, *cells) for layer, cells in enumerate(layers)]
     return Found(rows, np.array(rows).T[3:])
 
 
 @TABLES.add(lines("sample", *(f"{name}, ms" for name in COMPARED), ylabel="ms of an iteration"))
 def figure_12(inputs, change=""):
+    """Time every sample under each system."""
     times = [1e3 * step_of(inputs, system, Row(1), change).iterations for system in COMPARED.values()]
-    rows = [(sample, *own) for sample, own in enumerate(zip(*times, strict=True), 1)]
+    rows = [(sample, *cells) for sample, cells in enumerate(zip(*times, strict=True), 1)]
     return Found(rows, [(times[1] / times[2]).mean()])
 
 
@@ -225,8 +230,8 @@ def figure_15(inputs, change=""):
     """Return the planner against replicating the two or three heaviest experts everywhere."""
     rows = []
     for top_k in inputs.track((1, 2), "K"):
-        own, *fixed = (step_of(inputs, of, Row(top_k), change).iterations for of in (PLANNER, TOP_2, TOP_3))
-        rows.append((top_k, *((policy / own).mean() for policy in fixed)))
+        planned, *fixed = (step_of(inputs, of, Row(top_k), change).iterations for of in (PLANNER, TOP_2, TOP_3))
+        rows.append((top_k, *((policy / planned).mean() for policy in fixed)))
     first, second = (row[1:] for row in rows)
     return Found(rows, [*first, second])
 

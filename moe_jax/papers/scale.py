@@ -84,13 +84,13 @@ def scale(inputs):
     rows = []
     for devices, experts, top_k, skew in inputs.track(CASES, "cases"):
         loads = [zipf_loads(devices, experts, top_k * TOKENS, skew, sample) for sample in (1, 2)]
-        found = [step(system, cost, loads) for system, cost in costs(devices, inputs.level).items()]
-        seconds, planned, held = zip(*found, strict=True)
+        steps = [step(system, cost, loads) for system, cost in costs(devices, inputs.level).items()]
+        seconds, planned, plan_bytes = zip(*steps, strict=True)
         milliseconds = (1e3 * each for each in (*seconds, *planned[1:]))
-        rows.append((skew, devices, experts, top_k, *milliseconds, *held[1:]))
+        rows.append((skew, devices, experts, top_k, *milliseconds, *plan_bytes[1:]))
     paying = {(name, skew): 0 for name in PLANNED for skew in SKEWS}
-    for skew, devices, experts, top_k, plain, *own in rows:
-        for name, seconds in zip(PLANNED, own, strict=False):
+    for skew, devices, experts, top_k, plain, *others in rows:
+        for name, seconds in zip(PLANNED, others, strict=False):
             if (experts, top_k) == BASE[1:3] and seconds < PAYS * plain:
                 paying[name, skew] = max(devices, paying[name, skew])
     return Found(rows, paying.values())

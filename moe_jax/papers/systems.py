@@ -152,13 +152,13 @@ def machine(name: str, nodes: int | None = None, level: str = "middle") -> Clust
     What of a data sheet's FLOP/s and of a node's links is reached, and start-ups, are the assumptions of the one cost
     model; FLOP/s and links that a paper or its artifact reports as reached stay as they are.
     """
-    own = read_cluster(f"configs/cluster/{name}.gin").sized(nodes, None)
+    cluster = read_cluster(f"configs/cluster/{name}.gin").sized(nodes, None)
     flops = 1.0 if name.startswith(REPORTED) else assumed("matmul_share", level)
     links = 1.0 if name.endswith("_measured") else assumed("node_share", level)
-    between = own.inter_bandwidth and links * own.inter_bandwidth
+    between = cluster.inter_bandwidth and links * cluster.inter_bandwidth
     starts = {"intra_latency": "start", "intra_step": "step", "inter_latency": "node_start", "inter_step": "node_step"}
     given = {field: assumed(price, level) for field, price in starts.items()}
-    return dataclasses.replace(own, flops=flops * own.flops, inter_bandwidth=between, **given)
+    return dataclasses.replace(cluster, flops=flops * cluster.flops, inter_bandwidth=between, **given)
 
 
 def prices_of(device: str, level: str = "middle") -> Prices:

@@ -22,6 +22,7 @@ the text has beside those that are asked for: judged as they are, counted apart.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import tomllib
@@ -86,10 +87,10 @@ class Claim:
         assert self.paper is not None
         if min(ours) <= 0:
             return math.inf
-        its, own = np.log(self.paper), np.log(ours)
-        gaps = [own.min() - its.min(), own.max() - its.max()]
+        its, these = np.log(self.paper), np.log(ours)
+        gaps = [these.min() - its.min(), these.max() - its.max()]
         if self.cells:
-            gaps += [(own - its).mean(), np.quantile(abs(own - its), 0.5, method="lower")]
+            gaps += [(these - its).mean(), np.quantile(abs(these - its), 0.5, method="lower")]
         return float(np.abs(gaps).max())
 
     def fits(self, ours: Figures) -> bool:
@@ -160,7 +161,7 @@ class Table:
 
     def texts(self) -> list[tuple[str, ...]]:
         """Return columns and rows as text, of each figure its range over the levels of prices in brackets."""
-        same = [own for own in self.levels.values() if len(own) == len(self.rows)]  # a run may end in other rows
+        same = [rows for rows in self.levels.values() if len(rows) == len(self.rows)]  # a run may end in other rows
         rows = [[with_span(text_of(cells[0]), *cells) for cells in zip(*row, strict=True)]
                 for row in zip(*same, strict=True)]  # fmt: skip
         return [self.columns, *map(tuple, rows)]
@@ -209,26 +210,26 @@ class Tables(dict[str, Callable[[Inputs], Table]]):
         """
 
         def register(find):
-            text = self.texts[find.__name__]
-            kind = text.get("kind", self.kind)
-
-            def table(inputs: Inputs) -> Table:
-                levels = LEVELS[:1] if kind == "measured" else LEVELS
-                by_level = {level: find(dataclasses.replace(inputs, level=level)) for level in levels}
-                found = by_level[LEVELS[0]]
-                claims = judged(text["claims"], [[*map(figures, of.ours)] for of in by_level.values()])
-                if any(claim.verdict == UNEXPLAINED for claim in claims):
-                    changes = self.experiments if experiments is None else experiments
-                    tried = {cause: [*map(figures, find(inputs, change).ours)] for cause, change in changes.items()}
-                    claims = explained(claims, tried)
-                notes = (*text.get("notes", ()), *found.notes, *self.remarks(inputs))
-                rows = {level: each.rows for level, each in by_level.items()}
-                return Table(text["title"], kind, tuple(text["columns"]), rows, claims, notes, found.draw or draw)
-
-            self[find.__name__] = table
+            changes = self.experiments if experiments is None else experiments
+            self[find.__name__] = functools.partial(self._compute, find, draw, changes)
             return find
 
         return register
+
+    def _compute(self, find: Callable, draw: Draw | None, changes: Mapping[str, Any], inputs: Inputs) -> Table:
+        """Return the table of a function at each level of prices; changes are tried where a claim is not explained."""
+        text = self.texts[find.__name__]
+        kind = text.get("kind", self.kind)
+        levels = LEVELS[:1] if kind == "measured" else LEVELS
+        by_level = {level: find(dataclasses.replace(inputs, level=level)) for level in levels}
+        middle = by_level[LEVELS[0]]
+        claims = judged(text["claims"], [[*map(figures, of.ours)] for of in by_level.values()])
+        if any(claim.verdict == UNEXPLAINED for claim in claims):
+            tried = {cause: [*map(figures, find(inputs, change).ours)] for cause, change in changes.items()}
+            claims = explained(claims, tried)
+        notes = (*text.get("notes", ()), *middle.notes, *self.remarks(inputs))
+        rows = {level: each.rows for level, each in by_level.items()}
+        return Table(text["title"], kind, tuple(text["columns"]), rows, claims, notes, middle.draw or draw)
 
 
 def texts_of(paper: str) -> dict[str, dict]:
@@ -252,7 +253,7 @@ def explained(claims: Sequence[Claim], tried: Mapping[str, Sequence[Figures]]) -
     kept = {
         cause: then
         for cause, then in tried.items()
-        if all(claim.fits(own) for claim, own in zip(claims, then, strict=True) if claim.fits(claim.ours))
+        if all(claim.fits(ours) for claim, ours in zip(claims, then, strict=True) if claim.fits(claim.ours))
     }
     return tuple(
         dataclasses.replace(claim, experiments={cause: then[at] for cause, then in kept.items()})
@@ -266,7 +267,9 @@ def counted(tables: Iterable[Table]) -> str:
     for what, beside in (("rows", False), ("numbers beside", True)):
         verdicts = [claim.verdict for claim in claims if claim.beside == beside]
         kinds = (WITHIN, EXPLAINED, UNEXPLAINED, NO_NUMBER)
-        counts = ", ".join(f"{sum(own.startswith(kind) for own in verdicts)} {kind.split(' by')[0]}" for kind in kinds)
+        counts = ", ".join(
+            f"{sum(verdict.startswith(kind) for verdict in verdicts)} {kind.split(' by')[0]}" for kind in kinds
+        )
         said.append(f"{len(verdicts)} {what}: {counts}.")
     return " ".join((*said, "A row is a claim; cells of one table are one, and stand beside ours in it."))
 
@@ -295,5 +298,5 @@ def range_of(values: Figures | None) -> str:
 
 def with_span(text: str, *levels: Any) -> str:
     """Return a figure's text with its range over the levels of prices, where they differ in it."""
-    found = text if any(isinstance(own, str) for own in levels) else range_of(sum(map(figures, levels), ()))
-    return text if found == text else f"{text} ({found})"
+    span = text if any(isinstance(level, str) for level in levels) else range_of(sum(map(figures, levels), ()))
+    return text if span == text else f"{text} ({span})"
