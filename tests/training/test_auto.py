@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from support.tiny_run import config_of
 
+from moe_jax.replan import auto
 from moe_jax.replan.auto import AutoSession
 from moe_jax.training.stepper import build_stepper
 
@@ -17,14 +18,15 @@ STEPS = 9
 
 
 def test_a_change_of_schedule_is_a_new_program_and_the_run_goes_on(tmp_path, monkeypatch):
-    config, propose, given = config_of(tmp_path, *SIZES), AutoSession.propose, []
+    config, ask, given = config_of(tmp_path, *SIZES), AutoSession.ask, []
 
     def noted(self, iteration):
-        plan = propose(self, iteration)
-        given.append((plan, self.cost, self.planner))
-        return plan
+        asked = ask(self, iteration)
+        given.append((self.proposal, self.cost, self.planner))
+        return asked
 
-    monkeypatch.setattr(AutoSession, "propose", noted)
+    monkeypatch.setattr(AutoSession, "ask", noted)
+    monkeypatch.setattr(auto, "MARGIN", 0.0)
     chosen = build_stepper(config, jax.devices()[:4])
     records, shapes = chosen.run(STEPS), dict(chosen.engine.shape)
     chosen.engine.close()
@@ -35,10 +37,10 @@ def test_a_change_of_schedule_is_a_new_program_and_the_run_goes_on(tmp_path, mon
     turn = iter(given)
 
     def told(self, iteration):
-        plan, self.cost, self.planner = next(turn)
-        return plan
+        self.proposal, self.cost, self.planner = next(turn)
+        return self.asked()
 
-    monkeypatch.setattr(AutoSession, "propose", told)
+    monkeypatch.setattr(AutoSession, "ask", told)
     monkeypatch.setattr(AutoSession, "observe", lambda self, loads: self.predictor.observe(loads))
     again = build_stepper(config, jax.devices()[:4])
     for want, got in zip(records, again.run(STEPS), strict=True):
