@@ -98,7 +98,12 @@ class FolderLock:
         if held.get("released") or held.get("job") and held["job"] == self._record["job"]:
             return False
         if held.get("machine") == self._record["machine"] and (is_mine := self._lock_file()) is not None:
-            return not is_mine
+            for _ in range(10):  # one that was killed a moment ago may still have it
+                if is_mine:
+                    return False
+                time.sleep(0.1)
+                is_mine = self._lock_file()
+            return True
         for _ in range(int(4 * STALE_SECONDS / BEAT_SECONDS)):
             time.sleep(BEAT_SECONDS / 4)
             if (now := self._read()) != held:
