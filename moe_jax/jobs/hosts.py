@@ -1,4 +1,4 @@
-"""This process among the processes of its job: what they tell each other, who is lost or slow, and its end.
+"""This process among the processes of its job: what they tell each other, who is lost, and its end. No arrays.
 
 All goes through jax's key-value store, which is process 0's, as JSON of limited length. Each process counts there, and
 process 0 looks whether the counts move, the others whether the store answers. A verdict that ends the job lies there.
@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import json
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -21,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
-import numpy as np
 from jax._src import distributed  # the client of the coordination service has no public name
 
 from moe_jax.config.command_line import exit_code_of, exit_now, report
@@ -30,7 +28,6 @@ from moe_jax.parallel.nodes import machine_id
 
 MOST_BYTES = 1 << 22  # of what is read from the key-value store at once
 LOST, SHARED = 4, (2, 3)  # exit codes: of a lost process, and of what is the outcome of the job on all
-_SLOW = 1.5  # times the median
 _BEATS, _VERDICT = "moe_jax/beat/", "moe_jax/verdict"
 # An error of a step that has one of these words is probably caused by a lost process, which the watch will name.
 _COMMUNICATION = ("gloo", "nccl", "unavailable", "deadline", "socket", "connection", "coordination", "aborted")
@@ -56,11 +53,6 @@ class Hosts(contextlib.AbstractContextManager):
         self.names, self.machines, counts = zip(*map(json.loads, self.gather_text("the start", own)), strict=True)
         if len(set(counts)) > 1:
             raise UserError(f"the processes of this job have --num_processes = {counts}; give all the same")
-
-    def say(self, text: str) -> None:
-        """Print a line, on the main process."""
-        if self.is_main:
-            print(text, flush=True)
 
     def gather_text(self, topic: str, text: str, seconds: float = 300.0) -> list[str]:
         """Return every process' text on a topic, in their order; a HostLostError where one does not come in time."""
@@ -165,7 +157,8 @@ class Watch:
         count = 0
         while not self.stopped.wait(self._beat_seconds):
             count += 1
-            try:
+            # no answer, which `_judge` looks for, or no verdict
+            with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError, KeyError, TypeError, RecursionError):
                 self._client.key_value_set(f"{_BEATS}{self._index}", str(count), allow_overwrite=True)
                 self._heard[0] = time.monotonic(), str(count)  # process 0 answers
                 for key, value in self._client.key_value_dir_get(_BEATS) if self._index == 0 else ():
@@ -174,8 +167,6 @@ class Watch:
                 text = self._client.key_value_try_get(_VERDICT)
                 verdict = json.loads(text) if len(text) <= MOST_BYTES else {}
                 self._end(str(verdict["line"]), int(verdict["code"]))
-            except (jax.errors.JaxRuntimeError, ValueError, KeyError, TypeError, RecursionError):
-                pass  # no answer, which `_judge` looks for, or no verdict
 
     def _judge(self) -> None:
         while not self.stopped.wait(self._beat_seconds / 2):
@@ -195,34 +186,3 @@ class Watch:
         print(f"moe_jax: {line}; {self._names[self._index]} ends with exit code {code}", file=sys.stderr, flush=True)
         self.tell(line, code)
         exit_now(code)
-
-
-def probe_seconds() -> float:
-    """Return how long this process' first device takes for a product of matrices, at best; other devices do not count.
-
-    A step tells nothing: in it all wait for the slowest.
-    """
-    device, seconds = jax.local_devices()[0], []
-    side = 512 if device.platform == "cpu" else 4096  # 64 MiB: a training run leaves little memory
-    matrix = jax.device_put(np.ones((side, side), np.float32), device)
-    for _ in range(4):  # the first one compiles
-        began = time.monotonic()
-        jax.block_until_ready(_product(matrix))
-        seconds.append(time.monotonic() - began)
-    return min(seconds)
-
-
-@jax.jit
-def _product(matrix):
-    return matrix @ matrix
-
-
-def slow_processes(seconds: Sequence[float], names: Sequence[str]) -> str:
-    """Return in words which processes take more than _SLOW times the median for the same work, '' where none does."""
-    median = statistics.median_low(seconds)  # of two the faster one
-    slow = [
-        f"process {index} ({name}) takes {own / median:.1f} times as long as the median"
-        for index, (own, name) in enumerate(zip(seconds, names, strict=True))
-        if own > _SLOW * median
-    ]
-    return f"{', '.join(slow)} for the same work on its device: all wait for it" if slow else ""

@@ -1,7 +1,6 @@
-"""A run folder that all processes of a job see, and its lock: one job at a time writes there, also from several hosts.
+"""The lock of a run folder: one job at a time writes there, also where several hosts share the file system.
 
-Inputs: the path of a run folder. Outputs: the folder, and `lock.json` in it, which says who holds it, and counts while
-that process lives.
+Inputs: a run folder. Outputs: `lock.json` in it, which says who holds the folder, and counts while that process lives.
 """
 
 # On one machine the kernel says whether the holder lives: the file is locked until its process ends. A network may not
@@ -18,50 +17,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from moe_jax.errors import HostLostError, UserError
-from moe_jax.jobs.hosts import Hosts
+from moe_jax.errors import UserError
 from moe_jax.parallel.nodes import machine_id
 from moe_jax.storage.run_folder import OpenFolder, RunFolder, disk_errors_named
 
-FOLDER_SECONDS = 60.0  # until a network file system shows what another host has made
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0  # without a beat, after which a job counts as dead; network file systems show changes late
-
-
-@contextlib.contextmanager
-def shared_folder(workdir: str, hosts: Hosts, *, writes: bool) -> Iterator[RunFolder]:
-    """Yield a run folder that all processes see; a job that writes makes it, and holds its lock.
-
-    Process 0 makes the folder before any other looks for it; at the end an empty one that it made goes.
-
-    Raises:
-      UserError: the folder cannot be opened, or another job has it.
-      HostLostError: a process does not see process 0's folder.
-    """
-    with contextlib.ExitStack() as stack:
-        if hosts.is_main:
-            folder = RunFolder(workdir, create=writes)
-            stack.callback(folder.remove_if_unused)
-            if writes:
-                stack.enter_context(FolderLock(folder, hosts.fail))
-        seen = hosts.gather_text("run folder", str(folder.seen()) if hosts.is_main else "")[0]
-        yield folder if hosts.is_main else _await_folder(workdir, hosts, seen)
-
-
-def _await_folder(workdir: str, hosts: Hosts, seen: str) -> RunFolder:
-    """Return process 0's run folder, as another process sees it, once it does; seen: as of `RunFolder.seen`."""
-    deadline = time.monotonic() + FOLDER_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(UserError):
-            if str((folder := RunFolder(workdir, create=False)).seen()) == seen:
-                return folder
-        time.sleep(0.5)
-    raise HostLostError(
-        f"process {hosts.process_index} does not see process 0's run folder {workdir}; give a --workdir that all hosts "
-        "share"
-    )
 
 
 class FolderLock:
@@ -97,14 +60,10 @@ class FolderLock:
         """Say whether the process of a record goes on; one on another host is watched for up to STALE_SECONDS."""
         if held.get("released") or held.get("job") and held["job"] == self._record["job"]:
             return False
-        if held.get("machine") == self._record["machine"] and (is_mine := self._lock_file()) is not None:
-            for _ in range(10):  # one that was killed a moment ago may still have it
-                if is_mine:
-                    return False
-                time.sleep(0.1)
-                is_mine = self._lock_file()
-            return True
-        for _ in range(int(4 * STALE_SECONDS / BEAT_SECONDS)):
+        here = held.get("machine") == self._record["machine"]
+        for turn in range(int(4 * STALE_SECONDS / BEAT_SECONDS)):
+            if here and (is_mine := self._lock_file()) is not None and (is_mine or turn):  # one just killed may have it
+                return not is_mine
             time.sleep(BEAT_SECONDS / 4)
             if (now := self._read()) != held:
                 return not now.get("released")

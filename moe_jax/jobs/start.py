@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import sys
@@ -44,7 +43,8 @@ def start_hosts(
     if not (1 <= lost_after_seconds <= 10**6 and 0 <= stall_after_seconds <= 10**6):
         given = f"--lost_after_seconds ({lost_after_seconds}) and --stall_after_seconds ({stall_after_seconds})"
         raise UserError(f"{given} must lie between 1, or 0, and {10**6}")
-    (address, count, index), device_ids = find_place((coordinator, num_processes, process_id))
+    place, device_ids = find_place((coordinator, num_processes, process_id))
+    address, count, index = place
     if count == 1:
         return Hosts()
     given = os.environ.get("XLA_FLAGS", "")
@@ -62,12 +62,11 @@ def start_hosts(
     late.start()
     bound = bind_address(address)
     try:
-        if index == 0:
-            _try_port(bound)
+        if index == 0:  # on a port that is taken jax may crash in C++ before it can raise
+            host, port = split_address(bound.replace("[::]", "0.0.0.0"))
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         jax.distributed.initialize(
-            address,
-            count,
-            index,
+            *place,
             device_ids,
             cluster_detection_method="deactivate",
             coordinator_bind_address=bound,
@@ -128,23 +127,11 @@ def _first_int(value: int | None, environment: Mapping[str, str], *names: str) -
 
 def split_address(address: str) -> tuple[str, int]:
     """Return (host, port) of a coordinator's address; a UserError where it is none."""
-    try:
+    with contextlib.suppress(ValueError):
         parts = urlsplit(f"//{address}")
         if parts.hostname and parts.port and "@" not in address and parts.hostname.encode("idna"):
             return parts.hostname, parts.port
-    except ValueError:
-        pass
     raise UserError(f"--coordinator ({address!r}) must be host:port, as in 10.0.0.1:8476 or [::1]:8476")
-
-
-def _try_port(bound: str) -> None:
-    """Raise the OSError for a port that is taken, or an address of another host: jax at times crashes there in C++."""
-    host, port = split_address(bound)
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-            raise
 
 
 def bind_address(address: str) -> str:

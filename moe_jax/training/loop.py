@@ -16,7 +16,6 @@ from collections.abc import Callable
 import jax
 
 from moe_jax.data.stream import prefetch, unigram_entropy
-from moe_jax.jobs.hosts import probe_seconds, slow_processes
 from moe_jax.jobs.stop import StopSignal
 from moe_jax.models.counts import flops_per_token
 from moe_jax.models.language_model import flatten
@@ -26,6 +25,7 @@ from moe_jax.training.finite import build_local_finite, check_finite, check_stat
 from moe_jax.training.origin import OpenRun
 from moe_jax.training.program import Programs, Session
 from moe_jax.training.recorder import Recorder, step_record
+from moe_jax.training.slow_processes import probe_seconds, slow_processes
 from moe_jax.training.stepper import NoCompleteProgramError, Stepper
 
 SAVE_SECONDS = 1800.0  # that a process waits for the last checkpoint's other parts

@@ -19,6 +19,7 @@ from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.storage.host_data import HostData
 from moe_jax.storage.run_folder import RunFolder, read_text
 from moe_jax.training.frozen_base import settle_base
+from moe_jax.training.shared_folder import say
 from moe_jax.training.teacher import settle_teacher
 
 
@@ -156,9 +157,10 @@ def _choose_parent(opened: OpenRun) -> int | None:
         )
     length, known = config.data.sequence_length, config.model.max_length
     if host.parameters_only and length > known:  # rotary positions take any
-        opened.hosts.say(
+        say(
+            opened.hosts,
             f"DataConfig.sequence_length ({length}) is above the {known} positions (ModelConfig.max_length) that "
-            f"{init_from} has seen"
+            f"{init_from} has seen",
         )
     return step
 

@@ -18,7 +18,6 @@ from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data.tokenizer import find_tokenizer, with_kept_file
 from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
-from moe_jax.jobs.lock import shared_folder
 from moe_jax.models.lora import joined
 from moe_jax.observe.report import has_report, report_run
 from moe_jax.parallel.nodes import node_size
@@ -30,6 +29,7 @@ from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.origin import OpenRun, Origin, Start, choose_origin, newest_checkpoint
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.recorder import banner, write_beginning
+from moe_jax.training.shared_folder import say, shared_folder
 from moe_jax.training.stepper import Stepper
 
 RESTORE_SECONDS = 1800.0  # from the first process that has read a checkpoint, or its text, to the last
@@ -56,12 +56,12 @@ def run(
         stepper, origin = begin(opened, choose_origin(opened, step, host))
         write_beginning(opened, operative_text, stepper.session)
         if stepper.session.teacher is not None:
-            hosts.say(f"learning from {origin.host.teacher.folder}, step {origin.host.teacher.step}")
+            say(hosts, f"learning from {origin.host.teacher.folder}, step {origin.host.teacher.step}")
         for change in origin.host.changes:
-            hosts.say("from step {step} on: {binding} is {is}, and was {was}".format(**change))
+            say(hosts, "from step {step} on: {binding} is {is}, and was {was}".format(**change))
         finished = Loop(stepper, origin.host, origin.step, opened).run()
         if not finished:
-            hosts.say(f"stopped by a signal after step {stepper.step}; the same command goes on from there")
+            say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
         elif hosts.is_main:
             report_run(opened.folder)
         return finished
@@ -87,7 +87,7 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
         averaged = f", {losses[1]:.4f} with averaged parameters" if len(losses) > 1 else ""
         bits = session.feed.bits_per_byte(losses[0])
         by_bytes = "" if bits is None else f"; {bits:.4f} bits per byte"
-        hosts.say(f"step {step}: held-out loss {losses[0]:.4f}{averaged}{by_bytes}")
+        say(hosts, f"step {step}: held-out loss {losses[0]:.4f}{averaged}{by_bytes}")
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def tell_finished(opened: OpenRun, step: int):
     """Say that there is nothing to train, and write the report if it is not there."""
     more = "; for more, raise train.steps by --gin_bindings" if opened.start.changed else ""
     steps, folder = opened.config.train.steps, opened.folder
-    opened.hosts.say(f"{folder.path}: finished already, at step {step} of {steps}{more}")
+    say(opened.hosts, f"{folder.path}: finished already, at step {step} of {steps}{more}")
     if opened.hosts.is_main and not has_report(folder):
         report_run(folder)
 
@@ -141,7 +141,7 @@ def begin(opened: OpenRun, origin: Origin) -> tuple[Stepper, Origin]:
         origin, engine = older, build_engine(session)
     if origin.step is None:
         state = new_state(opened, origin, session)
-    opened.hosts.say(banner(session, opened.folder, origin.step))
+    say(opened.hosts, banner(session, opened.folder, origin.step))
     if origin.step is not None:
         opened.checkpoints.set_aside(origin.step)
     # the stepper alone holds the state: a step donates it
@@ -163,7 +163,7 @@ def start_session(config: RunConfig, hosts: Hosts) -> Session:
         config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=size))
         if hosts.process_count > 1:
             machines = len(set(hosts.machines))
-            hosts.say(f"{size} devices a node ({hosts.process_count} processes on {machines} host(s))")
+            say(hosts, f"{size} devices a node ({hosts.process_count} processes on {machines} host(s))")
     session = build_session(config, devices)
     meta = session.feed.cache.meta
     named = f"DataConfig.tokenizer ({config.data.tokenizer!r}) is"
@@ -185,14 +185,14 @@ def resume(opened: OpenRun, origin: Origin, session: Session, engine: RejitEngin
     if engine is not None:
         left_out = engine.restore(host.plan)
         if left_out is not None:
-            hosts.say(left_out)
+            say(hosts, left_out)
         home = engine.home
     try:
         state, _ = opened.checkpoints.restore(step, session.saved(session.abstract_state()), home)
     except DamagedCheckpointError as error:
         damage = error.args[0]
     if damaged := [text for text in hosts.gather_text("damage", damage, RESTORE_SECONDS) if text]:
-        hosts.say(f"{damaged[0]}; the one before it is taken")
+        say(hosts, f"{damaged[0]}; the one before it is taken")
         return None
     session.feed.stream.resume(host.data, opened.start.changed)
     if host.base is not None:
@@ -202,10 +202,10 @@ def resume(opened: OpenRun, origin: Origin, session: Session, engine: RejitEngin
     if decay and "ema" not in state:  # in buffers of its own
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=session.state_shardings.state["ema"])
         state["ema"] = copy(state["params"])
-        hosts.say(f"train.ema_decay ({decay}): the average starts from the parameters of step {step}")
+        say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {step}")
     elif not decay and opened.checkpoints.has_ema(step):
-        hosts.say(f"train.ema_decay ({decay}): the average that the checkpoint of step {step} holds is dropped")
-    hosts.say(f"resuming at step {step}")
+        say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {step} holds is dropped")
+    say(hosts, f"resuming at step {step}")
     return state
 
 
@@ -222,5 +222,5 @@ def new_state(opened: OpenRun, origin: Origin, session: Session) -> dict:
         params = other.restore_params(origin.parent, abstract, session.home, part)
         said = f"starting from the {word} of {init_from}, step {origin.parent}"
     if said:
-        opened.hosts.say(said)
+        say(opened.hosts, said)
     return session.fresh_state(params)

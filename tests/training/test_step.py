@@ -14,13 +14,12 @@ from support.tiny_run import config_of, one_step, run_here, session_of
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import NonFiniteError, UserError
-from moe_jax.jobs import hosts
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.storage.host_data import HostData
-from moe_jax.training import loop
+from moe_jax.training import loop, slow_processes
 from moe_jax.training.feed import Feed
 from moe_jax.training.finite import check_finite
 from moe_jax.training.origin import OpenRun, Origin, Start
@@ -339,9 +338,13 @@ def test_step_record():
 def test_a_slow_process_is_named_beside_the_median(monkeypatch):
     """The probe's time comes from a clock that the test turns; its first run, which compiles, counts for nothing."""
     times = iter([0.0, 9.0, 10.0, 10.5, 20.0, 20.25, 30.0, 31.0])
-    monkeypatch.setattr(hosts, "time", types.SimpleNamespace(monotonic=lambda: next(times)))
-    assert hosts.probe_seconds() == 0.25
-    assert hosts.slow_processes([1.0, 1.4, 1.0], ["a", "b", "c"]) == hosts.slow_processes([2.0], ["a"]) == ""
-    line = hosts.slow_processes([1.0, 3.1, 1.0, 0.5], ["a", "b", "c", "d"])
+    monkeypatch.setattr(slow_processes, "time", types.SimpleNamespace(monotonic=lambda: next(times)))
+    assert slow_processes.probe_seconds() == 0.25
+    assert (
+        slow_processes.slow_processes([1.0, 1.4, 1.0], ["a", "b", "c"])
+        == slow_processes.slow_processes([2.0], ["a"])
+        == ""
+    )
+    line = slow_processes.slow_processes([1.0, 3.1, 1.0, 0.5], ["a", "b", "c", "d"])
     assert line.startswith("process 1 (b) takes 3.1 times as long as the median for the same work")
-    assert hosts.slow_processes([1.0, 2.0], ["a", "b"]).startswith("process 1 (b) takes 2.0 times")
+    assert slow_processes.slow_processes([1.0, 2.0], ["a", "b"]).startswith("process 1 (b) takes 2.0 times")
