@@ -159,7 +159,8 @@ def compile_for_all(
         if program_digest(compiled) != told["program"]:
             raise HostLostError(
                 f"process {index} has compiled another program than process 0, so the two cannot run together; all "
-                "hosts of a job should have equal devices, drivers and jax"
+                "hosts of a job should have equal devices, drivers and jax, and XLA_FLAGS=--xla_gpu_autotune_level=0 "
+                "takes kernels without timing them"
             )
         return compiled
     try:
