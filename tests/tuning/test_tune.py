@@ -107,7 +107,7 @@ def test_programs_of_planners_share_one_state(tmp_path, monkeypatch):
 def test_the_command_finds_a_slow_setting_and_its_file_trains(tmp_path, monkeypatch, capsys):
     slow = ("train.batch_size = 64", "train.grad_accum_steps = 8", "ModelConfig.layers = 1")
     (tmp_path / "run.gin").write_text("\n".join(bindings_of(tmp_path, *slow)))
-    monkeypatch.setattr(tuning, "SECONDS", 0.05)
+    monkeypatch.setattr(tuning, "SECONDS", 0.2)
     monkeypatch.setattr(tuning, "WARM_UP", 5)
     out = tmp_path / "tuned.gin"
     run_command_here(
