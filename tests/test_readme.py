@@ -163,18 +163,6 @@ def test_commands_name_what_exists(page):
             added_words(command)
 
 
-def test_checks_see_mistakes():
-    """The checks above, on commands that are wrong."""
-    for command in (
-        "python -m moe_jax.nothing", "python -m moe_jax.train --work_dir=x", "bash scripts/nothing.sh",
-        "python -m moe_jax.train --gin_bindings='train.stps = 1'", "bash scripts/demo.sh --gin_file=configs/run/no.gin",
-    ):  # fmt: skip
-        with pytest.raises((AssertionError, ValueError, OSError, ModuleNotFoundError)):
-            check_words(command)
-    with pytest.raises(AssertionError, match="is new"):
-        added_words("python -m moe_jax.something")
-
-
 def test_commands_run(tmp_path):
     """In the order of the pages, in one folder: a command may read what an earlier one wrote."""
     (tmp_path / "my_texts").mkdir()
@@ -237,14 +225,6 @@ def missing_in(text, page):
 def test_what_a_page_names_exists(page):
     missing = missing_in((ROOT / page).read_text(encoding="utf-8"), page)
     assert not missing, f"{page} names what is not there: {', '.join(missing)}"
-
-
-def test_the_search_sees_what_is_missing():
-    named = ("moe_jax/moe/no.py", "no.py", "`nothing/`", "docs/nothing", "moe_jax.moe.no", "moe_jax.no", "train.no")
-    for word in (*named, "[page](docs/no.md)", "[part](BUILD.md#no)"):
-        assert len(missing_in(f"There is {word} here.", "README.md")) == 1, word
-    there = "`moe/layer.py`, moe_jax.moe.MoELayer, train.steps, [part](BUILD.md#install), runs/x/config.gin, DIR/no.md"
-    assert missing_in(there, "README.md") == []
 
 
 def test_the_architecture_names_every_package():

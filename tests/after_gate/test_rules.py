@@ -24,7 +24,7 @@ from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
 from moe_jax.moe.after_gate_rules import RULES, ShareRule
-from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
+from moe_jax.moe.level_kernel import level_in_one_kernel
 from moe_jax.parallel.sparse_all_gather import shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
@@ -227,13 +227,6 @@ def test_what_fits_the_late_transfer_is_taken_whole(late):
     assert left
 
 
-def test_late_sizes_go_down_to_one():
-    sizes = late_of(3, 5, 2).halves()
-    assert [(size.offers, size.slots, size.crossing) for size in sizes] == [(1, 1, 1), (1, 2, 1), (2, 3, 1), (3, 5, 2)]
-    needs = transfer_sizes(np.zeros((1, 4), int), np.argwhere(np.eye(4, DEVICES, 1)[None]), DEVICES, NODE)
-    assert late_size(needs, sizes[-1]).tolist() == [4]  # four experts of device 0: more than any size offers
-
-
 # the rule, the late transfer and whether it is too small for some plans, the planner's knobs
 RULE_CASES = [("shadows", late, {"name": "fastermoe"}) for late in LATE]
 RULE_CASES += [("calibration", late, {"name": "hecate"}) for late in ("flat_offers", "by_node", "by_node_crossing")]
@@ -346,14 +339,6 @@ def test_one_kernel_decides_what_the_loops_do(sizes):
     totals = counts.sum(axis=0)
     got = kernel(jnp.asarray(totals, jnp.float32), held, home)  # as training runs
     np.testing.assert_allclose(got, loops(totals, held, home), rtol=0, atol=1e-5 * totals.max())
-
-
-def test_what_registers_cannot_hold_stays_with_the_loops():
-    assert fits_one_kernel(64, 32) and fits_one_kernel(128, 64) and not fits_one_kernel(128, 128)
-    assert not fits_one_kernel(8, 256)  # [D, D] is the larger array
-    held = np.ones((256, 256), bool)
-    text = jax.make_jaxpr(ShareRule(sweeps=SWEEPS).quotas)(jnp.ones(256), jnp.asarray(held), jnp.eye(256, dtype=bool))
-    assert "pallas_call" not in str(text)
 
 
 @pytest.mark.gpu_compile

@@ -2,12 +2,10 @@
 
 import dataclasses
 import itertools
-import json
 import re
 
 import jax
 import pytest
-from bench.schedule_report import report
 from support.commands import run_command_here
 
 from moe_jax.analysis import calibrate as measure
@@ -17,7 +15,6 @@ from moe_jax.analysis.timed import (
     LayerCase,
     Timed,
     build_layer,
-    interleaved_seconds,
     layer_cases,
     machine_groups,
     mesh_groups,
@@ -31,7 +28,6 @@ from moe_jax.jobs.hosts import Hosts
 from moe_jax.moe.choosers import parm_seconds, rule_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes, build_schedule
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 
@@ -56,12 +52,6 @@ def test_layers_of_a_machine_visit_every_pair():
     assert {(case.mp_size, case.esp_size) for case in cases} == set(itertools.product((1, 2, 4), repeat=2))
     assert schedules_of(cases[0]) == ("deepspeed", "s1", "s2")
     assert layer_cases(8, MeshConfig(expert=2, expert_shard=2)) == []  # gradients would be summed
-
-
-def test_calls_take_turns_after_one_each():
-    order = []
-    seconds = interleaved_seconds({name: lambda name=name: order.append(name) for name in "ab"}, 2)
-    assert "".join(order) == "ab" + "abab" and [len(own) for own in seconds.values()] == [2, 2]
 
 
 LINES = {"all_to_all": (1e-4, 2e-9), "all_gather": (3e-4, 1e-9)}
@@ -216,24 +206,6 @@ def test_parm_counts_no_exchange_that_the_other_half_hides():
     assert chosen(EXCHANGES, (0.0, 0.0, True))[1]["s1"] == pytest.approx(6 * exchange + gathered)
 
 
-@pytest.mark.parametrize("planned", [None, BucketRows(own=64, node=32, far=8)])
-@pytest.mark.parametrize("sent_bytes", [0, 64])
-def test_parm_hides_what_its_parts_and_layers_charge(planned, sent_bytes):
-    """Forward and backward with gate and moved rows: what is hidden is what was charged, whatever travels."""
-    fits = {**EXCHANGES, **PARTS, "gate": (1.0, 0), "all_to_all:4": (0, 1e-12), "saa:8,4,1": (0, 1e-9, 1e-9)}
-    how = {"half": (1.0, 1.0), "planned_rows": planned, "sent_bytes": sent_bytes}
-    schedule, parts, rule = chosen(fits, **how)
-    assert (rule, schedule) == ("parts", "s2")
-    counts = 8 * 8 * 4 * 1e-9 / 8  # of rows per expert, ahead of them
-    assert parts == pytest.approx({"s1": 1.0 + 2 * 64 * 256e-9 + counts, "s2": 1.0 + counts}, abs=1e-6)
-    # a layer that was timed whole keeps its start; what hides is of its communication
-    layers = {f"layer:{name}": (start, 2.0, 1.0) for name, start in (("s1", 5.0), ("s2", 6.0), ("deepspeed", 4.0))}
-    schedule, whole, rule = chosen({**fits, **layers, "all_gather:4": (0, 1e-5)}, **how)
-    assert rule == "layers" and whole["s2"] == pytest.approx(6.0 + 1.0, abs=0.01)
-    assert whole["s1"] == pytest.approx(5.0 + 1.0 + 2 * 2 * 64 * 256e-5, abs=0.01)
-    assert "deepspeed" in whole and schedule in ("s2", "deepspeed")
-
-
 @pytest.mark.parametrize(
     ("deepspeed", "s2", "saa", "gather", "choice"),
     [
@@ -272,14 +244,3 @@ def test_file_of_another_machine_is_refused(tmp_path):
     roles = build_mesh(MeshConfig(expert=4, expert_shard=2, model=2), jax.devices()[:8])
     with pytest.raises(UserError, match=r"MeshConfig has 8 devices, but cluster 'there' has nodes \(2\) x .*\(2\) = 4"):
         build_schedule("parm", roles, LayerSizes(config=moe, tokens=64, groups=4))
-
-
-def test_a_report_of_two_layers(tmp_path, capsys):
-    """From the calibration of this project's own page: the line that scripts read, with both rules judged."""
-    samples = {"deepspeed": [0.03, 0.031], "s1": [0.02, 0.021], "s2": [0.025, 0.026]}
-    longer = {name: [2 * second for second in seconds] for name, seconds in samples.items()}
-    rows = {LayerCase(2, 2, 256, 64, 64, 1.0, 1): samples, LayerCase(4, 2, 512, 64, 64, 1.0, 2): longer}
-    report(tmp_path / "sweep.csv", rows, "docs/bench/cluster_host.json")
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert answer["layers"] == 2 and set(answer["rules"]) == {"equations", "layers"}
-    assert answer == json.loads((tmp_path / "sweep_summary.json").read_text())

@@ -1,6 +1,5 @@
 """Cluster files, absent figures, link traffic, the three all-to-alls, and fits with known answers."""
 
-import dataclasses
 import pathlib
 import re
 
@@ -142,14 +141,6 @@ def test_rounds_next_to_gathers_by_hand():
     assert transfer_seconds(moves, shape, Cluster(fits=fits), "test") == 5 + 32 + 0.5 * 32
 
 
-def test_fit_starts_at_zero_or_above():
-    """Times that fall below nothing at size 0 give a line through zero: 20 / 10 of size 1 and 3."""
-    fit = fit_alpha_beta([1.0, 3.0], [0.5, 6.5])
-    assert fit.alpha == 0.0 and fit.beta == pytest.approx((1 * 0.5 + 3 * 6.5) / (1 + 9))
-    fit = fit_alpha_beta([1.0, 2.0, 3.0], [3.0, 4.0, 7.0], [1.0, 5.0, 2.0])
-    assert fit.gamma == 0.0 and fit.beta == pytest.approx(2.0)  # y alone would have a slope below zero
-
-
 def test_bound_of_pairwise_by_hand():
     """D = Ng = 2, Ns = 2: per way 2 all-to-alls of 2*8*4*2 = 128 elements over the shards, as many steps of half of it
     between the groups, and a gather of 16*4 = 64 over N_MP = 2."""
@@ -183,20 +174,3 @@ def test_all_to_alls_by_hand():
         # 2 places in a node: 1 partner inside and 2 on each of 3 other nodes, 2 bytes each; 16 bytes in the group
         "coordinated": (1000 + 1 + 60 + 24) + (100 + 1 + 8),
     }
-
-
-def test_each_of_the_three_wins_where_the_paper_says():
-    """On H200s: flat inside a node and where bytes count, hierarchical across nodes, coordinated with slicing."""
-    cluster = dataclasses.replace(read_cluster("h200"), nodes=32, devices_per_node=8)
-    token, prompts = 8192.0, 4e9
-    # a start-up inside the node outlasts the messages saved
-    cases = [(devices, 1, 1, token, "all_to_all") for devices in (8, 16, 32)]
-    for devices in (64, 128, 256):  # rows go to 8 shards: fewer bytes across
-        cases += [(devices, 1, 1, token, "two_level"), (devices, 8, 8, 8 * token, "coordinated")]
-    # there bytes count, and two levels send twice
-    cases += [(256, 1, 1, prompts, "all_to_all"), (256, 8, 8, prompts, "coordinated")]
-    for *sizes, shortest in cases:
-        seconds = transport_seconds(cluster, *sizes)
-        assert min(seconds, key=seconds.get) == shortest, sizes  # the flat one among equals
-        if sizes[3] == 8 * token:
-            assert (seconds["all_to_all"] > 2.5 * seconds["coordinated"]) == (sizes[0] == 256)

@@ -113,12 +113,6 @@ BY_NODE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("other", ["PlannerConfig.transfer = 'flat'", "PlannerConfig.name = 'none'"])
-def test_only_transfers_by_node_need_nodes(other):
-    """Without a planner nothing is transferred."""
-    assert dry_run(config_of("run/hecate", *BY_NODE, other), 8)
-
-
 def test_dry_run_has_all_sections():
     run, text, _ = parse_run_config(["configs/run/demo.gin"])
     short, out = (dry_run(run, 8, bound=bound_in(text), everything=everything) for everything in (False, True))
@@ -173,43 +167,6 @@ def test_dry_run_says_hecates_tau_by_its_papers_formula():
         said.append(re.search(r"PlannerConfig.name 'hecate' for \S+: tau (.*)\n", dry_run(run, 32))[1])
     travels, attention = re.fullmatch(r"0: an expert travels (\S+) ms, attention takes (\S+) ms", said[0]).groups()
     assert float(travels) > float(attention) > 0 and said[1] == "2"
-
-
-def test_dry_run_counts_the_masks_of_documents():
-    """Of the unit whose backward runs: a byte for each pair of tokens, or of cuDNN's bias and its gradient 4."""
-    kept = {}
-    for attention in ("xla", "cudnn"):
-        for mask in (False, True):
-            bindings = [f"ModelConfig.document_mask = {mask}", f"ModelConfig.attention = {attention!r}"]
-            run = config_of("model/hecate_gpt_moe_s", *bindings, "train.batch_size = 256")
-            text = dry_run(run, target="h200:4x8")
-            kept[attention, mask] = number("activations", text)
-            assert ("a document ends with the id 256" in text) == mask
-            length = run.data.sequence_length
-    added = {attention: kept[attention, True] - kept[attention, False] for attention in ("xla", "cudnn")}
-    tokens = 256 // 32 * length
-    assert added == {"xla": tokens * length, "cudnn": 4 * tokens * length}
-    odd = config_of("", *bindings, "ModelConfig.dtype = 'bfloat16'", "DataConfig.sequence_length = 63")
-    with pytest.raises(UserError, match=r"sequence_length \(63\) must be even where ModelConfig.document_mask"):
-        dry_run(odd, target="h200:1x8")
-
-
-def test_dry_run_of_pairwise_tells_its_bound(tmp_path):
-    """From a preset, from a calibration, from a preset that lacks a figure, and without a file."""
-
-    def section(*bindings):
-        return dry_run(config_of("run/fastermoe", *bindings), 8).split("Schedule\n")[1].split("\n\n")[0]
-
-    lines = section()
-    assert "8 expert-parallel devices in 2 group(s), 6 tasks" in lines and "FLOP/s in host_devices" in lines
-    moving, computing = (float(seconds) for seconds in re.findall(r"([\d.]+) ms", lines))
-    bound = float(re.search(r"= ([\d.]+):", lines).group(1))
-    assert bound == pytest.approx((moving + computing) / max(moving, computing), abs=0.01) and 1 < bound < 2
-    assert "by its fits in calibrated" in section("MoEConfig.cluster = 'docs/bench/cluster_host.json'")
-    (tmp_path / "bare.gin").write_text("Cluster.intra_bandwidth = 1e9\n")
-    assert "unknown: the bound of" in section(f"MoEConfig.cluster = '{tmp_path / 'bare.gin'}'")
-    bare = ("PlannerConfig.name = 'none'", "PlannerConfig.when = 'ahead'", "PlannerConfig.cluster = ''")
-    assert section(*bare) == lines  # the devices at hand are the preset's
 
 
 def test_dry_run_says_which_rule_parm_goes_by(tmp_path):
@@ -322,15 +279,6 @@ def test_the_changes_that_a_dry_run_names_suffice(file, target, changes, monkeyp
     assert memory_of(file, *bindings, target=target).startswith("fits: ")
     for left_out in bindings:  # no fewer do
         assert not memory_of(file, *(set(bindings) - {left_out}), target=target).startswith("fits: ")
-
-
-def test_a_run_that_no_change_makes_fit_says_so():
-    page = dry_run(config_of("model/mixtral_8x7b"), target="h100:1x8")
-    assert "assumed: MeshConfig.expert" not in page  # the target counts the devices
-    said = memory_of("model/mixtral_8x7b", target="h100:1x8")
-    assert "no 3 changes of train.grad_accum_steps, " in said and said.endswith(
-        ": take more devices, a smaller model or shorter sequences"
-    )
 
 
 def test_dry_run_touches_no_device():

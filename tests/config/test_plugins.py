@@ -97,13 +97,6 @@ def test_a_run_trains_with_a_router_a_planner_and_a_schedule_of_a_plugin(started
     assert "MoEConfig.my_factor = 2.0  # set" in (tmp_path / "run" / "config.gin").read_text()
 
 
-def test_a_planner_of_a_plugin_is_replayed(started, tmp_path):
-    trace = f"--trace={ROOT / 'configs/trace/top_1.npz'}"
-    cluster = (f"--cluster={ROOT / 'configs/cluster/hpwnv.gin'}", "--nodes=8", "--every=10")
-    done = started("--plugin=mine", trace, *cluster, "--planners=none,still", "--patience=5", module="moe_jax.replay")
-    assert done.returncode == 0 and "\nstill " in done.stdout, done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "bindings", "files", "said"),
     [

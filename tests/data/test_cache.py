@@ -62,26 +62,6 @@ def test_build_cache_holds_each_document_and_its_end(config):
     assert built.train.read(0, 99).tolist() == expected[:8] and built.held_out.read(0, 99).tolist() == expected[8:]
 
 
-@pytest.mark.parametrize("characters", [1, 100])
-def test_build_cache_is_the_same_for_any_batch_of_text(config, monkeypatch, tmp_path, characters):
-    whole = build_cache(config)
-    monkeypatch.setattr(cache, "BATCH_CHARACTERS", characters)
-    monkeypatch.setattr("moe_jax.data.corpus.BLOCK_BYTES", characters)
-    again = build_cache(DataConfig(path=config.path, cache_dir=str(tmp_path / "other")))
-    assert again.meta == whole.meta
-    np.testing.assert_array_equal(again.ends, whole.ends)
-
-
-def test_build_cache_shows_how_far_it_is(config, monkeypatch, capsys):
-    monkeypatch.setattr(cache, "BATCH_CHARACTERS", 1)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    build_cache(config)
-    bars = [bar.split("|")[1:] for bar in capsys.readouterr().err.split("\r")[1:]]
-    # files of 2, 1 and 4 bytes
-    assert [(bar.count("#"), said.split()[0]) for bar, said in bars] == [(6, "29%"), (9, "43%"), (20, "100%")]
-    assert "100% of the text: 3 documents, 10 tokens, " in bars[-1][1]
-
-
 def test_build_cache_is_found_again_until_the_text_changes(config):
     first = build_cache(config)
     assert build_cache(config, Untouched()).meta == first.meta
@@ -231,14 +211,6 @@ def test_split_documents_follows_the_hash_of_the_index():
     sizes[chosen[0]] = 10_000
     assert split_documents(np.cumsum(sizes), 0.1)[1].tolist() == [[11990 - 1199, 11990]]
     assert split_documents(np.array([50, 100]), 0.05)[1].tolist() == [[95, 100]]
-
-
-def test_split_documents_never_leaves_a_part_empty():
-    for documents, size in np.ndindex(11, 3):
-        parts = split_documents(np.arange(1, documents + 2) * (4, 7, 1000)[size], 0.02)
-        assert all(len(spread(part)) >= 2 for part in parts)
-    with pytest.raises(UserError, match=r"the corpus has 3 tokens and must have at least 4; name more text"):
-        split_documents(np.array([3]), 0.1)
 
 
 def test_token_span_read_equals_joined_runs():

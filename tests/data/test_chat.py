@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -130,19 +128,6 @@ def cache_has(span, ids):
     return any(np.array_equal(whole[at : at + ids.size], ids) for at in np.flatnonzero(whole & FIRST))
 
 
-def test_only_answers_count_in_held_out_windows(tmp_path):
-    config = config_of(tmp_path, chat_cases.conversations())
-    cache = build_cache(config)
-    counts = np.zeros(cache.meta.max_id + 1, np.int64)
-    held_out = HeldOut(cache, 1500, packed=True)
-    for tokens, weights, *_ in held_out.batches(4):
-        np.testing.assert_array_equal(weights, tokens[:, 1:] & ANSWER > 0)
-        np.add.at(counts, tokens[:, 1:][weights > 0] & ID_BITS, 1)
-    held = cache.held_out.read(0, len(cache.held_out))
-    assert counts.sum() == np.count_nonzero(held & ANSWER) > 0
-    np.testing.assert_array_equal(held_out.counts(), counts)
-
-
 def test_fit_takes_the_fullest_box_with_room():
     assert sorted(_fit(np.array([5, 3, 8, 2, 7, 1]), 10)) == [[0, 5], [1, 4], [2, 3]]
     assert _fit(np.array([4, 4]), 0) == [[0], [1]]
@@ -185,17 +170,7 @@ def test_rows_of_a_table_are_conversations(tmp_path):
         build_cache(changed)
 
 
-def test_another_template_is_another_cache(tmp_path):
-    config = config_of(tmp_path, chat_cases.conversations())
-    first = build_cache(config).meta
-    chat_cases.write_tokenizer(tmp_path / "tokenizer", chat_cases.PLAIN.replace("Tools:", "Helpers:"))
-    assert build_cache(config).meta.content != first.content
-    dated = template_of(tmp_path / "dated", "{{ strftime_now('%d %b %Y') }}{{ messages[-1].content }}")
-    assert dated.write(TURN, None, "") == "26 Jul 2024b"  # whatever the day: a text's tokens do not change by night
-
-
 TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-TEN = "{% generation %}{{ messages | length }}{% endgeneration %}"
 
 
 @pytest.mark.parametrize(
@@ -241,14 +216,3 @@ def test_an_answer_cut_away_and_files_without_conversations(tmp_path):
             build_cache(config_of(tmp_path, [], **changes))
     with pytest.raises(UserError, match="must be 'text' or 'chat'"):
         DataConfig(kind="talk")
-
-
-def test_the_command_shows_answers_in_green(tmp_path):
-    config = config_of(tmp_path, [{"messages": TURN}] * 3)
-    command = [sys.executable, "-m", "moe_jax.data.chat", f"--data={config.path}", f"--tokenizer={config.tokenizer}"]
-    done = subprocess.run([*command, "--count=1"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    shown = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n\033[32mb<|im_end|>\033[0m\n"
-    assert done.stdout.startswith(f"--- 22 tokens, 2 of answers\n{shown}") and done.stdout.count("---") == 1
-    failed = subprocess.run(command[:-1], capture_output=True, text=True, timeout=60)
-    assert failed.returncode == 2 and failed.stderr.count("\n") == 1

@@ -14,7 +14,6 @@ from moe_jax.data.corpus import DataConfig
 from moe_jax.data.stream import (
     HeldOut,
     TokenStream,
-    _quotas,
     document_numbers,
     inside_documents,
     mask_tokens,
@@ -70,33 +69,6 @@ def test_batch_order_is_pinned(small):
     stream = TokenStream(small, sequence_length=1, batch_size=9, seed=17)
     found = ["".join(row[0] for row in text_rows(stream.batch(step))) for step in range(3)]
     assert found == ["hcbgfaedi", "aihbgcefd", "chiegbdaf"]
-
-
-def test_batch_order_differs_by_seed_and_epoch_and_not_by_readers_or_batch_size(long):
-    def stream(seed=3, batch_size=8):
-        return TokenStream(long, sequence_length=16, batch_size=batch_size, seed=seed)
-
-    def rows(seed, batch_size):
-        count = 2 * stream().windows[0]
-        return np.concatenate([stream(seed, batch_size).batch(s) for s in range(count // batch_size)]).tolist()
-
-    for step in range(40):  # 320 rows of 134 windows: the second and the third epoch begin inside a batch
-        parts = [stream().batch(step, slice(i, i + 1)) for i in range(8)]
-        np.testing.assert_array_equal(np.concatenate(parts), stream().batch(step))
-    (windows,), one = stream().windows, rows(3, 1)
-    assert one == rows(3, 2) != rows(4, 1)
-    assert one[:windows] != one[windows:] and sorted(one[:windows]) == sorted(one[windows:])
-
-
-def test_token_stream_refuses_a_corpus_shorter_than_a_window(small):
-    one_window = TokenStream(small, sequence_length=9, batch_size=1, seed=0)
-    for epoch in range(1, 20):  # a shuffle of one
-        np.testing.assert_array_equal(one_window.batch(0), one_window.batch(epoch))
-    words = (
-        r"has 10 tokens, fewer than one window of DataConfig.sequence_length \(10\) \+ 1; .* to at most 9 or name more"
-    )
-    with pytest.raises(UserError, match=words):
-        TokenStream(small, sequence_length=10, batch_size=1, seed=0)
 
 
 def test_position_is_checked_on_resume(small, tmp_path):
@@ -159,11 +131,6 @@ def test_a_mixture_takes_its_share_of_each_entry_and_repeats_none_before_its_epo
         TokenStream(cache, sequence_length=50_000, batch_size=1, seed=0, weights=weights)
 
 
-def test_shares_of_a_mixture_add_up():
-    assert _quotas((1, 1, 1)) == [334, 333, 333] and _quotas((0.7, 0, 0.3)) == [700, 0, 300]
-    assert _quotas((1e-9, 1.0)) == [1, 999] and sum(_quotas([1] * 7 + [1e-6] * 3)) == 1000
-
-
 def test_held_out_batches_count_each_target_once(eight_held_out):
     batches = list(HeldOut(eight_held_out, 3).batches(2))
     # 7 targets: windows mnop, pqrs, s$ and one row of nothing to fill the second batch.
@@ -179,16 +146,6 @@ def test_held_out_batches_count_each_target_once(eight_held_out):
         batches = list(HeldOut(eight_held_out, length + 1).batches(size + 1))
         total = sum((tokens[:, 1:].astype(np.float64) ** 2 * weights).sum() for tokens, weights, *_ in batches)
         assert total / sum(weights.sum() for _, weights, *_ in batches) == pytest.approx(expected, rel=1e-12)
-
-
-def test_held_out_batches_limit_spreads_over_the_text(eight_held_out):
-    def starts(limit):
-        batches = HeldOut(eight_held_out, 1, limit=limit).batches(8)
-        return [bytes([row[0]]).decode() for tokens, *_ in batches for row in tokens.tolist() if row[0]]
-
-    # 7 windows of one target each; 3 of them begin at 0, 7 // 3 and 14 // 3.
-    assert starts(3) == ["m", "o", "q"]
-    assert starts(0) == starts(7) == starts(99) == list("mnopqrs")
 
 
 def test_held_out_counts_and_entropy_are_those_of_the_targets_that_count(long, tmp_path):

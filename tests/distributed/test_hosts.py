@@ -21,9 +21,9 @@ from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 from moe_jax.jobs import hosts as hosts_module
 from moe_jax.jobs.hosts import Hosts, Watch
-from moe_jax.jobs.start import bind_address, find_place, start_hosts
+from moe_jax.jobs.start import find_place
 from moe_jax.jobs.stop import StopSignal
-from moe_jax.parallel.nodes import machine_id, node_size
+from moe_jax.parallel.nodes import node_size
 
 WORKER, HERE = Path(__file__).with_name("hosts_worker.py"), socket.gethostname()
 
@@ -152,18 +152,6 @@ def test_a_place_that_cannot_be_is_one_line(given, words):
         find_place(given, {})
 
 
-@pytest.mark.parametrize("seconds", [{"lost": 0}, {"lost": float("inf")}, {"stall": -1}, {"stall": float("nan")}])
-def test_limits_that_cannot_be_are_one_line(seconds):
-    with pytest.raises(UserError, match=r"--lost_after_seconds \(.*\) and --stall_after_seconds \(.*\) must lie"):
-        start_hosts(**{f"{name}_after_seconds": value for name, value in seconds.items()})
-
-
-def test_process_0_listens_at_its_own_address():
-    assert bind_address("10.0.0.1:8476") == "10.0.0.1:8476" and bind_address("[::1]:1") == "[::1]:1"
-    assert bind_address("localhost:1") in ("127.0.0.1:1", "[::1]:1")
-    assert bind_address("nowhere.invalid:1") == "[::]:1"
-
-
 @pytest.mark.parametrize(
     ("processes", "machines", "size"),
     [
@@ -181,11 +169,6 @@ def test_node_size_is_that_of_hosts_that_are_alike(processes, machines, size):
         return
     with pytest.raises(UserError, match=size):
         node_size(devices, machines)
-
-
-def test_machine_id_follows_nccl():
-    assert machine_id({}) == machine_id({}) and HERE in machine_id({})
-    assert machine_id({"NCCL_HOSTID": "rack 1"}) == "NCCL_HOSTID rack 1"
 
 
 def test_exit_code_of_each_error():

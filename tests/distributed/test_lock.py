@@ -106,13 +106,6 @@ def test_a_job_of_another_host_is_judged_by_its_count_alone(quick, tmp_path, liv
         assert 2.0 <= seconds_to_take(folder) < 10
 
 
-def test_a_later_attempt_of_the_same_slurm_job_waits_for_nobody(monkeypatch, tmp_path):
-    folder = RunFolder(tmp_path)
-    write(folder, job="17")
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert seconds_to_take(folder) < 2
-
-
 def test_a_job_that_finds_a_later_record_writes_nothing_more(quick, tmp_path):
     """It slept, or its folder was deleted and begun anew."""
     folder, lost, told = RunFolder(tmp_path), [], threading.Event()
@@ -120,11 +113,3 @@ def test_a_job_that_finds_a_later_record_writes_nothing_more(quick, tmp_path):
         write(folder)
         assert told.wait(5)
     assert "is held by process 5 on far; wait" in str(lost[0]) and json.loads(folder.lock.read_text()) == FAR
-
-
-def test_a_folder_that_is_given_back_while_another_job_looks_is_taken(quick, tmp_path):
-    folder = RunFolder(tmp_path)
-    write(folder)
-    leaving = threading.Timer(0.2, write, (folder,), {"released": True})
-    leaving.start()
-    assert seconds_to_take(folder) < lock.STALE_SECONDS

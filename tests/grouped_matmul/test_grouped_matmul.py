@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from support.grouped_cases import as_operands, loop_oracle, make_case
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.blocked import choose_heights
 from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, grouped_matmul, implementations, register
 
 ON_CPU = ("fused", "ragged", "reference")  # 'fused' multiplies as 'blocked' does
@@ -121,34 +120,6 @@ def test_grouped_matmul_leaves_no_bank_gradient_in_a_loop():
         assert shapes[2] not in [variable.aval.shape for variable in scan.outvars]
     kept = [leaf.shape for leaf in jax.tree.leaves(jax.vjp(loss, *values)[1])]
     assert shapes[2] in kept and shapes[1] not in kept
-
-
-def test_choose_heights_waste():
-    """A balanced router's rows are padded by less than a tenth at sizes where that is time."""
-    rng = np.random.default_rng(0)
-    for rows, groups in ((4096, 8), (4096, 64), (16384, 64)):
-        heights = np.array(choose_heights(rows, groups, 512 * 1024))
-        sizes = np.bincount(rng.integers(0, groups, rows), minlength=groups)
-        padded = heights[np.searchsorted(heights, sizes)]
-        assert padded.sum() < 1.1 * rows
-
-
-def test_grouped_matmul_computes_inside_its_loops():
-    """XLA moved the matmuls of a lone group out of the loops, and so computed every block height at every call."""
-
-    def step(lhs, group_sizes, bank, slots):
-        operands = (GroupedWeights(bank=bank, slots=slots),)
-        return grouped_matmul(lhs, group_sizes, operands, implementation="blocked")
-
-    shapes = (
-        jax.ShapeDtypeStruct((1536, 128), jnp.float32),
-        jax.ShapeDtypeStruct((1,), jnp.int32),
-        jax.ShapeDtypeStruct((1, 128, 128), jnp.float32),
-        jax.ShapeDtypeStruct((1,), jnp.int32),
-    )
-    text = jax.jit(step).lower(*shapes).compile().as_text()
-    before, entry = text[: text.index("\nENTRY")], text[text.index("\nENTRY") :]
-    assert "dot_general" in before and "dot_general" not in entry
 
 
 def test_registry():

@@ -18,11 +18,10 @@ from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference import Generator, Sampling, few_tokens
-from moe_jax.inference.few_tokens import LEAST_RESULTS, SCALE, FewTokensGroup, multiply_choices, quantize
+from moe_jax.inference.few_tokens import SCALE, multiply_choices, quantize
 from moe_jax.inference.generator import inference_configs
 from moe_jax.inference.programs import choose_tokens, prompt_keys, settle_transport
 from moe_jax.models import ModelConfig
-from moe_jax.models.model_group import ModelGroup
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -86,24 +85,6 @@ def test_greedy_text_and_logits_equal_the_reference(case, float64, monkeypatch):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
         assert found.experts[row].shape == (len(prompt) + 5, config.moe_layers, moe.top_k)
         assert (found.experts[row] >= 0).all()
-
-
-def test_a_latent_cache_holds_one_latent_and_one_rotated_key():
-    """DeepSeek-V2-Lite's, per token: 27 layers of 512 + 64 numbers, where keys and values of all heads are 16 x 320."""
-    config, moe = configs(dtype="bfloat16", **LATENT)
-    generator, _ = build(config, moe, {"expert": 2, "model": 2})
-    states, program = [], generator.program
-
-    def recorded(*key):
-        return lambda *inputs: states.append(program(*key)(*inputs)) or states[-1]
-
-    generator.program = recorded
-    generator.generate(PROMPTS, 2, GREEDY)
-    shapes = {leaf.shape[-1]: leaf for leaf in jax.tree.leaves(states[0][0].cache)}
-    assert {size: leaf.shape[2] for size, leaf in shapes.items()} == {6: 1, 4: 1}  # latents, rotated keys
-    assert {leaf.dtype for leaf in shapes.values()} == {jnp.dtype(jnp.bfloat16)}
-    whole = {leaf.sharding.shard_shape(leaf.shape)[2:] == leaf.shape[2:] for leaf in shapes.values()}
-    assert whole == {True}  # an MP group's devices have the same
 
 
 def test_text_does_not_depend_on_its_company_and_ends(float64):
@@ -217,15 +198,6 @@ def test_replicas_of_hot_experts_change_no_text(planner, quantize, float64):
         generator.replicate(before.experts, "hecate")
 
 
-def test_quantize_rounds_each_channel_by_its_largest_weight():
-    weight = jax.random.normal(jax.random.key(0), (3, 5, 4)) * jnp.asarray([1.0, 10.0, 0.1, 0.0])[None, None]
-    held, scale = quantize(weight)
-    assert held.dtype == jnp.int8 and scale.shape == (3, 4)
-    assert (np.abs(held).max(axis=1)[:, :3] == 127).all() and (np.asarray(scale)[:, 3] == 1).all()
-    off = np.abs(np.asarray(held) * np.asarray(scale)[:, None] - np.asarray(weight))
-    assert (off <= np.asarray(scale)[:, None] * 0.5001).all()
-
-
 def test_loss_on_int8_equals_that_on_rounded_weights():
     """On a mesh that splits the experts and their hidden dim; and it moves little."""
     config, moe = configs(dtype="float32", activation="swiglu")
@@ -243,21 +215,6 @@ def test_loss_on_int8_equals_that_on_rounded_weights():
     got = int8.loss(PROMPTS[2:])
     np.testing.assert_allclose(got, exact, rtol=1e-6)
     np.testing.assert_allclose(got, before, rtol=5e-3)
-
-
-def test_one_row_is_multiplied_as_a_matmul_does():
-    """In float64: sums over one dim and over two, cut into parts and whole."""
-    rng, plain, few = np.random.default_rng(0), ModelGroup((), 1, False), FewTokensGroup((), 1, False)
-    cases = (
-        ("bsm,mhd->bshd", (1, 1, 6), (6, 2, 3)),
-        ("bsm,mchd->cbshd", (1, 1, 8), (8, 2, 2, 3)),
-        ("bshd,hdm->bsm", (1, 1, 4, 3), (4, 3, 5)),
-        ("bsf,fm->bsm", (1, 1, 5), (5, 2 * LEAST_RESULTS)),
-    )
-    with jax.enable_x64(True):
-        for spec, x, w in cases:
-            x, weight = jnp.asarray(rng.normal(size=x)), (jnp.asarray(rng.normal(size=w)), None)
-            np.testing.assert_allclose(few.times(spec, x, weight), plain.times(spec, x, weight), rtol=0, atol=1e-12)
 
 
 def test_the_layer_of_few_tokens_equals_a_loop_over_choices():

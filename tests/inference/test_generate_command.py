@@ -4,10 +4,8 @@ import json
 import sys
 
 import jax
-import numpy as np
 import pytest
 from support.commands import run_command_here
-from support.generation_cases import recorded_logits
 from support.ports import free_port
 from support.tiny_run import finish, run_here, start
 
@@ -15,7 +13,6 @@ from moe_jax.errors import UserError
 from moe_jax.inference import Sampling, load
 
 GREEDY = Sampling(temperature=0)
-BFLOAT16 = ["ModelConfig.dtype = 'bfloat16'", "MoEConfig.top_k = 8"]  # all experts, so no rounding changes a choice
 
 
 def on_mesh(**sizes):
@@ -51,33 +48,6 @@ def test_load_reads_a_run_on_another_mesh(workdir, many):
     assert max(map(max, texts.token_ids)) < 258  # the model's vocabulary is rounded up to 384
     assert many.end_ids == (256,)
     load(workdir, averaged=True, step=3, **ONE)
-
-
-def test_bfloat16_decodes_what_it_would_compute_anew(workdir):
-    """Matrices are kept in the compute dtype, the rest in float32; cached and recomputed logits differ by roundings."""
-    one = load(workdir, bindings=[*on_mesh(expert=1), *BFLOAT16], devices=jax.devices()[:1])
-    dtypes = {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(one.params)}
-    units = "['dense']['units']['segment_0']"
-    assert {dtypes["['bank']['segment_0']['w_in']"], dtypes[f"{units}['attention']['out']"]} == {"bfloat16"}
-    assert {dtypes[f"{units}['gate']['w_gate']"], dtypes["['dense']['norm']['scale']"]} == {"float32"}
-    logits = recorded_logits(one)
-    made = one.generate(["12 apples"], 3, GREEDY)
-    (prompt,), (new,) = made.prompt_ids, made.token_ids
-    one.generate([[*prompt, *new[:2]]], 1, GREEDY)
-    decoded, anew = (np.asarray(logits[step], np.float32)[0, :258] for step in (2, -1))
-    assert np.max(np.abs(anew - decoded)) < 0.05 * np.max(np.abs(decoded))
-
-
-def test_files_next_to_the_run(workdir):
-    """Files name the ends; the 'byte' of a conversion without a tokenizer is none."""
-    for name, text, ends in (("config", "7", (7,)), ("generation_config", "[5, 6]", (5, 6))):
-        (workdir / f"{name}.json").write_text(f'{{"eos_token_id": {text}}}')
-        assert load(workdir, **ONE).end_ids == ends
-    assert load(workdir, **ONE).tokenizer.name == "byte"
-    bound = [*ONE["bindings"], "ModelConfig.vocab_size = 384"]
-    assert load(workdir, **ONE | {"bindings": bound}).tokenizer is None
-    for name in ("config", "generation_config"):
-        (workdir / f"{name}.json").unlink()
 
 
 def test_prompts_are_checked_before_anything_runs(many, monkeypatch):

@@ -3,14 +3,12 @@
 import dataclasses
 import json
 import pathlib
-import subprocess
 import sys
 
 import pytest
 from support.commands import run_command_here
 from support.tiny_run import bindings_of, finish, start
 
-from moe_jax.analysis import cuda_wheels
 from moe_jax.analysis.compile_ahead import on_target
 from moe_jax.cluster.targets import device_named, parse_target, read_device, target_names
 from moe_jax.config.run_config import RunConfig
@@ -19,7 +17,6 @@ from moe_jax.models import ModelConfig
 from moe_jax.parallel.mesh import MeshConfig
 
 SAVED = pathlib.Path(__file__).parent / "fixtures" / "expert_parallel.hlo.xz"
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_every_device_has_figures_and_a_description():
@@ -61,44 +58,12 @@ def test_runs_fit_their_target():
             parse_target(text)
 
 
-def test_the_environment_is_the_one_that_the_scripts_make(tmp_path, monkeypatch):
-    """make_environment of scripts/environment.sh writes requirements.txt and the wheels; `ready` asks for these."""
-    place = tmp_path / "x-cuda"
-    place.mkdir()
-    assert not cuda_wheels.ready(place)
-    for wheels, ready in (("jax[cuda13]==0.0.1", False), (cuda_wheels.WHEELS, True)):
-        (place / cuda_wheels.MARK).write_text(f"-e .\n{wheels}\n")
-        assert cuda_wheels.ready(place) == ready
-    monkeypatch.setenv("MOE_JAX_VENV", str(tmp_path / "x"))
-    assert cuda_wheels.folder(cuda_wheels.RECORDED) == place
-    script = (ROOT / "scripts" / "test.sh").read_text()
-    assert (
-        f"\nrecorded={cuda_wheels.RECORDED} " in script and 'make_environment "$venv" "" "jax[cuda13]==$jax"' in script
-    )
-
-
 def refused(*flags):
     """Return the one line of a command that is refused."""
     with pytest.raises(UserError) as error:
         run_command_here("inspect", *flags)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_missing_wheels_are_named_and_a_failed_installation_leaves_nothing(tmp_path, monkeypatch):
-    def run(command, **_):
-        if "venv" in command:
-            pathlib.Path(command[-1]).mkdir()
-        return subprocess.CompletedProcess(command, int("pip" in command), stderr="more\nERROR: No such wheels\nmore")
-
-    monkeypatch.setattr(cuda_wheels, "installed_cuda", lambda: None)  # whatever this Python has
-    monkeypatch.setenv("MOE_JAX_VENV", str(tmp_path / "none"))
-    flags = "--target=h200:1x4", f"--out={tmp_path / 'out'}"
-    line = refused(*flags)
-    assert "CUDA wheels of jax" in line and "GB on disk" in line and "--install" in line
-    monkeypatch.setattr(cuda_wheels.subprocess, "run", run)
-    assert "cannot be had: ERROR: No such wheels; nothing was left behind" in refused(*flags, "--install")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -154,9 +119,3 @@ def test_real_devices_are_run_and_measured(tmp_path):
     assert saved["rows"]["step_seconds"] < saved["step"]["modelled_seconds"]
     assert report["constants"] and {name: model[name] for name in report["constants"]} == report["constants"]
     assert report["target"]["per_node"] == 2 and report["memory"]["arguments"] > 0
-
-
-def test_unknown_compiler_options_are_refused(tmp_path):
-    bindings = [f"--gin_bindings={binding}" for binding in bindings_of(tmp_path)]
-    line = refused(*bindings, "--rates=h200", f"--out={tmp_path / 'out'}", "--compiler_option=xla_gpu_nonsense=1")
-    assert "No such compile option: 'xla_gpu_nonsense'" in line and not (tmp_path / "out").exists()

@@ -7,13 +7,12 @@ import dataclasses
 import json
 import lzma
 import pathlib
-import re
 
 import pytest
 from support.gpu_trace import write_gpu_trace
 from support.toy import BRANCH, LOOP, MODEL, PRICES, TARGET
 
-from moe_jax.analysis.measured import Span, add_measured, compare_instructions, fit_constants, read_spans
+from moe_jax.analysis.measured import Span, add_measured, compare_instructions, read_spans
 from moe_jax.analysis.program_report import (
     build_report,
     draw_timeline,
@@ -124,53 +123,6 @@ def test_an_overflow_costs_the_common_step_and_the_complete_one():
     assert overflow_record(common, (planned,), complete)["chance"] is None
 
 
-def test_the_report_says_all_of_it():
-    module, target = parse_module(LOOP, (HALF,)), dataclasses.replace(TARGET, config="core_count: 132")
-    line = play(module, Prices(target, MODEL))
-    found = what_if(module, Prices(target, MODEL))
-    text = report_text(
-        build_report(line, Prices(target, MODEL), overflow=overflow_record(line, (HALF,), line), **found)
-    )
-    for said in (
-        "P(overflow) of a step is at most 3.000%; complete program 48000.000 ms",
-        "= 48000.000 ms + 3.000% x (48000.000 ms + 48000.000 ms) = 50880.000 ms",
-        "compute at 100 / 132 next to transfers: step ",
-        "buckets of all: 8 rows by shape, 4 expected (50.0%), 3 exchanges a step",
-        "by expected rows: step 24000.000 ms",
-    ):
-        assert said in text, said
-    assumed = Prices(target, dataclasses.replace(MODEL, node_start=None))  # 18, 45 or 93 us a turn, which are exposed
-    found = what_if(module, assumed)
-    said = report_text(build_report(play(module, assumed), assumed, **found))
-    assert "modelled step 48000.135 ms (48000.054 ms to 48000.279 ms): compute 48000.000 ms" in said
-    assert [own["exposed_seconds"] for own in found["range"].values()] == pytest.approx([54e-6, 135e-6, 279e-6])
-    unknown = report_text(build_report(line, Prices(target, MODEL), overflow=overflow_record(line, (HALF,), None)))
-    assert "--complete compiles the complete program" in unknown
-
-
-@pytest.mark.parametrize("blocks, turns", [("blocks_8_2_2_4_0_4/", 2), ("", 1)])
-def test_every_figure_that_rests_on_assumed_turns_says_so(blocks, turns):
-    """Of 8 rows half are expected, 2 in each of two groups: a turn each, and its matmul has no rows to leave out. Of
-    any other loop one turn is counted."""
-    text = re.sub(r"backend_config=.*", f'metadata={{op_name="jit(f)/jvp(moe)/experts/{blocks}while"}}', LOOP)
-    module = parse_module(text.replace("while/body/experts", f"experts/{blocks}while/body"), (HALF,))
-    prices = Prices(dataclasses.replace(TARGET, config="core_count: 132"), MODEL)
-    line, found = play(module, prices), what_if(module, prices)
-    assert line.seconds == pytest.approx(turns * 16.0) and line.assumed_turns == {"while.1": turns}
-    assert line.unknown_loops == (set() if blocks else {"while.1"})
-    assert [own["step_seconds"] for own in found["range"].values()] == pytest.approx([turns * 16.0] * 3)
-    assert found["rows"]["flops"] == (2 * 1024 if blocks else 512)
-    assert len(found["rows"]["instructions"]) == (1 if blocks else 2)  # exchanges, and matmuls outside blocks
-    found |= {"overflow": overflow_record(line, (HALF,), line), "model_flops": 512.0, "memory": {"peak": 7}}
-    measured = add_measured(build_report(line, prices, **found), module, prices, [Span("d0", "dot.1", 0, 1)], steps=1)
-    said = report_text(measured).splitlines()
-    why = "over blocks of rows" if blocks else "(while.1)"
-    assert sum(one.startswith(f"1 loops {why}: turns are data, ") for one in said) == 1
-    figures = re.compile(r"\d ms|MFU|kernels, |overlapped with an|\.\d{3} +\d")
-    assert {one for one in said if one.endswith(" (turns assumed)")} == {one for one in said if figures.search(one)}
-    assert "(turns assumed)" not in report_text(build_report(play(parse_module(LOOP), PRICES), PRICES))
-
-
 def test_buckets_of_the_committed_run():
     """32 buckets of 632 rows for 512 choices each, 12 layers in two halves; and with MP."""
     config = parse_run_config([str(RUN)], [])[0]
@@ -240,22 +192,6 @@ def test_compare_by_hand():
     assert record["fit"]["conditional"] == {"value": None, "before": 0.0, "samples": 0, "quartiles": None}
 
 
-def test_pauses_around_conditionals_are_their_cost():
-    """Kernels end at 1, 11, 21, 31 ms; the predicate is read; the next kernels begin 0.5 ms after the last one's end:
-    the conditional costs that, less one launch."""
-    module = parse_module(BRANCH)
-    spans = []
-    for place in range(4):
-        start = 0.01 * place
-        spans.append(Span("gpu", "before", start, start + 1e-3))
-        spans.append(Span("gpu", "conditional.1", start + 1.1e-3, start + 1.2e-3))
-        spans.append(Span("gpu", "after", start + 1.5e-3, start + 2e-3))
-    record = compare_instructions(module, Prices(H200), spans, steps=4)
-    assert record["constants"]["conditional"] == pytest.approx(0.5e-3 - Prices(H200).launch)
-    loops = next(group for group in record["groups"] if group["group"] == "loop overhead")
-    assert loops["measured_seconds"] == pytest.approx(1e-4) and record["step_seconds"] is None
-
-
 def test_collectives_measured_by_hand():
     """Two devices, two steps. On d0 a transfer runs 0-4 and 10-14; kernels 1-2 and 1.5-3, then 12-20: hidden are
     2 s and 2 s, exposed 4 s. On d1 nothing computes next to 2 s of transfer. Per device and step: 10 / 4 s, exposed
@@ -273,16 +209,3 @@ def test_collectives_measured_by_hand():
     assert "2500.000" in report_text(found)
     lacking = add_measured(report, module, PRICES, [Span("d0", "dot.1", 0, 1)], steps=1)
     assert lacking["collectives"][0]["measured"] is None and "not in the trace" in report_text(lacking)
-
-
-def test_fit_finds_the_constants_of_a_device():
-    """By weighted medians: a few kernels that are ten times slower for no reason move nothing."""
-    real = Constants(matmul_efficiency=0.5, memory_efficiency=0.8, launch=4e-6, conditional=2e-5)
-    # of its FLOPs at the peak, of its bytes at the full bandwidth, measured, executions
-    samples = [(1e-3, 1e-5, 2e-3, 1), (0.0, 1e-4, 1.25e-4, 2), (0.0, 1e-8, 4e-6, 3)] * 20
-    samples += [(1e-3, 1e-5, 2e-2, 1), (0.0, 1e-4, 1.25e-3, 2)]
-    fit = fit_constants(samples, Prices(H200), pauses=[2e-5 + Prices(H200).launch] * 5)
-    assert {name: own["value"] for name, own in fit.items()} == pytest.approx(
-        {name: getattr(real, name) for name in fit}
-    )
-    assert fit["launch"]["before"] == Prices(H200).launch and fit["launch"]["samples"] == 20

@@ -138,21 +138,6 @@ def test_programs_are_traced_as_on_gpus(wanted, name, request, cudnn):
         assert starts.count("cond") < primitives_of(program.trace_step(shape)).count("cond")
 
 
-def test_training_guides_the_scheduler_by_the_rows_that_inspect_expects(request, monkeypatch):
-    program, config, _ = program_of("all three on", "hecate", request)
-    shape = compile_ahead.planned_shapes(config, program.roles, 1.0)
-    handed = mock.Mock(side_effect=RuntimeError("asked"))
-    monkeypatch.setattr(Program, "trace_step", mock.Mock())
-    monkeypatch.setattr("moe_jax.training.program.compile_for_all", handed)
-    monkeypatch.setattr(compile_ahead, "compile_guided", handed)
-    with pytest.raises(RuntimeError, match="asked"):
-        program.compile_step(shape)
-    with pytest.raises(RuntimeError, match="asked"):
-        compile_ahead.compile_step(config, program.devices, skew=1.0, options={}, real=True)
-    of_training, of_inspect = (call.args[-1] for call in handed.call_args_list)
-    assert of_training == of_inspect and of_training[0].used < 1
-
-
 def reported(target, folder, *bindings, flags=()):
     """Return (report, stderr) of the command; a crash of the compiler ends a process of its own."""
     bound = [f"--gin_bindings={binding}" for binding in bindings]

@@ -20,15 +20,13 @@ from moe_jax.cluster.collectives import traffic
 from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds, transport_seconds
-from moe_jax.cluster.prices import Constants, Prices, read_constants
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play, scheduler_profile, unguided_share
-from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import choose_heights, rows_computed
 from moe_jax.moe.experts import expert_ffn
 
 ALL = ((0, 1, 2, 3),)
-TWO_ADAPTERS = {"adapters": 2, "node_bandwidth": 20.0}
 STARTS = dataclasses.replace(MODEL, start=1.0, step=2.0, node_start=10.0, node_step=5.0)
 
 
@@ -55,19 +53,6 @@ STARTS = dataclasses.replace(MODEL, start=1.0, step=2.0, node_start=10.0, node_s
 )
 def test_traffic_by_hand(kind, groups, inside, leaving, seconds):
     assert traffic(kind, 160, groups, PRICES) == (inside, leaving, pytest.approx(seconds, rel=1e-12))
-
-
-@pytest.mark.parametrize(
-    "figures, kind, size, groups, seconds",
-    [
-        (TWO_ADAPTERS, "collective-permute", 160, ((0, 2), (1, 3)), 16.0),
-        (TWO_ADAPTERS, "collective-permute", 160, ((0, 2),), 16.0),  # one adapter of the two
-        (TWO_ADAPTERS, "all-to-all", 160, ALL, 8.0),
-    ],
-)
-def test_adapters_are_shared(figures, kind, size, groups, seconds):
-    prices = Prices(dataclasses.replace(TARGET, **figures), MODEL)
-    assert traffic(kind, size, groups, prices)[2] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +111,6 @@ def test_a_transfer_that_ends_before_the_matmul_begins_is_exposed_whole():
     assert (
         flight.executions_overlapping_matmuls == flight.executions_overlapping_kernels == 0 and flight.overlapped == {}
     )
-
-
-def test_synchronous_collectives_are_exposed_whole():
-    text = LOOP.replace("((f32[4,10]{1,0}), f32[4,10]{1,0}) all-to-all-start(%x)", "f32[4,10]{1,0} all-to-all(%x)")
-    text = re.sub(r"  %all-to-all-done = .*\n", "", text).replace("%all-to-all-done", "%all-to-all-start")
-    flight = only(play(parse_module(text), PRICES))
-    assert not flight.asynchronous and flight.exposed_seconds == pytest.approx(48.0) and flight.bytes == 160
 
 
 def expert_layers(rows, counts, dims):
@@ -209,16 +187,6 @@ def test_transfers_share_links_one_after_the_other():
     assert reduce.exposed_seconds == pytest.approx(33.6 - 19.2) and reduce.executions_overlapping_matmuls == 1
 
 
-def test_time_in_which_two_exchanges_move_is_overlapped_once():
-    """The matmul runs from 1.6 to 17.6, as one exchange across nodes does, and meanwhile one inside until 3.2."""
-    dot, done = (re.search(rf"  %{name} = .*\n", TWO).group() for name in ("dot.9", "cpd"))
-    text = TWO.replace(dot, "").replace(done, dot + done).replace("all-reduce", "all-to-all")
-    text = text.replace("{{0,1},{1,0}}", '{{0,1},{1,0}}, metadata={op_name="jit(f)/dispatch/ppermute"}')
-    timeline = play(parse_module(text), PRICES)
-    assert {flight.role for flight in timeline.flights.values()} == {"all-gather", "all-to-all"}
-    assert timeline.overlapped == {("", ""): pytest.approx(16.0)}
-
-
 WRAPPED = (
     HEAD
     + """
@@ -261,30 +229,6 @@ def test_wrapped_collectives_calls_and_branches():
     assert slower.seconds == pytest.approx(19.0)
     branch = timeline.skipped["conditional.1"]
     assert branch["seconds_not_taken"] == [pytest.approx(16.0)] and branch["executions"] == 1
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{}", "holds no constants; write some of matmul_efficiency, memory_efficiency, launch, conditional"),
-        ('{"launches": 1}', "names 'launches'; the model has"),
-        ('{"memory_efficiency": 1.5}', "memory_efficiency (1.5) must be a share above 0 and at most 1"),
-        ("{", "cannot be read as JSON"),
-        ('{"launch": -1}', "launch (-1) must be seconds, at least 0"),
-        ('{"launch": "2"}', "launch ('2') must be seconds"),
-        ('{"matmul_efficiency": NaN}', "matmul_efficiency (nan) must be"),
-        ('{"matmul_efficiency": 0.5, "conditional": 1e-5}', None),
-        ('{"schema": 1, "constants": {"matmul_efficiency": 0.5, "conditional": 1e-5}}', None),
-    ],
-)
-def test_read_constants_of_a_file_and_of_a_report(tmp_path, text, message):
-    path = tmp_path / "constants.json"
-    path.write_text(text)
-    if message is None:
-        assert read_constants(str(path)) == Constants(matmul_efficiency=0.5, conditional=1e-5)
-        return
-    with pytest.raises(UserError, match=re.escape(message)):
-        read_constants(str(path))
 
 
 def test_profile_by_hand():

@@ -11,7 +11,6 @@ import pytest
 from support.equality_cases import assert_equal, model_config, moe_config
 from support.tiny_run import config_of
 
-from moe_jax.errors import UserError
 from moe_jax.moe.routers import PADDING, RouterInputs, RouterPlace, build_router
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.replan.auto import planners
@@ -109,9 +108,3 @@ def test_homes_move_between_devices_of_unequal_shares(alone, devices, planner):
 @pytest.mark.parametrize("devices", [3, 5, 6])
 def test_every_planner_runs(alone, devices, planner):
     assert_runs(alone, devices, planner, "PlannerConfig.interval = 5")
-
-
-def test_eplb_without_slots_is_refused_in_one_line(alone):
-    bindings = ("PlannerConfig.name = 'eplb'", "PlannerConfig.replica_slots = 0")
-    with pytest.raises(UserError, match=r"^planner 'eplb' without replica slots needs experts \(8\)[^\n]*$"):
-        steps_of(alone[0], 3, *bindings)

@@ -23,7 +23,6 @@ from support.equality_cases import (
 )
 from support.reference_model import reference_logits
 
-from moe_jax.errors import UserError
 from moe_jax.models import attention, make_loss
 from moe_jax.models.attention import attend
 
@@ -186,11 +185,3 @@ def test_what_does_not_fit_is_refused():
         loss = make_loss(model, model.layout(), 8, 8)
         with pytest.raises(ValueError, match="exactly where ModelConfig.document_mask is set"):
             loss({}, without, None, None, None, None)
-
-
-def test_cudnn_takes_an_even_number_of_tokens(monkeypatch):
-    monkeypatch.setattr("moe_jax.models.loss.resolve_attention", lambda config, device: config)
-    config = model_config(document_mask=True, attention="cudnn", dtype="bfloat16")
-    model = build(config, moe_config(), {})
-    with pytest.raises(UserError, match=r"sequence_length \(7\) must be even where ModelConfig.document_mask"):
-        make_loss(model, model.layout(), 8, 7)

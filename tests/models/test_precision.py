@@ -10,7 +10,6 @@ Letters: docs/notation.md; t = 64.
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from support.prefetch_cases import placements_of
 from support.sums_in_programs import narrow_sums
 
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.kernels.grouped import find_implementation, implementations
+from moe_jax.kernels.grouped import implementations
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import GroupedWeights, MoEConfig
 from moe_jax.moe.experts import expert_ffn
@@ -157,19 +156,6 @@ def test_no_sum_of_a_training_step_is_kept_in_16_bits(name):
     assert not [one for one in found if excuse(name, one) is None]
 
 
-def test_walk_finds_every_kind_of_sum():
-    def loss(x, w, b, ids):
-        def body(total, chunk):
-            return total + jnp.sum(chunk @ w + b[None], dtype=jnp.float32), None
-
-        return jax.lax.scan(body, jnp.float32(0), x)[0] + jnp.sum(w[ids], dtype=jnp.float32)
-
-    x, w, b = (jnp.zeros(shape, jnp.bfloat16) for shape in ((3, TOKENS, 4), (4, 5), (5,)))
-    jaxpr = jax.make_jaxpr(jax.grad(loss, (1, 2)))(x, w, b, jnp.zeros(9, jnp.int32)).jaxpr
-    found = {one.primitive.replace("_", "-") for one in narrow_sums(jaxpr, TOKENS, {(4, 5)})}
-    assert {"carry", "scatter-add", "dot-general", "add-any", "reduce-sum"} <= found
-
-
 def gradients(case: Case, dtype: str):
     """Return {leaf: gradient} of the first step in float64 NumPy; every token goes to every expert."""
     model, plan, tables, rows = build(case, dtype, top_k=EXPERTS)
@@ -214,23 +200,6 @@ def test_every_leaf_in_16_bits_is_near_float32(name):
         errors = {leaf: relative(got[leaf], want[leaf]) for leaf in want}
         limits = {leaf: LIMIT_QK_NORM if "q_norm" in leaf or "k_norm" in leaf else LIMIT for leaf in errors}
         assert not {leaf: error for leaf, error in errors.items() if error > limits[leaf] / finer}
-
-
-def test_a_gathered_bank_is_cast_on_the_way(monkeypatch):
-    """`ragged` gathers the weights of a layer: the bits are those of a bank cast as a whole, which is not made."""
-    case = Case({"expert": 8}, {"prefetch": "hecate", "remat": "block"}, {"grouped_matmul": "ragged"})
-
-    def copies():  # of the whole bank, in bfloat16
-        jaxpr, _ = traced_step(case, "bfloat16")
-        found = re.findall(r"bf16\[2,16,24\]\S* = convert_element_type", str(jaxpr))
-        return len(found)
-
-    read = gradients(case, "bfloat16"), copies()
-    monkeypatch.setattr(find_implementation("ragged"), "gathers", False)
-    cast = gradients(case, "bfloat16"), copies()
-    assert (read[1], cast[1]) == (0, 1)
-    for name in cast[0]:
-        np.testing.assert_array_equal(read[0][name], cast[0][name])
 
 
 @pytest.mark.parametrize("by_node", [False, True])

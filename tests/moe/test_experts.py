@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support import grouped_cases
 
-from moe_jax.kernels.grouped import GroupedWeights
 from moe_jax.moe.experts import expert_ffn, weight_names
 
 ON_CPU = ("blocked", "fused", "ragged", "reference")
@@ -132,28 +131,3 @@ def test_the_backward_keeps_hidden_rows_narrow(activation):
     _, pull_back = jax.vjp(apply, jnp.asarray(rows), grad_sinks)
     kept = [leaf for leaf in jax.tree.leaves(pull_back) if getattr(leaf, "shape", ()) == (len(rows), HIDDEN)]
     assert [leaf.dtype for leaf in kept] == [jnp.bfloat16] * len(weights)
-
-
-def test_expert_ffn_memory():
-    """The fused backward keeps the pre-activations [R, F], and neither the grad_sinks' zeros nor a copy of the bank."""
-    groups, rows, model, hidden = 16, 256, 64, 128
-    names = weight_names("gelu")
-    shapes = {"w_in": (groups, model, hidden), "w_out": (groups, hidden, model)}
-    grad_sink_bytes = 2 * groups * model * hidden * 4
-
-    def step(x, group_sizes, slots, banks):
-        def loss(x, grad_sinks):
-            operands = {n: (GroupedWeights(bank=banks[n], slots=slots, grad_sink=grad_sinks[n]),) for n in names}
-            return jnp.sum(expert_ffn(x, group_sizes, operands, activation="gelu", implementation="fused"))
-
-        return jax.grad(loss, (0, 1))(x, {n: jnp.zeros(shape) for n, shape in shapes.items()})
-
-    arguments = (
-        jax.ShapeDtypeStruct((rows, model), jnp.float32),
-        jax.ShapeDtypeStruct((groups,), jnp.int32),
-        jax.ShapeDtypeStruct((groups,), jnp.int32),
-        {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in shapes.items()},
-    )
-    temp = jax.jit(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
-    kept = rows * hidden * 4
-    assert kept < temp < 6 * kept < grad_sink_bytes  # pre-activations, and blocks of at most all rows

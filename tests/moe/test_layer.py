@@ -118,27 +118,6 @@ def test_layer_loads_per_source():
     np.testing.assert_array_equal(loads, expected)
 
 
-def test_layer_parameters_do_not_depend_on_the_mesh():
-    config = MoEConfig(num_experts=EXPERTS)
-    alone, spread = (
-        layer_of(roles_of(1), config, activation="swiglu"),
-        layer_of(roles_of(8, data=2), config, activation="swiglu"),
-    )
-    shapes = {"w_in": (8, 8, 12), "w_gate": (8, 8, 12), "w_out": (8, 12, 8)}
-    assert {name: value.shape for name, value in spread.bank.items()} == shapes
-    for name in shapes:
-        np.testing.assert_array_equal(alone.bank[name][...], spread.bank[name][...])
-        assert spread.bank[name][...].addressable_shards[0].data.shape[0] == 2  # eight experts over four devices
-    np.testing.assert_array_equal(alone.w_gate[...], spread.w_gate[...])
-
-
-def test_bfloat16_tokens_come_back_so_from_float32_parameters():
-    graph, state = nnx.split(layer_of(roles_of(8), MoEConfig(num_experts=EXPERTS)))
-    x = jax.ShapeDtypeStruct((4, 16, MODEL_DIM), jnp.bfloat16)
-    y, loss, _ = jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, x)
-    assert (y.shape, y.dtype, loss.dtype) == (x.shape, jnp.bfloat16, jnp.float32)
-
-
 def test_layer_errors():
     layer = layer_of(roles_of(8), MoEConfig(num_experts=EXPERTS))
     for shape, message in (

@@ -1,7 +1,3 @@
-import io
-import os
-import zipfile
-
 import numpy as np
 import pytest
 
@@ -109,17 +105,6 @@ def test_resume_on_another_mesh_keeps_what_is_known_of_the_first(tmp_path, caplo
         recorder.merge()
 
 
-def test_parts_without_a_run_are_kept_and_read(tmp_path):
-    record_steps(tmp_path, [10], sources=4)
-    recorder = record_steps(tmp_path, [20], resume_step=10, origin=origin(2))
-    assert "1 of (4 sources)" in recorder.describe_older()
-    trace = read_loads(recorder.merge())
-    assert trace.origins == (None, origin(2))
-    assert LoadsRecorder(tmp_path, 10, resume_step=20, origin=origin(4)).describe_older().count(" of (") == 1
-    np.savez(tmp_path / "old.npz", **GOOD, mesh=np.zeros(3))  # somebody else's file, somebody else's key
-    assert read_loads(tmp_path / "old.npz").origins == (None, None)
-
-
 GOOD = {"loads": np.ones((2, 1, 2, 3), np.int32), "iterations": np.array([10, 20])}
 NEGATIVE = GOOD["loads"].copy()
 NEGATIVE[1, 0, 1, 2] = -4
@@ -145,23 +130,6 @@ def test_read_loads_names_what_is_wrong(tmp_path, arrays, message):
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(UserError, match="is a single array"):
         read_loads(tmp_path / "one.npy")
-
-
-def test_read_loads_believes_no_header(tmp_path):
-    """Sizes that the file cannot hold, by its own words or by its directory's, are refused before memory is taken."""
-    path, header = tmp_path / "trace.npz", io.BytesIO()
-    fields = {"descr": "<i4", "fortran_order": False, "shape": (10**13, 1, 1, 1)}
-    np.lib.format.write_array_header_1_0(header, fields)
-    for claimed in (None, 2**32 - 2):
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("loads.npy", header.getvalue() + bytes(100))
-            if claimed:
-                archive.infolist()[0].file_size = claimed
-        with pytest.raises(UserError, match="trace.npz is not a readable npz file of plain arrays"):
-            read_loads(path)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="pipe is no file; a trace is an npz file"):
-        read_loads(tmp_path / "pipe")
 
 
 def test_samples_of_a_long_run_lie_further_apart():

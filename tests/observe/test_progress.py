@@ -94,20 +94,6 @@ def test_live_line_never_reaches_the_last_column(terminal, monkeypatch, columns)
     assert line.startswith("step  9/10"[: columns - 1].rstrip())
 
 
-def test_a_terminal_without_a_size_has_80_columns(terminal, monkeypatch):
-    def no_size(fileno):
-        raise OSError(f"{fileno} has no size")
-
-    monkeypatch.setattr("os.get_terminal_size", no_size)
-    run(range(1, 10), 10, terminal)
-    assert len(terminal.screen()[0]) <= 79
-
-
-def test_live_line_is_not_drawn_more_often_than_eyes_see(terminal):
-    run(range(1, 500), 1000, terminal, seconds=0.01)
-    assert 45 <= terminal.getvalue().count("\r") <= 55
-
-
 def test_without_a_terminal_one_plain_line_every_n_steps():
     stream, clock = io.StringIO(), Clock()
     with Progress(25, stream, every=10, clock=clock) as progress:
@@ -120,23 +106,3 @@ def test_without_a_terminal_one_plain_line_every_n_steps():
         "saved",
     ]
     assert "\r" not in stream.getvalue()
-
-
-def test_terminal_without_unicode_gets_an_ascii_bar(terminal, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setenv("TERM", "dumb")
-        assert not Progress(10, terminal).live
-    terminal.encoding = "ascii"
-    run([1, 2], 10, terminal)
-    assert terminal.getvalue().isascii() and "======>....." in terminal.getvalue()
-
-
-def test_progress_of_a_pipe_that_is_gone(caplog):
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as stream:
-        run([1, 2, 3], 3, stream, every=1)
-        assert caplog.text.count("progress is no longer shown") == 1
-        # What never reached the pipe must not surprise the interpreter when it closes the stream.
-        with pytest.raises(BrokenPipeError):
-            stream.close()

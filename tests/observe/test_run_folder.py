@@ -1,22 +1,17 @@
 import errno
 import getpass
 import json
-import os
 import platform
 import socket
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 
-from moe_jax.config.run_config import bindings_as_begun
 from moe_jax.errors import UserError
-from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.storage.run_folder import (
     RunFolder,
     atomic_file,
-    disk_errors_named,
     environment_record,
     git_state,
     write_atomically,
@@ -37,15 +32,6 @@ def test_an_unused_run_folder_goes_with_what_was_made_for_it_alone(tmp_path):
     assert not (tmp_path / "runs").exists() and tmp_path.is_dir()
 
 
-def test_run_folders_that_cannot_be_opened(tmp_path):
-    (tmp_path / "try").write_text("")
-    with pytest.raises(UserError, match="a file stands where a folder is needed"):
-        RunFolder(tmp_path / "try" / "below")
-    with pytest.raises(UserError, match="does not exist; give the --workdir of a run"):
-        RunFolder(tmp_path / "none", create=False)
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     write_atomically(path, "old")
@@ -61,29 +47,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left on device"):
         write_atomically(path, "new")
     assert path.read_text() == "né\n" and [p.name for p in tmp_path.iterdir()] == ["a.txt"]
-
-
-@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "run.json"])
-def test_a_pipe_in_place_of_a_file_is_waited_for_by_nobody(tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    run, pipe = RunFolder(tmp_path), os.open(tmp_path / name, os.O_RDWR)
-    late = threading.Timer(5, os.close, (pipe,))  # who waits does so until then
-    late.start()
-    if name == "run.json":
-        assert bindings_as_begun(tmp_path) == []
-    else:
-        read = run.read_environment if name == "environment.json" else lambda: MetricsWriter(run)
-        with pytest.raises(UserError, match=rf"cannot (read|write) .*{name} \(.*it is a pipe or a device"):
-            read()
-    assert not late.finished.is_set()
-    late.cancel()
-    os.close(pipe)
-
-
-def test_disk_errors_named_says_file_cause_and_remedy():
-    with pytest.raises(UserError, match=r"^cannot write runs/a \(Permission denied\); .*may write to$"):
-        with disk_errors_named("runs/a"):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def test_environment_record_states_versions_devices_and_mesh():

@@ -12,7 +12,6 @@ from moe_jax.planning.block_schedule import (
     Prefetch,
     Times,
     exposed,
-    layer_bars,
     shares,
     stage_seconds,
 )
@@ -188,19 +187,3 @@ def test_the_split_that_a_program_gets_hides_what_the_formula_promises():
     assert shares(times, True) == (0.4, 0.4)
     np.testing.assert_allclose(middle_layer_exposes(prefetch, times), 1.5)
     np.testing.assert_allclose(sum(exposed(prefetch, times)), 1.5)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bars_of_a_layer_fill_its_seconds(schedule, halves, recompute):
-    prefetch, times = Prefetch(schedule=schedule, halves=halves), Times(attention=2.0, experts=3.0, exchange=1.25)
-    bars = layer_bars(prefetch, times, recompute)
-    whole = float(stage_seconds(prefetch, times, recompute))
-    assert max(begin + seconds for _, _, begin, seconds in bars) == pytest.approx(whole)
-    for row in ("compute", "links"):
-        spans = sorted((begin, begin + seconds) for own, _, begin, seconds in bars if own == row)
-        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), row
-    busy = {row: sum(seconds for own, *_, seconds in bars if own == row) for row in ("compute", "links")}
-    assert busy["links"] == pytest.approx(4 * 1.25 + 2.5 * recompute)
-    assert busy["compute"] == pytest.approx(3 * 5.0 + recompute * 3.0)

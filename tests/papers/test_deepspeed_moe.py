@@ -5,12 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.commands import run_command_here
 
 from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
 from moe_jax.papers import deepspeed_moe
-from moe_jax.papers.deepspeed_moe import TABLES, dense_multiple, one_hot_gate, tables_gate
+from moe_jax.papers.deepspeed_moe import TABLES, one_hot_gate, tables_gate
 from moe_jax.papers.table import Inputs
 
 INPUTS = Inputs(trace=None, track=lambda items, label: items)
@@ -38,22 +37,6 @@ def test_one_hot_einsums_do_what_index_tables_do(capacity):
     assert (dropped > 0) == (capacity < 1)
 
 
-def test_tables_without_results_are_left_out_unless_they_are_asked_for(tmp_path, monkeypatch, capsys):
-    tables = {name: TABLES[name] for name in ("equal_loss", "parallelism")}
-    monkeypatch.setattr(deepspeed_moe, "TABLES", tables)
-    monkeypatch.setattr(deepspeed_moe, "TRAINED", tmp_path / "train_sizes.json")
-    arguments = ["--paper=deepspeed_moe", f"--out={tmp_path}"]
-    run_command_here("reproduce", *arguments, "--table=")
-    first, *others = capsys.readouterr().out.splitlines()
-    assert (
-        first.startswith("equal_loss is left out: ") and "lacks dense_64, " in first and "train_sizes.py --out" in first
-    )
-    assert any(line.startswith("Degrees of parallelism") for line in others)
-    assert [path.name for path in tmp_path.glob("*.csv")] == ["deepspeed_moe_parallelism.csv"]
-    with pytest.raises(UserError, match="lacks dense_64, "):
-        run_command_here("reproduce", *arguments, "--table=equal_loss,parallelism")
-
-
 def test_equal_loss_lies_between_dense_models_seed_by_seed(tmp_path, monkeypatch):
     """Losses 4, 3, 2, 1 at FLOPs 1, 4, 16, 64: a loss of 2.5 is that of 8, between 4 and 16 on a log scale."""
     dense = {"dense_64": (1, 4.0), "dense_96": (4, 3.0), "dense_128": (16, 2.0), "dense_192": (64, 1.0)}
@@ -72,9 +55,3 @@ def test_equal_loss_lies_between_dense_models_seed_by_seed(tmp_path, monkeypatch
     (tmp_path / "train_sizes.json").write_text(json.dumps({"kinds": kinds}))
     small, large = TABLES["equal_loss"](INPUTS).claims
     np.testing.assert_allclose([small.ours, large.ours], [(4, 8), (16, 1)])
-
-
-def test_law_of_routed_models_gives_its_paper_s_example():
-    """Clark et al. 2022: 5 M parameters with 128 experts are worth about 55 M."""
-    np.testing.assert_allclose(5e6 * dense_multiple(5e6), 55e6, rtol=0.1)
-    np.testing.assert_allclose(dense_multiple(5e6, experts=1), 1)

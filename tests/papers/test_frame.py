@@ -7,13 +7,12 @@ import pytest
 from matplotlib.figure import Figure
 from support.commands import run_command_here
 
-from moe_jax.cluster import Cluster, read_cluster
-from moe_jax.cluster.tables import reached_links, rows_of
+from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
-from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads, round_shares
+from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads
 from moe_jax.papers.pictures import bars
-from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, machine, pipelined, run
+from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, pipelined, run
 from moe_jax.papers.table import (
     LEVELS,
     NO_NUMBER,
@@ -24,7 +23,6 @@ from moe_jax.papers.table import (
     Inputs,
     Tables,
     counted,
-    explained,
 )
 
 
@@ -68,22 +66,6 @@ def test_loads_are_fitted_to_a_row_by_one_rule():
         fit_loads(trace, devices=3, experts=4, choices=8)
 
 
-def test_measured_links_are_slower_ones_of_clusters_that_there_are():
-    for row in rows_of("links"):
-        sold = getattr(read_cluster(f"configs/cluster/{row['cluster']}.gin"), row["link"])
-        named = row["source"].startswith("as ") or "github.com" in row["source"]
-        assert named and reached_links(row["cluster"])[row["link"]] == float(row["bytes_per_second"])
-        assert float(row["bytes_per_second"]) < sold
-
-
-def test_shares_are_rounded_to_their_total():
-    shares = np.random.default_rng(0).random((5, 7))
-    totals = np.array([0, 1, 6, 100, 101])
-    rounded = round_shares(shares, totals)
-    np.testing.assert_array_equal(rounded.sum(axis=1), totals)
-    assert (abs(rounded - shares / shares.sum(axis=1, keepdims=True) * totals[:, None]) < 1).all()
-
-
 def row(**changes):
     cluster = Cluster(name="two", nodes=1, devices_per_node=4, intra_bandwidth=1e9, flops=1e12, source="test")
     model = Model(name="m", layers=6, model_dim=64, hidden_dim=128)
@@ -120,14 +102,6 @@ def test_a_verdict_follows_from_the_numbers():
     anything, right = {"anything": (1e-6, 1e9)}, {"right": (7.5, 16.0)}
     assert Claim("a", (7.5, 16.9), (0.0, 0.0), experiments=anything).verdict.startswith(UNEXPLAINED)
     assert Claim("a", (7.5, 16.9), (0.0, 0.0), experiments=anything | right).verdict.startswith("explained by right")
-
-
-def test_a_cause_that_takes_another_row_out_of_its_fifth_explains_none():
-    claims = (Claim("far", (2.0,), (1.0,)), Claim("near", (1.0,), (1.1,)), Claim("none", None, (1.0,)))
-    tried = {"good": [(1.9,), (1.0,), (9.0,)], "bad": [(2.0,), (1.5,), (1.0,)]}
-    far, near, _ = explained(claims, tried)
-    assert list(far.experiments) == ["good"] and far.verdict.startswith("explained by good")
-    assert near.verdict == WITHIN and explained(claims, {"bad": tried["bad"]})[0].verdict == UNEXPLAINED
 
 
 @pytest.mark.parametrize(
@@ -171,16 +145,6 @@ def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdi
     axes = Figure().subplots()
     table.draw(table, axes)
     assert [bar.get_height() for bar in axes.patches] == [2.0, 3.0] and axes.get_ylabel() == "unit"
-
-
-def test_levels_of_prices_change_what_a_paper_does_not_report():
-    given = read_cluster("configs/cluster/johnny.gin")
-    low, middle, high = (machine("johnny", level=level) for level in ("low", "middle", "high"))
-    assert low.inter_bandwidth == given.inter_bandwidth and high.inter_bandwidth == 0.52 * given.inter_bandwidth
-    assert low.flops == high.flops == given.flops and low.inter_latency < middle.inter_latency < high.inter_latency
-    assert machine("hpnv").flops == 0.7 * read_cluster("configs/cluster/hpnv.gin").flops
-    measured = read_cluster("configs/cluster/johnny_measured.gin")
-    assert machine("johnny_measured", level="high").inter_bandwidth == measured.inter_bandwidth
 
 
 @pytest.mark.parametrize(

@@ -55,16 +55,6 @@ def test_what_does_not_hide_behind_attention_is_exposed(monkeypatch):
     np.testing.assert_allclose([one[0] for one in states], [12 * of_layer * (2 + replicas), of_layer * (24 + replicas)])
 
 
-def test_t_of_links_as_sold_exceeds_what_hides_on_links_as_reached():
-    """Four p4d nodes reach 29.6 of 50 GB/s: t experts are sent, which need up to 50 / 29.6 of its time."""
-    cause = next(cause for cause in hecate.CHANGES if cause.startswith("links between nodes"))
-    setting = hecate.setting_of(INPUTS, dataclasses.replace(hecate.SMALL, batch=7, change=cause))
-    cost = hecate.cost_of(hecate.SYSTEMS["Hecate"], setting)
-    assert setting.cluster.inter_bandwidth == 29.6e9
-    assert cost.overlap() == math.floor(cost.attention_seconds * 50e9 / cost.expert_bytes) > 0
-    assert cost.overlap() * cost.overlap_seconds() > cost.attention_seconds
-
-
 @pytest.mark.parametrize(("name", "share"), [("drifting", 0.75), ("W0_balanced", 5 / 32)])
 def test_sharpened_loads_give_ten_of_sixty_four_experts_three_quarters(name, share):
     trace = find_loads(name)
@@ -73,24 +63,3 @@ def test_sharpened_loads_give_ten_of_sixty_four_experts_three_quarters(name, sha
     top = (totals[..., -5:].sum(axis=2) / totals.sum(axis=2)).mean()  # of 32
     assert top == pytest.approx(share, rel=0.01)
     np.testing.assert_array_equal(after.sum(axis=3), trace.loads.sum(axis=3))
-
-
-def test_an_experiment_in_float32_has_a_batch_that_fits():
-    """Section 5.1 takes the largest batch that fits: activations of 32 bits leave room for fewer sequences."""
-    changes = "", next(cause for cause in hecate.CHANGES if cause.startswith("float32"))
-    rows = [dataclasses.replace(hecate.SMALL, change=change, every=24) for change in changes]
-    halves, floats = (hecate.batch_of(hecate.setting_of(INPUTS, row)) for row in rows)
-    assert halves / 3 < floats <= halves / 2
-    of_device = 2 * 12 * 2 * 768 * 1536
-    for row, each in zip(rows, ((2, 2, 12), (4, 4, 8)), strict=True):
-        np.testing.assert_allclose(hecate.memory_of(INPUTS, row, "EP")[0], of_device * np.array(each))
-
-
-def test_scores_in_memory_are_forward_and_backward_traffic_of_each_head():
-    """GPT-MoE-S, 3 sequences of 2,048 and 12 heads on a V100: 13 + 19 bytes a score, 80% of 900 GB/s."""
-    setting = hecate.setting_of(INPUTS, dataclasses.replace(hecate.GRID_A[0], batch=3, change=hecate.SCORES))
-    plain = hecate.setting_of(INPUTS, dataclasses.replace(hecate.GRID_A[0], batch=3))
-    added = 3 * (setting.attention_seconds - plain.attention_seconds)
-    np.testing.assert_allclose(added, 32 * 3 * 12 * 2048**2 / (0.8 * 900e9), rtol=1e-9)
-    t, before = (hecate.cost_of(hecate.SYSTEMS["Hecate"], one).overlap() for one in (setting, plain))
-    assert t > before

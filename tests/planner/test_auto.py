@@ -16,7 +16,6 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
-from moe_jax.replan import auto
 from moe_jax.replan.auto import AutoSession, Setting, build_settings, step_seconds
 
 L, D, E = 2, 4, 8
@@ -99,17 +98,6 @@ def test_a_schedule_whose_time_no_skew_changes_wins_under_skew():
     assert run(session_of(cost), loads_of("even", 20))[-1].program == ""
 
 
-def test_a_planner_that_needs_steps_to_learn_a_cycle_is_judged_when_it_knows_it(monkeypatch):
-    """FlexMoE adds a replica a step: in its first eight steps it is dearer than plain, afterwards it knows all hot."""
-    monkeypatch.setattr("moe_jax.replan.auto.planners", lambda devices: ["flexmoe"])
-    cost, loads = dataclasses.replace(COST, replica_slots=6, hidden_dim=1024), loads_of("turning", 40)
-    session = session_of(cost, steps=16)
-    plan = run(session, loads)[-1]
-    assert session.in_force.names[session.current[1]] == "as configured flexmoe 6 plan"
-    taken = [step_seconds(plan, now, session.cost, session.in_force.ahead) for now in loads[:E]]
-    assert np.mean(taken) < 0.7 * step_seconds(START, loads[0], cost, None)
-
-
 @pytest.mark.parametrize("cut", [1, 8, 13, 17, 22])
 def test_what_a_checkpoint_holds_goes_on_alike(cut):
     loads = loads_of("moving", 26, seed=1)
@@ -133,29 +121,6 @@ def test_lines_are_those_of_the_layer_and_a_pipeline_hides_the_shorter_side():
     m, f = COST.exchange(received)[0], COST.forward(computed)[0]
     both = [cost.parts(computed, received, None, trans=zero)["others"][0] for cost in (plain, plain.under("pairwise"))]
     np.testing.assert_allclose(both, [4 * m + 3 * f, max(2 * m, m + f) + max(2 * m, m + 2 * f)])
-
-
-def test_buckets_hold_the_fullest_pair_or_are_sent_again(monkeypatch):
-    """Of 4,000 choices of a source 2,800 are for one device in layer 0: 2.8 times the mean, three buckets of 1.2."""
-    now = loads_of("hot", 1)[0]
-    now[1] = 500
-    seconds = []
-    for limit in (4.0, 1.2):
-        monkeypatch.setattr(auto, "BUCKET_LIMIT", limit)
-        seconds.append(step_seconds(START, now, COST, None))
-    exchanges = [COST.exchange(np.array([3.0 * rows] * D)) for rows in (2800, 1200)]  # by a device, to three others
-    np.testing.assert_allclose(seconds[1] - seconds[0], 4 * (4 * exchanges[1] - 2 * exchanges[0]))
-
-
-def test_a_pipeline_hides_nothing_on_a_cpu():
-    """XLA runs an exchange and the experts next to it one after the other there."""
-    groups = {}
-    for kind in ("cpu", "NVIDIA H100 80GB HBM3"):
-        roles = build_mesh(MeshConfig(expert=D, devices_per_node=2), D, kind=kind)
-        sizes = layer_sizes(MoEConfig(num_experts=E, schedule="auto"), roles, 64, None, 16, 4)
-        groups[kind] = {line.name: line.groups for line in schedule_lines(roles, sizes, CLUSTER, False)}
-    one = {"s1": 1, "pairwise": 1, "ring": 1}
-    assert groups == {"cpu": one, "NVIDIA H100 80GB HBM3": {**one, "pairwise": 2}}
 
 
 TOGETHER = ({"capacity_factor": 1.0}, {"router": "base", "top_k": 1}, {"router": "topology", "remote_fraction": 0.1})

@@ -14,7 +14,7 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.placement import SHARE_ONE, Placement
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.shares import choose_split, split_evenly
+from moe_jax.planning.shares import choose_split
 from moe_jax.planning.sizes import TransferSizes
 from moe_jax.replan.session import PlanSession, Predictor
 
@@ -61,16 +61,6 @@ def test_a_transfer_costs_what_the_executor_sends():
         assert cost.trans(sizes(2, 3, 2), 4) == seconds
     assert make_cost(cluster=two_level()).trans(sizes(1, 1, 8), 4) == 16  # flat: 6 + 2 twice; by node: 50 and more
     assert make_cost(cluster=two_level()).trans(sizes(), 4) == 0
-
-
-def test_a_transfer_by_a_calibrations_fits():
-    # Flat: X = 2 and m = 3 experts handed in: 96 and 144 bytes at 0.1 s and a start of 5 s each.
-    # By node: 96 and 144 bytes inside at 0.01 and 1, Nn Cp / G = 2 experts = 96 bytes across at 0.2 and 3.
-    fits = {"all_to_all:4": (5.0, 0.1), "all_to_all:2": (1.0, 0.01), "all_to_all:2x2": (3.0, 0.2)}
-    cluster = two_level(fits=fits)
-    assert make_cost(cluster=cluster, transfer="flat").trans(sizes(2, 3, 2), 4) == pytest.approx(34.0)
-    by_node = make_cost(cluster=cluster, transfer="by_node").trans(sizes(2, 3, 2), 4)
-    assert by_node == pytest.approx(5 + 0.96 + 1.44 + 19.2)
 
 
 def test_schedules_hide_what_their_programs_hide():
@@ -217,19 +207,3 @@ def test_the_split_in_use_stays_until_the_other_is_clearly_cheaper():
     level = dataclasses.replace(COST, cluster=dataclasses.replace(CLUSTER, inter_bandwidth=2e9, intra_bandwidth=1e9))
     assert choose_split(near, TOGETHER, level, "even")[1] == "even"  # 12 rows against 10
     assert choose_split(near.replace(replicas=None), TOGETHER, COST, "even")[1] == "even"  # nothing to choose
-
-
-def test_an_even_split_keeps_device_loads_and_shrinks_the_fullest_bucket():
-    # Expert 0 lives on device 0 and has a replica on 1; near tokens stay, so each device serves its own 12 and 4.
-    placement = Placement(np.array([[0, 1]]), replicas=[(0, 0, 1)], devices=2, devices_per_node=2)
-    loads = np.array([[[12, 0], [4, 0]]])  # [L, S, E]
-    even = split_evenly(placement, loads)
-    assert even.shares.tolist() == [[0, 0, 0, SHARE_ONE * 3 // 4, -1], [0, 0, 1, SHARE_ONE // 4, -1]]
-    assert split_evenly(placement, loads + 0.25) == even  # predicted loads are not whole
-    assert split_evenly(Placement.even(1, 2, 2), loads).shares.size == 0
-    loads = np.random.default_rng(0).multinomial(4096, np.r_[0.5, np.full(15, 0.5 / 15)], size=(2, 8))
-    replicas = [(layer, 0, device) for layer in range(2) for device in range(1, 8)]
-    near = Placement.even(2, 16, 8, 2, replicas=replicas)
-    before, after = (routing.pair_loads(one, loads) for one in (near, split_evenly(near, loads)))
-    assert np.abs((after - before).sum(axis=1)).max() <= 8 * 2  # rounding, of one per source
-    assert after.max() < 0.4 * before.max()

@@ -21,12 +21,10 @@ from moe_jax.planning import AFTER_GATE, NAMES, routing
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.eplb import choose_homes, rebalance
+from moe_jax.planning.eplb import rebalance
 from moe_jax.planning.growth import plan_seconds
 from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes, slots_by_load, spread_replicas
-from moe_jax.planning.llep import spill_quotas
-from moe_jax.planning.placement import SHARE_ONE, Placement
-from moe_jax.planning.shares import FEW_NODES, share_rows, with_quotas
+from moe_jax.planning.placement import Placement
 from moe_jax.replan.session import PlanSession
 
 L, S, E, D = 4, 8, 16, 8
@@ -131,14 +129,6 @@ def test_wrong_choices_are_named(fields, message):
         PlannerConfig(**fields)
 
 
-def test_more_replica_slots_than_memory_names_the_most_that_fit():
-    # An expert has 2 x 64 x 128 x 4 = 65,536 bytes; 300,000 bytes hold 4 of them.
-    small = Cluster(nodes=2, devices_per_node=4, memory_bytes=300_000)
-    words = r"every device: 5 replica_slots x 1 layers alive x 65536 .* at most replica_slots = 4"
-    with pytest.raises(UserError, match=words):
-        Cost(cluster=small, model_dim=64, hidden_dim=128, replica_slots=5)
-
-
 def make_cost(bandwidth, flops, **fields):
     """Sizes M = F = 1, one byte a number: a token is 1 byte, an expert 2; v = flops / 4 tokens a second."""
     cluster = Cluster(name="hand", nodes=1, devices_per_node=4, intra_bandwidth=float(bandwidth), flops=float(flops))
@@ -153,17 +143,6 @@ def plan(name, loads, cost, placement=None, **fields):
 
 # One layer, four devices, one expert each; rows are sources. Totals by expert: 20, 4, 4, 4.
 HOT = np.array([[[5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1]]])
-
-
-def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
-    # Two hot experts that both pay: totals 24, 16, 2, 2 on four devices. T is 24 + 18, 22 + 12 + 1, 12 + 2 + 2.
-    loads = np.array([[[6, 4, 0, 1], [6, 4, 1, 0], [6, 4, 0, 1], [6, 4, 1, 0]]])
-    planner = build_planner(PlannerConfig(name="fastermoe"))
-    start = Placement.even(1, 4, 4)
-    both = planner.propose(loads, start, make_cost(4, 12))
-    assert sorted(set(both.replicas[:, 1])) == [0, 1] and planner.counters["shadow_cut"] == 0
-    one = planner.propose(loads, start, make_cost(4, 12, replica_slots=1))
-    assert sorted(set(one.replicas[:, 1])) == [0] and planner.counters["shadow_cut"] == 1
 
 
 def test_slots_by_load_uses_largest_remainders_and_passes_overflow_on():
@@ -309,16 +288,6 @@ def test_eplb_splits_a_replicated_expert_evenly():
     assert sorted(routing.pair_loads(placement, loads).sum(axis=1)[0].tolist()) == [8, 8]
 
 
-def test_homes_of_eplb_are_even_where_single_replicas_crowd_one_device():
-    """One layer, 4 experts, 2 devices: device 0 holds 1, 2, 3 as single replicas, device 1 three replicas of 0."""
-    count = np.zeros((1, 4, 2), int)
-    count[0, 1:, 0], count[0, 0, 1] = 1, 3
-    home, after = choose_homes(count, np.array([[30.0, 9, 8, 7]]), np.array([[0, 0, 1, 1]]))
-    assert np.bincount(home.ravel()).tolist() == [2, 2]
-    assert (np.take_along_axis(after, home[:, :, None], axis=2) > 0).all()
-    assert after.sum(axis=(0, 1)).tolist() == [3, 3]
-
-
 def test_balanced_refines_shares_over_the_same_replicas():
     placement = plan("balanced", HOT, make_cost(1, 1))
     true = HOT + np.array([[[0, 0, 4, 0]] * 4])  # expert 2 has 16 more tokens: 20, 4, 20, 4, mean 12
@@ -332,14 +301,6 @@ def test_balanced_refines_shares_over_the_same_replicas():
     loads = rng.multinomial(8000, rng.dirichlet(np.full(8, 0.2)), size=(1, 4))
     placement = plan("balanced", loads, make_cost(1, 1, replica_slots=8))
     assert np.abs(routing.pair_loads(placement, loads).sum(axis=1) - 8000).max() <= 4 * 8
-
-
-def test_share_rows_keep_tokens_on_their_node():
-    # Expert 0 held by devices 0 (node 0) and 2 (node 1), quota 6 each; node 0 sends 8 tokens, node 1 sends 4.
-    # Node 1's 4 stay; node 0 keeps 6 and sends 2 over: shares 3/4 and 1/4 for node 0, all on device 2 for node 1.
-    placement = Placement([[0]], [(0, 0, 2)], rule="shares", devices=4, devices_per_node=2)
-    rows = share_rows(placement, np.array([[[6.0, 0, 6, 0]]]), np.array([[[5], [3], [2], [2]]], float))
-    assert rows.tolist() == [[0, 0, 0, 49152, 0], [0, 0, 2, 16384, 0], [0, 0, 2, 65536, 1]]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -363,22 +324,6 @@ def test_replicas_are_those_that_are_placed_one_by_one(seed):
                 mine[to] = True
                 left[layer, to] -= 1
     np.testing.assert_array_equal(spread_replicas(np, totals, held, order, free, per_node), want & ~held)
-
-
-def test_shares_over_many_nodes_keep_the_quotas_in_few_rows():
-    """Past `FEW_NODES` nodes a node keeps all of an expert's tokens or shares the rows of all others."""
-    devices, experts, rng = 2 * (FEW_NODES + 4), 17, np.random.default_rng(0)
-    loads = rng.poisson(4000 / np.arange(1, experts + 1), (1, devices, experts)) + np.arange(devices)[None, :, None] % 7
-    even, config = Placement.even(1, experts, devices, 2), PlannerConfig(name="llep")
-    quota = spill_quotas(np, loads.sum(axis=1) / 1.0, even.home, 2, devices, config)
-    plan = with_quotas(even, quota, loads)
-    rounding = 2 * devices  # a token of each source and expert
-    assert np.abs(routing.pair_loads(plan, loads).sum(axis=1)[0] - quota[0].sum(axis=0)).max() < rounding
-    every = plan.shares[:, 4] < 0
-    own = plan.shares[~every]
-    assert len(plan.shares) < 2 * plan.holds.sum() and len(own)
-    assert (own[:, 2] // 2 == own[:, 4]).all()  # who has rows of its own keeps all
-    assert (np.bincount(plan.shares[every, 1], plan.shares[every, 3])[plan.replicated[0]] == SHARE_ONE).all()
 
 
 @pytest.mark.slow
@@ -518,22 +463,6 @@ def test_balanced_fills_the_gap_next_to_it_before_an_equal_one_far_away():
     assert replicas.tolist() == [[0, 1, 0], [0, 3, 0], [0, 3, 2]]
 
 
-def test_balanced_adds_replicas_where_the_prediction_is_unsure():
-    # Expert 0 has 32 of 40 tokens, mean 10 a device: known loads need three replicas of it and nothing else. With a
-    # standard error of 1.25 x 0.1, 8 tokens of expert 0 on a device may be 1 off, no more than a tenth of 10; the
-    # others have 8 / 7 tokens each. With one of 1.25 x 0.9 a single holder of those may be 1.29 off: spared too.
-    loads = np.zeros((1, 4, 8))
-    loads[0, :, 0], loads[0, :, 1:] = 8, 2 / 7
-    known = plan("balanced", loads, make_cost(1, 1))
-    few, many = (plan("balanced", loads, make_cost(1, 1, load_error=(error,))) for error in (0.1, 0.9))
-    assert few == known
-    assert len(known.replicas) < len(many.replicas) <= 2 * 4
-    assert (many.holds.sum(axis=2) >= known.holds.sum(axis=2)).all()
-    # level but for what spreading the error is worth
-    tokens = routing.pair_loads(many, np.rint(loads * 7000).astype(int)).sum(axis=1)[0]
-    np.testing.assert_allclose(tokens / 70000, 1, atol=0.05)
-
-
 LAYERS, EXPERTS, DEVICES, PER_NODE = 3, 16, 8, 4
 OTHER = np.array([5, 7, 4, 6, 2, 0, 1, 3])  # nodes exchanged, and the devices of each
 
@@ -548,17 +477,6 @@ def test_assignment_is_the_best_of_all(size):
         assert sorted(column) == list(range(size)) and value[np.arange(size), column].sum() == max(every)
     last = np.eye(size, dtype=int)[[-1] * size]  # whoever gets the last column: rows stay where they are
     np.testing.assert_array_equal(best_assignment(last), np.arange(size))
-
-
-def test_exchanged_nodes_and_devices_come_back():
-    """Homes under other labels, and in one layer two equal devices exchanged besides: no expert moves."""
-    rng = np.random.default_rng(0)
-    old = rng.permutation(np.repeat(np.arange(DEVICES), LAYERS * EXPERTS // DEVICES)).reshape(LAYERS, EXPERTS)
-    np.testing.assert_array_equal(relabelled(OTHER[old], old, DEVICES, PER_NODE), old)
-    even = np.arange(EXPERTS) * DEVICES // EXPERTS
-    old = np.stack([even, even])
-    new = np.stack([even, np.array([1, 0, 2, 3, 4, 5, 6, 7])[even]])
-    np.testing.assert_array_equal(relabelled(new, old, DEVICES, PER_NODE), old)
 
 
 def per_device(home, loads):

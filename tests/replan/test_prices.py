@@ -17,7 +17,7 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan import split_of_transfer
-from moe_jax.replan.costs import base_cost, modelled_layers, most_shapes, settle_memory
+from moe_jax.replan.costs import base_cost, most_shapes, settle_memory
 from moe_jax.training import overlap
 from moe_jax.training.overlap import compare_halves, why_not_halves
 
@@ -122,29 +122,6 @@ def test_replica_slots_from_free_memory(config, tmp_path):
         settle_memory(dataclasses.replace(config, planner=memory), roles)
 
 
-def test_segments_share_the_memory_of_a_device(config, tmp_path):
-    """Each segment's layers have as many replicas, or all that there are; late slots count those of all segments."""
-    model = dataclasses.replace(config.model, layers=2, segments=("layers=1 num_experts=2", "layers=1 num_experts=8"))
-    roles = build_mesh(config.mesh, jax.devices(), experts=(2, 8))
-
-    def planned(memory, **planner):
-        planner = with_memory(tmp_path, memory, **planner)
-        return settle_memory(dataclasses.replace(config, model=model, planner=planner), roles)
-
-    def slots(memory):
-        return planned(memory, replica_slots="memory")[0].planner.replica_slots
-
-    assert slots(1e6) == 0 and slots(1e12) == 7
-    run, costs = planned(1e12, replica_slots="memory")
-    shapes = most_shapes(run, roles, costs)
-    assert [(shape.devices, shape.ahead_slots) for shape in shapes.values()] == [(2, 1), (8, 7)]
-    sizes = range(10**6, 10**9, 10**5)
-    least = sizes[bisect.bisect_left(sizes, 1, key=slots)]
-    for memory, room in ((least, 0), (1e12, 2)):
-        _, costs = planned(memory, name="hecate", replica_slots=1)
-        assert [cost.late_room for cost in costs.values()] == [room, room]
-
-
 # Two halves.
 
 
@@ -204,24 +181,3 @@ def test_without_a_file_prices_are_those_of_the_devices():
         rate = 466e12 if item == 2 else 233e12  # of grouped matmuls of many rows
         assert cost.tokens_per_second() == pytest.approx(rate / (2 * 2 * 768 * 1536), rel=0.01)
     assert base_cost(run, build_mesh(run.mesh, target.devices, kind="cpu")).cluster.name == "host_devices"
-
-
-def test_a_modelled_layer_has_the_range_of_its_prices(config):
-    """Times as `compare_halves` has them; what a file states has no range, and assumed round figures are no prices."""
-    _, run, roles, target = wide_run()
-    roles = build_mesh(run.mesh, target.devices, kind=target.device)
-    found = modelled_layers(run, roles)
-    (part,) = found["segments"]
-    assert found["cluster"] == "h200" and "H100" in found["basis"]
-    assert part["seconds"] == pytest.approx(compare_halves(run, roles, target)[0], rel=1e-6)
-    assert part["range"][0] < part["seconds"] < part["range"][1] and part["layers"] == run.model.moe_layers
-    for bar in part["bars"]:
-        assert bar["range"][0] <= bar["seconds"] <= bar["range"][1]
-        exchange = bar["name"].startswith(("dispatch", "combine"))
-        assert bar["row"] == ("links between nodes" if exchange else "compute")
-    mesh = build_mesh(config.mesh, jax.devices())
-    (part,) = modelled_layers(config, mesh)["segments"]
-    assert all(bar["range"] == [bar["seconds"]] * 2 for bar in part["bars"])
-    assert {bar["row"] for bar in part["bars"]} == {"compute", "links"}  # nodes share none
-    for planner in (PlannerConfig(), PlannerConfig(cluster="configs/cluster/parm_a.gin")):
-        assert modelled_layers(dataclasses.replace(config, planner=planner), mesh) is None

@@ -25,7 +25,7 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning import buckets, routing
 from moe_jax.planning import plan as plan_module
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.plan import enlarge, rows_needed
+from moe_jax.planning.plan import enlarge
 from moe_jax.planning.plan_shape import fits
 from moe_jax.replan import auto
 from moe_jax.replan import engine as engine_module
@@ -313,18 +313,6 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
         assert enlarge(asked, segment.start, segment.first_shape).bucket_rows == rows
 
 
-def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard=2, model=4):
-    """A member's counts are of its N_ESP devices, a bucket is of N_MP devices: even loads: the mean."""
-    session = session_of(name="hecate", expert_shard=expert_shard, model=model)
-    segment = build_sessions(session.config, session.roles)[ONE]
-    choices = 2 * 8 * 32 // (DEVICES * EXPERTS)  # top_k, batch and length, by member and expert
-    for _ in range(2):
-        segment.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
-    mean = 2 * 8 * 32 * model // (DEVICES * expert_shard) // DEVICES
-    rows = rows_needed(segment.asked(), segment.first_shape, segment.start)
-    assert rows.own == rows.node == mean  # there is no other node
-
-
 LATE = {"cluster": "configs/cluster/host_devices.gin", "when": "after_gate"}
 
 
@@ -357,53 +345,6 @@ def test_each_segment_decides_after_the_gate(started):
     records = [engine.record(step, step_loads) for step, step_loads in enumerate(loads)]
     assert all(len(record["device_load_max_over_mean"]) == 3 for record in records)
     assert max(record["replicas"] for record in records) >= DEVICES - 1
-
-
-def test_shares_after_the_gate_come_with_the_first_replicas(started):
-    engine = started(name="balanced", swap_after=1, **LATE)
-    loads = list(drifting_loads(8))
-    seen = drive(engine, loads)
-    before, after = (shape[ONE] for shape in engine.session.compiled[:2])
-    assert before.after_gate is None and after.after_gate.name == "shares"
-    assert after.candidates == DEVICES  # a token may go to any holder
-    record = engine.record(7, loads[7])
-    ahead = routing.pair_loads(seen[7][1], loads[7]).sum(axis=1)
-    assert (record["device_load_max_over_mean"] <= ahead.max(1) / ahead.mean(1) + 1e-9).all()
-
-
-def test_what_is_decided_late_is_of_the_planner_that_resumes(started):
-    """Slots of the run's first planner, which nothing would fill, are not compiled in; those of the new one are."""
-    loads = list(drifting_loads(8))
-    ahead = {**LATE, "when": "ahead"}
-    first = started(name="hecate", calibrate=True, **ahead)
-    drive(first, loads)
-    state = first.state()
-    assert state["shape"][ONE]["late"]["slots"] == 2
-    for settings, slots in (
-        ({"name": "hecate", **ahead}, 0),
-        ({"name": "hecate", "calibrate": True, **ahead, "late_slots": 3}, 3),
-        ({"name": "llep", **LATE}, 2),
-    ):
-        engine = build_engine(session_of(**settings))
-        assert engine.restore(state).startswith("plan: PlannerConfig.")  # no option of which was that of the run
-        shape = engine.shape[ONE]
-        assert shape.late_slots == slots and (shape.after_gate is not None) == (slots > 0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "rule"),
-    [
-        ({"name": "hecate", "calibrate": True, "when": "ahead"}, "calibrate"),
-        ({"name": "hecate", "calibrate": True, "when": "ahead", "materialize": False}, "calibrate"),
-        ({"name": "hecate", "calibrate": True, "when": "ahead", "overlap_degree": 0}, None),
-        ({"name": "fastermoe", "replica_slots": 0}, None),
-    ],
-)
-def test_which_planners_have_slots_for_late_replicas(settings, rule):
-    """From the start, next to those of replicas ahead where there are any."""
-    session = session_of(**{**LATE, **settings})
-    shape = build_sessions(session.config, session.roles)[ONE].first_shape
-    assert shape.late_slots == (2 if rule else 0) and (shape.after_gate.name if shape.after_gate else None) == rule
 
 
 def test_a_warm_start_gives_the_first_step_its_replicas():

@@ -16,11 +16,8 @@ from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.routers import RouterPlace, build_router, routers
-from moe_jax.moe.routers.topology_limited import remote_fraction
 from moe_jax.moe.routing import local
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables
@@ -155,19 +152,3 @@ def test_counts_of_every_router_reach_a_planner_after_the_gate(name):
     leaves = build_router(config).leaves(x.shape[1])
     gate = {"w_gate": w_gate, **{leaf: np.zeros(size, np.float32) for leaf, size in leaves.items()}}
     jax.eval_shape(make_loss(config, roles, plan=plan), x, gate, experts, cotangent)
-
-
-def test_topology_sizes_buckets_by_what_may_leave_the_node():
-    """Of 100 tokens 20 send one choice of two to the other node's four devices, and 180 choices stay with four."""
-    moe = MoEConfig(num_experts=EXPERTS, router="topology", remote_fraction=0.2, bucket_slack=1.5)
-    where = place(expert=8, devices_per_node=4)
-    sizes = layer_sizes(moe, where.roles, 100)
-    assert sizes.bucket_rows(8) == BucketRows(own=72, node=72, far=8)  # 1.5 x 180 / 4 and 1.5 x 20 / 4, in eights
-    assert layer_sizes(moe, place(expert=8).roles, 100).planned_rows is None  # one node
-    split = dataclasses.replace(moe, schedule="s1")
-    assert layer_sizes(split, place(expert=8, devices_per_node=4, model=2).roles, 1).planned_rows is not None
-
-
-def test_remote_fraction_of_a_cluster_file():
-    """johnny: 6.25 GB/s out of a node of 8 devices with links of 15.75 GB/s each; never more than all tokens."""
-    assert remote_fraction("configs/cluster/johnny.gin") == pytest.approx(6.25 / (8 * 15.75))

@@ -1,7 +1,6 @@
 """Layers whose rows travel in float8: against the one-device reference, off by default."""
 
 import functools
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,10 +8,8 @@ import pytest
 from support.float8_oracle import straight_through
 from support.layer_cases import DIM, assert_near, draw, make_loss, moe_config, roles_of
 
-from moe_jax.analysis.dry_run import dry_run
 from moe_jax.cluster import HOST, Cluster
 from moe_jax.cluster.layer_seconds import layer_seconds
-from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import reference
 from moe_jax.moe.build import check_float8
@@ -20,8 +17,6 @@ from moe_jax.moe.choosers import parm_seconds
 from moe_jax.moe.schedule import LayerSizes, layer_shape, layout_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.cost import Cost
-
-ROOT = Path(__file__).parents[2]
 
 E4M3 = "float8_e4m3"
 # schedule, (MP, ESP) of eight devices or None for one, more fields
@@ -102,12 +97,3 @@ def test_smaller_rows_are_charged_as_such():
     costs = [Cost(cluster=Cluster(inter_bandwidth=1e9), model_dim=768, hidden_dim=1536, dtype_bytes=2, sent_bytes=sent)
              for sent in (None, 784)]  # fmt: skip
     assert [cost.exchanged_bytes for cost in costs] == [1536, (3 * 1536 + 784) / 4]
-
-
-def test_dry_run_says_what_is_in_float8():
-    file, in_float8 = str(ROOT / "configs/run/demo.gin"), "MoEConfig.dispatch_dtype = 'float8_e4m3'"
-    run, _, _ = parse_run_config([file], [in_float8, "ModelConfig.dtype = 'bfloat16'"])
-    assert "rows travel to experts in float8_e4m3, 144 bytes each instead of 256" in dry_run(run, 8)
-    with pytest.raises(UserError, match=r"MoEConfig.dispatch_dtype \('float8_e4m3'\) needs the model dim \(160\)"):
-        bad, _, _ = parse_run_config([file], [in_float8, "ModelConfig.model_dim = 160"])
-        dry_run(bad, 8)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, plan_of, roles_of
-from support.prefetch_cases import gradient_step, model_config, placements_of
 from support.program_volumes import collectives, groups_of
 
 from moe_jax.cluster.layer_seconds import FORMULAS, Transfer, index_transfers, layer_transfers
@@ -203,55 +202,3 @@ def test_dp_moves_nothing_forward():
     shape = shape_of(config, roles)
     assert layer_transfers(shape) == ([], [])
     assert collectives(forward, roles, {}) == formula(index_transfers(shape), False, roles)
-
-
-TRANSFERS = {
-    "none_flat": (False, {"expert": 8}, "deepspeed", {}, {}),
-    "hecate_again_by_node": (True, {"expert": 8}, "deepspeed", {"prefetch": "hecate", "refetch_replicas": True}, {}),
-    "split_again_flat_data2": (
-        False, {"expert": 4, "data": 2}, "deepspeed", {"prefetch": "pro_prophet", "refetch_replicas": True},
-        {"trans_share": 0.375, "agg_share": 0.75},
-    ),
-    "split_by_node_s1_mp2_esp2": (
-        True, {"expert": 4, "expert_shard": 2, "model": 2}, "s1", {"prefetch": "pro_prophet"}, {"trans_share": 0.625},
-    ),
-}  # fmt: skip
-
-
-SLOW = ("none_flat", "split_again_flat_data2")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TRANSFERS]
-)
-def test_replicas_move_what_the_transfers_formula_says(name):
-    """The all-to-alls of a step with replicas above those of one without: Trans of every layer forward, again backward
-    for all but the last where replicas are dropped, and Agg of every layer; however they are cut."""
-    by_node, mesh, schedule, how, shares = TRANSFERS[name]
-    shards = mesh.get("expert_shard", 1)
-    config = model_config(layers=2, model_dim=6, hidden_dim=11 * shards, stack="unrolled", **how)
-    (placement, *_), shape = placements_of(by_node, config.layers, mesh["expert"], number=1)
-    roles = build_mesh(MeshConfig(**mesh), jax.devices())
-    bare = placement.replace(replicas=None, shares=None, rule="home")
-
-    def exchanged(placement, shape):
-        with jax.enable_x64(True):
-            step, arguments = gradient_step(config, schedule, mesh, shape, shares=shares)
-            found = collectives(step.lower(*arguments(placement)), roles, {None})
-        return collections.Counter({key: n for key, n in found.items() if key[0] and key[1] == "all_to_all"})
-
-    plain = exchanged(bare, dataclasses.replace(shape, ahead=None))
-    with_replicas = exchanged(placement, shape)
-    assert not plain - with_replicas
-    moved = collections.Counter()
-    for (_, _, group, elements), number in (with_replicas - plain).items():
-        moved[group] += elements * number
-    sizes = shape.ahead
-    whole = groups_of(roles, roles.expert)
-    padded = -(-(2 * 6 * 11) // sizes.inside) * sizes.inside  # 132 elements are no 8 slices
-    transfers = config.layers * 2 + (config.layers - 1 if config.refetch_replicas else 0)
-    want = {neighbours(whole, sizes.inside): transfers * (sizes.offers + sizes.slots) * padded}
-    if sizes.crosses:
-        members = frozenset(frozenset(sorted(g)[j :: sizes.inside]) for g in whole for j in range(sizes.inside))
-        want[members] = transfers * sizes.nodes * sizes.crossing / sizes.inside * padded
-    assert moved == want

@@ -11,7 +11,7 @@ import pytest
 from support import chat_cases
 from support.commands import run_command_here
 from support.equality_cases import assert_close
-from support.tiny_run import bindings_of, session_of
+from support.tiny_run import session_of
 
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.data.chat import ChatTemplate
@@ -19,7 +19,6 @@ from moe_jax.errors import UserError
 from moe_jax.inference import Generator
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.models import make_loss
-from moe_jax.training.program import build_session
 from moe_jax.training.run import banner, run
 
 pytest.importorskip("tokenizers")
@@ -51,25 +50,6 @@ def test_packing_changes_neither_loads_nor_losses_nor_gradients(tmp_path):
     assert value == pytest.approx(want, rel=1e-12) and value > 1
     assert_close(gradients, others)
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(gradients)) > 1e-3
-
-
-def test_an_answer_cut_away_in_held_out_text_is_refused_before_the_first_step(tmp_path):
-    bindings = bindings_of(
-        tmp_path,
-        *chat_cases.write_chats(tmp_path, 200, 0.01),
-        "ModelConfig.positions = 'rotary'",
-        "DataConfig.sequence_length = 70",
-    )
-    with pytest.raises(UserError, match="conversation 20 of DataConfig.path has its first answer behind 218 tokens"):
-        build_session(parse_run_config((), bindings)[0], jax.devices()[:1])
-
-
-def test_a_masked_model_learns_no_answers(tmp_path):
-    config = parse_run_config(
-        (), bindings_of(tmp_path, *chat_cases.write_chats(tmp_path), "ModelConfig.kind = 'bert'")
-    )[0]
-    with pytest.raises(UserError, match=r"ModelConfig.kind \('bert'\) learns no answers"):
-        build_session(config, jax.devices()[:1])
 
 
 def test_the_example_from_its_data_to_a_talk(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """How programs are compiled: who is guided, what the second compilation gets, and which folder keeps programs."""
 
-import logging
 import pathlib
 import types
 
@@ -69,41 +68,6 @@ def test_second_compilation_gets_the_seconds_of_the_first(lowered):
     assert lowered.compilations[3][0] == second, "another name would be another program to JAX's compilation cache"
 
 
-def test_a_profile_that_does_not_fit_is_said(lowered, caplog, monkeypatch):
-    """The compiler matches by name; a program whose instructions are called otherwise is scheduled without guidance."""
-    target = parse_target("h200:2x2")
-    with caplog.at_level(logging.WARNING):
-        compiling.compile_guided(lowered, {}, target)
-        assert not caplog.records
-        other = scheduler_profile(parse_module(lowered.text), Prices(target)).replace('" ', '.of_another_program" ')
-        monkeypatch.setattr(compiling, "scheduler_profile", lambda *_: other)
-        compiling.compile_guided(lowered, {}, target)
-    (record,) = caplog.records
-    assert "train.guide_scheduler (True) had little effect on jit_train_step" in record.getMessage()
-
-
-def test_a_full_cache_folder_costs_the_name_of_the_profile_and_not_the_run(lowered, tmp_path, monkeypatch, caplog):
-    target = parse_target("h200:2x2")
-    compiling.compile_guided(lowered, {}, target)
-    stored = lowered.compilations[1]
-
-    def full(path, content):
-        raise UserError(f"{str(path)!r} cannot be written (Disk quota exceeded)")
-
-    monkeypatch.setattr(compiling, "write_cached", full)
-    compiling.compile_guided(lowered, {}, target)
-    assert lowered.compilations[3] == stored and not caplog.records, "what lies there need not be written again"
-    pathlib.Path(stored[0][compiling.PROFILE_OPTION]).unlink()
-    compiling.compile_guided(lowered, {}, target)
-    options, profile = lowered.compilations[5]
-    assert profile == stored[1] and not pathlib.Path(options[compiling.PROFILE_OPTION]).exists()
-    (record,) = caplog.records
-    assert "kept for this compilation only: " in record.getMessage() and "quota exceeded" in record.getMessage()
-    monkeypatch.setattr(compiling.tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(UserError, match="Disk quota exceeded"):
-        compiling.compile_guided(lowered, {}, target)
-
-
 def test_deterministic_run_tells_the_compiler():
     for wanted in (False, True):
         config = types.SimpleNamespace(train=TrainConfig(deterministic=wanted))
@@ -168,10 +132,3 @@ def test_which_folder_keeps_programs(as_before, tmp_path, caplog, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--compilation_cache=.*file/below cannot be made \(.*\); name another"):
         set_up_compilation_cache(str(tmp_path / "file" / "below"))
-
-
-def test_a_folder_that_others_may_write_to_keeps_no_programs(as_before, tmp_path, caplog):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o770)
-    assert set_up_compilation_cache(str(tmp_path / "open")) is None and not jax.config.jax_enable_compilation_cache
-    assert f"programs are not kept: other users may write to '{tmp_path}/open'" in caplog.text

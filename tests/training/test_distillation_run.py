@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import re
 import shutil
 import weakref
 
@@ -11,15 +10,13 @@ import numpy as np
 import pytest
 from support.tiny_run import arrays_of, assert_same_run, config_of, run_here
 
-from moe_jax.analysis.dry_run import dry_run
 from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.storage.host_data import HostData
-from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
-from moe_jax.training.teacher import load_teacher, settle_teacher
+from moe_jax.training.teacher import settle_teacher
 
 MESH = "MeshConfig.data = 4"
 FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
@@ -62,21 +59,6 @@ def test_resume_on_either_side_equals_a_run_that_never_stopped(taught):
     held = Checkpointer(workdir / "checkpoints", keep=3).read_host(6)["teacher"]
     assert held["folder"] == str(teacher) and held["step"] == 3
     assert set(held) == {"folder", "step", "config", "parameters"}
-
-
-@pytest.mark.slow
-def test_past_a_damaged_checkpoint_the_teacher_is_back(taught, capsys):
-    """The newest is of after the boundary, and the one before it of before: the session is built once more."""
-    workdir = taught / "damaged"
-    shutil.copytree(taught / "whole", workdir)
-    data = max((workdir / "checkpoints" / "00000006").rglob("*"), key=lambda path: path.stat().st_size)
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    assert run_here(taught, workdir, *STUDENT, by(taught / "teacher"), "train.steps = 7")
-    out = capsys.readouterr().out
-    assert out.count("is damaged") == 1 and "resuming at step 3" in out and "learning from" in out
-    whole, again = (read_metrics(folder)[:6] for folder in (taught / "whole", workdir))
-    for name in ("loss", "kl"):
-        assert [record.get(name) for record in again] == [record.get(name) for record in whole]
 
 
 def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
@@ -127,16 +109,3 @@ def test_a_teacher_that_cannot_be_is_refused_before_anything_compiles(taught, ch
     with pytest.raises(UserError, match=says) as caught:
         run_here(taught, taught / "refused", *changes)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("DistillationConfig.teacher")
-
-
-def test_dry_run_counts_the_teacher(taught):
-    config = config_of(taught, *STUDENT, by(taught / "teacher"))
-    text = dry_run(config, 8)
-    assert f"{taught / 'teacher'}, step 3, up to step 4, then it leaves the memory" in text
-    assert "teacher per token" in text
-    teacher_bytes = int(re.search(r"^  teacher   +([\d,]+)", text, re.MULTILINE)[1].replace(",", ""))
-    session = build_session(config, jax.devices())
-    assert session.teacher.model.config.overlap == "none"  # its tokens in the student's order
-    params = load_teacher(session.teacher, config.distillation)
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
-    assert held < teacher_bytes < 4 * held + 2**20

@@ -1,6 +1,5 @@
 """What a run does with a folder that something else has damaged, renamed or taken."""
 
-import errno
 import json
 import logging
 import os
@@ -16,7 +15,6 @@ from support.tiny_run import arrays_of, assert_same_run, command, finish, finish
 
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.models.language_model import flatten
-from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training import loop
@@ -115,31 +113,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(saved, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002.damaged"]
 
 
-def test_no_flipped_bit_of_any_file_is_read(saved, tmp_path):
-    """Every byte of the small files and some of the large one: named, or without effect."""
-    source, state = saved
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
-    copy = tmp_path / "00000002"
-    shutil.copytree(source / "00000002", copy)
-    named = 0
-    for path in sorted(copy.rglob("*")):
-        if not path.is_file() or path.name in ("_sharding", "commit_success.txt", "_CHECKPOINT_METADATA"):
-            continue
-        whole = path.read_bytes()
-        for place in range(0, len(whole), max(1, len(whole) // 40)):
-            changed = bytearray(whole)
-            changed[place] ^= 1 << place % 8
-            path.write_bytes(changed)
-            try:
-                found, host = Checkpointer(tmp_path, keep=1).restore(2, like, {})
-                assert host == {"position": 7} and all((found[name] == state[name]).all() for name in state), path
-            except UserError as error:
-                assert "is damaged" in str(error), error
-                named += 1
-        path.write_bytes(whole)
-    assert named > 60
-
-
 def test_all_of_a_checkpoint_is_on_the_disk_before_an_older_one_goes(saved, tmp_path, monkeypatch):
     source, state = saved
     shutil.copytree(source, tmp_path / "checkpoints")
@@ -159,51 +132,6 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_an_older_one_goes(saved, tmp_
     synced = done[: done.index(f"renamed {tmp_path}/checkpoints/00000001")]
     paths = [new, *new.rglob("*"), new.parent, tmp_path]
     assert set(map(str, paths)) <= set(synced) and synced.index(str(new)) < synced.index(str(new.parent))
-
-
-@pytest.mark.parametrize("code", ["EMFILE", "ESTALE", "ETIMEDOUT"])
-def test_a_disk_that_does_not_answer_now_is_no_damage(saved, monkeypatch, caplog, code):
-    folder, _ = saved
-
-    def fails(*_arguments, **_names):
-        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
-
-    checkpointer = Checkpointer(folder, keep=3)
-    with monkeypatch.context() as patched:
-        patched.setattr("pathlib.Path.read_text", fails)
-        with pytest.raises(UserError, match="cannot read checkpoint .*00000002 .* see that this user may read it"):
-            checkpointer.latest()
-        patched.setattr("os.listdir", fails)  # no file can be opened any more
-        with pytest.raises(UserError, match=f"cannot read {folder} "):
-            checkpointer.latest()
-    assert not caplog.records and checkpointer.latest() == 2
-
-
-def test_a_disk_without_sync_of_folders_or_renames_ends_no_save_by_a_traceback(saved, tmp_path, monkeypatch):
-    """Some file systems of networks sync no folder; in a folder of somebody else nothing is renamed."""
-    source, state = saved
-    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
-
-    def fails(code):
-        def call(*_arguments, **_names):
-            raise OSError(code, os.strerror(code))
-
-        return call
-
-    checkpointer = Checkpointer(tmp_path, keep=2)
-    monkeypatch.setattr(os, "fsync", fails(errno.ENOTSUP))
-    checkpointer.save(3, state, {}, {})
-    checkpointer.wait()
-    assert checkpointer.steps() == [2, 3]
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", fails(errno.EPERM))
-        for rename in (
-            lambda: checkpointer.set_aside(2),
-            lambda: (checkpointer.save(4, state, {}, {}), checkpointer.close()),
-        ):
-            with pytest.raises(UserError, match="cannot write .* that you may write to"):
-                rename()
-    assert checkpointer.steps() == [2, 3, 4]
 
 
 # A whole run, and copies of its folder.
@@ -319,25 +247,6 @@ def test_a_run_whose_folder_goes_writes_all_again(whole, tmp_path, monkeypatch):
     assert want.keys() == found.keys() and all(np.array_equal(want[name], found[name]) for name in want)
     assert (work / "config.gin").read_bytes() == (whole / "whole" / "config.gin").read_bytes()
     assert json.loads((work / "lock.json").read_text())["released"]
-
-
-def test_damaged_diagnostics_are_set_aside_and_end_no_run(whole, capsys, caplog):
-    work = whole / "diagnostics"
-    shutil.copytree(whole / "whole", work)
-    metrics, evaluations, part = (work / name for name in ("metrics.jsonl", "evaluations.jsonl", "loads"))
-    (part,) = part.iterdir()
-    lines = metrics.read_bytes().splitlines(keepends=True)
-    metrics.write_bytes(b"".join([*lines[:2], lines[2][:50], *lines[3:]]))  # steps 3 and 4 in one line
-    evaluations.write_bytes(b"\x00" * 30 + b"\n" + evaluations.read_bytes())
-    flip(part)
-    assert run_here(whole, work, *SAVING, "train.steps = 8")
-    assert "resuming at step 6" in capsys.readouterr().out
-    assert [record["step"] for record in read_metrics(work)] == [1, 2, 5, 6, 7, 8]
-    assert read_loads(work / "loads.npz").iterations.tolist() == [8]
-    said = "\n".join(record.getMessage() for record in caplog.records)
-    for line in ("metrics.jsonl: 1 lines are", "evaluations.jsonl: 1 lines are", "it is set aside, and its samples"):
-        assert line in said
-    assert part.with_suffix(".damaged").exists() and (work / "report.html").exists()
 
 
 # Two jobs, one folder.

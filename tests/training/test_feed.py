@@ -60,17 +60,6 @@ def test_what_processes_compare_before_a_run_compiles(tmp_path, capsys):
         start_session(config, hosts)
 
 
-def test_a_held_out_window_is_masked_the_same_in_any_batch_on_any_mesh(tmp_path):
-    seen = []
-    for devices, rows in ((1, 3), (4, 8)):
-        changes = ("ModelConfig.kind = 'bert'", f"train.batch_size = {rows}", "train.evaluate_windows = 0")
-        batches = list(session_of(tmp_path, devices, *changes).feed.held_out())
-        names = ("inputs", "weights")
-        whole = [np.concatenate([getattr(batch, name)[0] for batch in batches]) for name in names]
-        seen.append([array[whole[1].any(axis=1)].tolist() for array in whole])
-    assert seen[0] == seen[1] and len(seen[0][0]) > 8
-
-
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_documents_kept_apart(tmp_path, kind):
     """Numbers of documents and weights of targets, next to a loop over the tokens; the mask of BERT hides no end."""

@@ -1,6 +1,5 @@
 """Adapters: gradients by hand, the same numbers on any mesh, a run that resumes, its base, and what is refused."""
 
-import dataclasses
 import json
 
 import jax
@@ -13,7 +12,6 @@ from support.tiny_run import arrays_of, assert_same_run, config_of, evaluate_her
 from moe_jax.analysis.memory import count_bytes, lay_out
 from moe_jax.errors import UserError
 from moe_jax.inference import load
-from moe_jax.jobs.hosts import Hosts
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.config import LoraConfig
 from moe_jax.models.language_model import flatten
@@ -22,7 +20,6 @@ from moe_jax.moe import MoEConfig
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.training.frozen_base import settle_base
 from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 
@@ -219,31 +216,6 @@ def test_bytes_are_those_of_the_arrays(runs):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"]["bank"])} == {"bfloat16", "float32"}
     whole = count_bytes(lay_out(config_of(runs, HALF, EIGHT), 8, "")).held
     assert held.optimizer < whole.optimizer / 3 and held.parameters < whole.parameters
-
-
-def test_the_base_is_named_whole_and_hashed_by_one_process(runs, monkeypatch):
-    """A relative folder is found from anywhere later; process 0 hashes for all, and all must name one folder."""
-    monkeypatch.chdir(runs)
-    config, alone = config_of(runs, HALF, EIGHT, *ADAPTED), Hosts()
-    identity = settle_base(config, "model", None, alone)
-    assert identity.folder == str(runs / "model") and len(identity.parameters) == 64
-    with pytest.raises(UserError, match="has the steps 3, and these adapters are for step 4: put that one back"):
-        settle_base(config, "", dataclasses.replace(identity, step=4), alone)
-
-    class Second(Hosts):
-        def gather_text(self, topic, text, *_):
-            return [identity.parameters if topic == "hash of base" else text, text]
-
-        def agree(self, topic, text, difference, *_):
-            if text != first:
-                raise UserError(difference(first, text))
-
-    monkeypatch.setattr(Checkpointer, "digest", None)  # is not called
-    second, first = Second(2, 1), f"{runs / 'model'}, step 3"
-    assert settle_base(config, "model", None, second) == identity
-    first = f"{runs / 'other'}, step 3"
-    with pytest.raises(UserError, match="is not the same run on all processes"):
-        settle_base(config, "model", None, second)
 
 
 def test_what_cannot_be_is_one_line(runs, tmp_path, monkeypatch):

@@ -10,15 +10,11 @@ import time
 import jax
 import numpy as np
 import pytest
-from support.tiny_run import assert_same_run, command, config_of, finish_pair, run_here, session_of, start_pair
+from support.tiny_run import assert_same_run, command, config_of, finish_pair, run_here, start_pair
 
 from moe_jax.errors import UserError
-from moe_jax.models.counts import device_bytes
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
-from moe_jax.observe.progress import with_prefix
-from moe_jax.replan.segments import sizes_of
 from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.training.compiling import compiled_peak
 from moe_jax.training.feed import Feed
 from moe_jax.training.program import Program, Session
 from moe_jax.training.stepper import Stepper, build_stepper
@@ -104,35 +100,6 @@ def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_i
     assert stepper.overflows.run_again == sum(again) and "run_again" not in wanted[0]
 
 
-# what the steps in flight must not disturb: homes that move, several segments' router states, a teacher that leaves
-TOGETHER = (
-    "train.zero_stage = 0", "MoEConfig.top_k = 2", "MoEConfig.bucket_slack = 1.1", "MeshConfig.data = 2",
-    "MoEConfig.router = 'sigmoid_bias'", "ModelConfig.layers = 2", "DistillationConfig.until = 6",
-    "ModelConfig.segments = ('layers=1 num_experts=8', 'layers=1 num_experts=4 hidden_dim=8')",
-    "PlannerConfig.name = 'eplb'", "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'",
-    "PlannerConfig.interval = 2", "PlannerConfig.swap_after = 2",
-)  # fmt: skip
-
-
-@pytest.mark.slow
-def test_curves_with_a_planner_segments_and_a_teacher(tmp_path, monkeypatch, three_in_flight, float64):
-    assert run_here(tmp_path, tmp_path / "teacher", *SIZES[1:], "MeshConfig.expert = 8", "train.steps = 3")
-    teacher = f"DistillationConfig.teacher = {str(tmp_path / 'teacher')!r}"
-    fed(monkeypatch, alike=(3, 6))
-    ran = []
-    for optimistic in (True, False):
-        config = config_of(tmp_path, *SIZES, *TOGETHER, teacher, f"train.optimistic = {optimistic}")
-        stepper = build_stepper(config, jax.devices()[:4])
-        ran += [stepper, stepper.run(10)]
-        stepper.engine.close()
-    stepper, records, other, wanted = ran
-    agree(stepper, other, records, wanted, 1e-10)
-    again = [record.get("run_again", 0) for record in records]
-    assert sum(again) >= 2
-    moves = [step for step, record in enumerate(records) if "reshard_seconds" in record]
-    assert any(again[step - behind] for step in moves for behind in (1, 2)), "no move behind an overflow"
-
-
 # python -m moe_jax.train, whose complete program takes minutes to compile on process 0, for which the other one waits
 SLOW_TO_COMPILE = """
 import time
@@ -215,26 +182,6 @@ def test_a_complete_program_that_cannot_run_is_noticed_before_an_overflow(
     assert folder.latest() == len(read_metrics(tmp_path / "run")) == stopped
     assert run_here(tmp_path, tmp_path / "run", *changes)
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 13))
-
-
-def test_memory_of_the_complete_program_is_counted_and_shown(tmp_path, capsys):
-    """Large experts and few tokens, without a planner: what later passes take, by the compiler and as predicted."""
-    sizes = (
-        "ModelConfig.model_dim = 64",
-        "ModelConfig.hidden_dim = 256",
-        "MeshConfig.data = 2",
-        "MeshConfig.expert = 4",
-    )
-    changes = ("train.optimistic = True", "MoEConfig.bucket_slack = 1.25", *sizes)
-    session = session_of(tmp_path, 8, *changes, "train.steps = 1")
-    common, complete = (compiled_peak(session.compile_step(common=common)[0]) for common in (True, False))
-    more = device_bytes(sizes_of(session.config, session.roles)).overflow
-    assert (complete - common) / 2 < more < 2 * (complete - common)
-    assert run_here(tmp_path, tmp_path / "run", *changes, "train.steps = 1")
-    line = r"step 0: optimistic steps take (\S+)B of a device's memory, and where a bucket overflows about (\S+)B, .*"
-    out = capsys.readouterr().out
-    assert re.search(line, out).groups() == (with_prefix(common), with_prefix(common + more))
-    assert out.index("optimistic steps take") < out.index("step 1/1 |")
 
 
 @pytest.mark.slow

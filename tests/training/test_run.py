@@ -13,7 +13,6 @@ from support import chat_cases
 from support.commands import run_command_here
 from support.tiny_run import assert_same_run, bindings_of, evaluate_here, run_here
 
-from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.config.run_config import overridden
 from moe_jax.data.tokenizer import find_tokenizer
 from moe_jax.errors import UserError
@@ -59,15 +58,6 @@ def test_run_folder_holds_what_was_promised(finished):
     want = {"MeshConfig.devices_per_node": devices, "ModelConfig.attention": "blocks", "ModelConfig.overlap": "none"}
     want |= {"MoEConfig.grouped_matmul": "fused", "train.optimistic": False, "train.guide_scheduler": False}
     assert environment["resolved"] == want
-
-
-def test_loads_say_which_run_they_are_of(finished):
-    (origin,) = set(read_loads(finished / "work" / "loads.npz").origins)
-    assert (origin.model_dim, origin.hidden_dim, origin.top_k, origin.dtype) == (16, 16, 2, "float32")
-    assert dict(origin.mesh) == json.loads((finished / "work" / "environment.json").read_text())["mesh"]
-    assert origin.sources == origin.devices_per_node == len(jax.devices()) and origin.cluster == ""
-    inputs = build_inputs({"trace": str(finished / "work")})  # a replay needs no more
-    assert (inputs.model_dim, inputs.hidden_dim, inputs.cluster.devices) == (16, 16, origin.sources)
 
 
 def test_resume_equals_a_run_that_never_stopped(finished, monkeypatch, capsys):
@@ -140,22 +130,6 @@ def test_init_from_starts_where_the_other_ended(finished, average, word, capsys)
     want = last["held_out_loss_ema" if average else "held_out_loss"]
     assert first["step"] == 0 and first["held_out_loss"] == pytest.approx(want, rel=1e-5)
     assert f"starting from the {word} of {source}, step 6" in capsys.readouterr().out
-
-
-def test_masked_model_with_every_option_trains_and_is_profiled(finished, capsys):
-    work = finished / "bert"
-    changes = (
-        "ModelConfig.kind = 'bert'", "ModelConfig.moe_every = 2", "ModelConfig.activation = 'swiglu'",
-        "ModelConfig.positions = 'rotary'", "ModelConfig.remat = 'block'", "ModelConfig.dtype = 'bfloat16'",
-        "MoEConfig.gate_noise = 0.1", "MoEConfig.capacity_factor = 1.25", "MoEConfig.drop = 'probability'",
-        "train.steps = 4", "train.grad_accum_steps = 2", "train.zero_stage = 3", "train.profile_steps = (1, 3)",
-        "train.batch_size = 16", "MeshConfig.data = 2", "train.optimizer = 'muon'",
-    )  # fmt: skip
-    assert run_here(finished, work, *changes)
-    records = read_metrics(work)
-    assert len(records) == 4 and np.isfinite([record["loss"] for record in records]).all()
-    assert records[0]["dropped_fraction"] > 0
-    assert list((work / "profile").rglob("*.xplane.pb")), "train.profile_steps records a trace"
 
 
 def test_steps_and_mesh_may_differ(finished, capsys):

@@ -58,13 +58,6 @@ def test_search_finds_the_planted_and_what_fails_is_a_row(monkeypatch):
     assert bench.asked[-1] == f"{REMAT} = 'block'" and "none" not in "".join(bench.asked)
 
 
-def test_the_budget_ends_the_search(monkeypatch):
-    bench, said = FakeBench(monkeypatch), []
-    best, _ = bench.search([{REMAT: "dots"}, {STACK: "unrolled"}, {REMAT: "block"}], 25, said.append)
-    assert best == {REMAT: "dots"} and said[-1] == "the budget ends here; a larger --budget_seconds goes further"
-    assert FakeBench(monkeypatch).search([{ROWS: 2.0}], 1e4, said.append) == ({}, 1.0)  # 0.4% is no gain
-
-
 def test_a_gain_is_one_in_all_rounds_but_one(monkeypatch):
     before, after = 9 * [1.0], 8 * [0.8] + [1.2]
     for taken, is_gain in ((after, True), ([1.2, *after[:-1]], True), (7 * [0.8] + 2 * [1.2], False), (before, False)):
@@ -74,14 +67,6 @@ def test_a_gain_is_one_in_all_rounds_but_one(monkeypatch):
         monkeypatch.setattr(tuning, "interleaved_seconds", lambda calls, rounds, answer=answer: answer)
         bench.steps = 4
         assert bench.race({}, {STACK: "unrolled"}) == (np.median(taken) / 4, np.median(taken), is_gain)
-
-
-def test_candidates_leave_what_a_run_computes():
-    """Where tokens compete for places, those that they compete with stay."""
-    names = lambda *lines: {name for one in tuning.find_candidates(parse_run_config((), lines)[0]) for name in one}  # noqa: E731
-    assert names() - names("MoEConfig.router = 'base'", "MoEConfig.top_k = 1") == {
-        "ModelConfig.overlap", "train.grad_accum_steps"
-    }  # fmt: skip
 
 
 def test_programs_of_planners_share_one_state(tmp_path, monkeypatch):
