@@ -1,6 +1,7 @@
 """One-line faults that the tests must see: two in most packages, once drawn by a seed.
 
-    python scripts/checks/faults.py    # plant each in a copy of this tree, run its test
+    python scripts/checks/faults.py        # plant each in a copy of this tree, run its test
+    python scripts/checks/faults.py 3 17   # these, as they are numbered from 1
 
 Inputs: faults.json, a list of {"package", "kind", "path", "old", "new", "test"}: a text that stands once in the file,
 what takes its place, and the test that fails by it. Outputs: a line for each fault, and exit code 1 where a test does
@@ -31,10 +32,12 @@ def fails(tree: Path, test: str) -> bool:
     return done.returncode not in (0, 5)
 
 
-def check(tree: Path) -> int:
-    """Plant each fault in turn; return the number of those that their test misses, or that fails without them."""
+def check(tree: Path, chosen: set[int]) -> int:
+    """Plant the chosen faults, all where none is; return how many their test misses, or fails without."""
     missed = 0
     for number, fault in enumerate(json.loads(Path(__file__).with_suffix(".json").read_text()), 1):
+        if chosen and number not in chosen:
+            continue
         path = tree / fault["path"]
         text = path.read_text() if path.exists() else ""
         if text.count(fault["old"]) != 1:
@@ -55,4 +58,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs"))
-        sys.exit(int(check(copy) > 0))
+        sys.exit(int(check(copy, set(map(int, sys.argv[1:]))) > 0))
