@@ -163,6 +163,7 @@ def test_commands_name_what_exists(page):
             added_words(command)
 
 
+@pytest.mark.slow
 def test_commands_run(tmp_path):
     """In the order of the pages, in one folder: a command may read what an earlier one wrote."""
     (tmp_path / "my_texts").mkdir()
@@ -231,3 +232,19 @@ def test_the_architecture_names_every_package():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     packages = [path.parent.relative_to(ROOT / "moe_jax") for path in (ROOT / "moe_jax").rglob("*/__init__.py")]
     assert len(packages) > 10 and [name for name in packages if f"| `{name.as_posix()}/` |" not in text] == []
+
+
+@pytest.mark.parametrize("script", ["reference", "draw_architecture"])
+def test_what_a_script_writes_is_up_to_date(script):
+    path = ROOT / "scripts" / "checks" / f"{script}.py"
+    done = subprocess.run([sys.executable, path, "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"run python scripts/checks/{script}.py\n{done.stderr}"
+
+
+def test_every_flag_of_the_trainer_is_named():
+    page = (ROOT / "BUILD.md").read_text(encoding="utf-8")
+    sources = ROOT / "moe_jax" / "train.py", ROOT / "moe_jax" / "config" / "command_line.py"
+    source = "".join(path.read_text(encoding="utf-8") for path in sources)
+    flags = re.findall(r"flags\.DEFINE_\w+\(\s*\"(\w+)\"", source)
+    assert len(flags) > 15
+    assert [flag for flag in flags if f"`--{flag}" not in page] == []

@@ -8,8 +8,6 @@ import pytest
 
 COMMANDS = {  # command: a flag of its own
     "train": "--workdir",
-    "generate": "--process_id",
-    "replay": "--planners",
     "inspect": "--target",
 }
 
@@ -45,9 +43,8 @@ def test_a_folder_that_is_a_url_is_refused_and_not_made(words, tmp_path):
     assert done.stderr.count(b"\n") == 1 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("module", ["moe_jax", "moe_jax.train"])
-def test_a_reader_that_leaves_before_help_comes_is_no_traceback(module):
-    command = [sys.executable, "-m", module, "--help"]
+def test_a_reader_that_leaves_before_help_comes_is_no_traceback():
+    command = [sys.executable, "-m", "moe_jax", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
         writer.stdout.close()
         assert (writer.wait(timeout=60) in (-signal.SIGPIPE, 141), writer.stderr.read()) == (True, b"")

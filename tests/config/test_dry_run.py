@@ -154,21 +154,6 @@ def test_dry_run_says_what_auto_attention_is_and_counts_it():
         dry_run(run, 2, "h200:1x2")
 
 
-def test_dry_run_says_hecates_tau_by_its_papers_formula():
-    """Section 4.2 by hand: tau = T_attention W / bytes of an expert, with attention of 8 M^2 + 4 Sq M FLOPs a token and
-    an expert of 4 M^2 numbers of 2 bytes: tokens of a device x (1 + Sq / 2 M) x W / P. W / P is 12.5e9 / 125e12 = 1e-4,
-    so tau is 0.683 for 4,096 tokens, 2.73 for 16,384."""
-    planner = ("PlannerConfig.name = 'hecate'", "PlannerConfig.cluster = 'configs/cluster/hecate_a.gin'")
-    planner += ("PlannerConfig.overlap_degree = 'paper'",)
-    said = []
-    for tokens in (4096, 16384):
-        sizes = (f"train.batch_size = {32 * tokens // 2048}", "MeshConfig.devices_per_node = 8")
-        run = config_of("model/hecate_gpt_moe_l", *planner, *sizes)
-        said.append(re.search(r"PlannerConfig.name 'hecate' for \S+: tau (.*)\n", dry_run(run, 32))[1])
-    travels, attention = re.fullmatch(r"0: an expert travels (\S+) ms, attention takes (\S+) ms", said[0]).groups()
-    assert float(travels) > float(attention) > 0 and said[1] == "2"
-
-
 def test_dry_run_says_which_rule_parm_goes_by(tmp_path):
     """Links, collectives alone, a layer's parts, whole layers; and how s2 returns, by which fits."""
     fits = json.loads(Path("docs/bench/cluster_host.json").read_text())

@@ -97,29 +97,32 @@ def test_a_run_trains_with_a_router_a_planner_and_a_schedule_of_a_plugin(started
     assert "MoEConfig.my_factor = 2.0  # set" in (tmp_path / "run" / "config.gin").read_text()
 
 
+WRONG = [
+    (["--plugin=mine"], ["MoEConfig.my_factor = 0.0", MINE[0]], {}, "MoEConfig.my_factor (0.0) must be positive"),
+    ([], [MINE[0]], {}, "MoEConfig.router ('mine') is unknown"),
+    (["--plugin=none"], [], {}, "--plugin=none is no folder of Python files here"),
+    (["--plugin=os"], [], {}, "--plugin=os is no folder of Python files here"),
+    (["--plugin=email"], [], {}, "--plugin=email has none of the files planners.py, routers.py"),
+    (["--plugin=mine"], [], {"routers": "1 / 0"}, "routers.py raises ZeroDivisionError: division by zero; correct"),
+    (
+        ["--plugin=mine"],
+        [],
+        {"routers": FILES["routers"].replace("mine", "topk")},
+        "router 'topk' is registered twi",
+    ),
+    (
+        ["--plugin=mine"],
+        [],
+        {"planners": FILES["planners"].replace("patience", "shard_every")},
+        "have a knob shard_",
+    ),
+    (["--plugin=mine"], [], {"__init__": "import nowhere"}, "--plugin=mine needs the package 'nowhere', which is"),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "bindings", "files", "said"),
-    [
-        (["--plugin=mine"], ["MoEConfig.my_factor = 0.0", MINE[0]], {}, "MoEConfig.my_factor (0.0) must be positive"),
-        ([], [MINE[0]], {}, "MoEConfig.router ('mine') is unknown"),
-        (["--plugin=none"], [], {}, "--plugin=none is no folder of Python files here"),
-        (["--plugin=os"], [], {}, "--plugin=os is no folder of Python files here"),
-        (["--plugin=email"], [], {}, "--plugin=email has none of the files planners.py, routers.py"),
-        (["--plugin=mine"], [], {"routers": "1 / 0"}, "routers.py raises ZeroDivisionError: division by zero; correct"),
-        (
-            ["--plugin=mine"],
-            [],
-            {"routers": FILES["routers"].replace("mine", "topk")},
-            "router 'topk' is registered twi",
-        ),
-        (
-            ["--plugin=mine"],
-            [],
-            {"planners": FILES["planners"].replace("patience", "shard_every")},
-            "have a knob shard_",
-        ),
-        (["--plugin=mine"], [], {"__init__": "import nowhere"}, "--plugin=mine needs the package 'nowhere', which is"),
-    ],
+    [pytest.param(*wrong, marks=() if at % 4 == 0 else pytest.mark.slow) for at, wrong in enumerate(WRONG)],
 )
 def test_what_is_wrong_with_a_plugin_is_one_line(started, words, bindings, files, said):
     done = started("--dry_run", *words, bindings=bindings, **files)

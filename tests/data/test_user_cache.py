@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from moe_jax.data import user_cache
-from moe_jax.data.user_cache import cache_root, read_cached, user_cache_folder, write_cached
+from moe_jax.data.user_cache import cache_root, user_cache_folder
 from moe_jax.errors import UserError
 
 
@@ -47,21 +47,3 @@ def test_link_at_the_folder_is_refused_and_above_the_cache_it_is_the_users_own_c
             user_cache_folder(name)
     root.chmod(0o775)  # a parent that others may write to is closed
     assert user_cache_folder("profiles").parent == root and stat.S_IMODE(root.stat().st_mode) == 0o755
-
-
-def test_file_is_written_whole_and_a_link_in_its_place_is_not_followed(home):
-    path = user_cache_folder("profiles") / "a.txt"
-    assert read_cached(path) is None
-    victim = home / "victim"
-    victim.write_text("precious")
-    path.symlink_to(victim)
-    assert read_cached(path) is None
-    write_cached(path, "profile")
-    assert (victim.read_text(), path.is_symlink(), read_cached(path)) == ("precious", False, b"profile")
-    write_cached(path, b"again")
-    assert read_cached(path) == b"again" and [p.name for p in path.parent.iterdir()] == ["a.txt"]
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(UserError, match=r"a.txt' cannot be written \(.*\); free space there, or set XDG_CACHE_HOME"):
-        write_cached(path, "profile")
-    assert [p.name for p in path.parent.iterdir()] == ["a.txt"]

@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
+from support.marks import slow_but
 from support.tiny_run import finish, finish_pair, start, start_pair
 
 from moe_jax.config.command_line import exit_code_of
@@ -55,7 +56,7 @@ def test_a_killed_process_ends_the_other_with_code_4_and_its_name():
     assert "Traceback" not in out + err
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", slow_but([1, 0], 0))
 def test_a_silent_process_ends_the_other_with_code_4_and_its_name(victim):
     with job("--lost_after=2") as processes:
         wait_for_step(processes, 5)
@@ -64,9 +65,9 @@ def test_a_silent_process_ends_the_other_with_code_4_and_its_name(victim):
     assert code == 4 and re.search(rf"moe_jax: process {victim} .* is lost: silent for \d+ s", out + err), err
 
 
-@pytest.mark.parametrize(
-    ("mistake", "codes", "line"),
-    [
+MISTAKES = {
+    mistake: (codes, line)
+    for mistake, codes, line in (
         ("0:user", [2, 2], r"learning_rate \(-1\) must be positive"),  # the outcome of the job: one code everywhere
         ("all:nan", [3, 3], "the loss of step 5 is nan"),
         ("1:bug", [4, 1], rf"moe_jax: process 1 \({HERE}\) ended with exit code 1: KeyError: 'a bug'"),
@@ -76,9 +77,13 @@ def test_a_silent_process_ends_the_other_with_code_4_and_its_name(victim):
         ("1:counts", [2, 2], r"have --num_processes = \(2, 3\); give all the same"),
         ("1:program", [4, 4], "process 1 has compiled another program than process 0, so the two cannot run together"),
         ("1:absent", [4, 4], r"error: not all came to \S+ within 8 s; give all its --num_processes"),
-    ],
-)
-def test_a_process_that_fails_ends_the_others_with_its_reason(mistake, codes, line):
+    )
+}
+
+
+@pytest.mark.parametrize("mistake", slow_but(MISTAKES, "0:user", "1:bug", "1:stuck"))
+def test_a_process_that_fails_ends_the_others_with_its_reason(mistake):
+    codes, line = MISTAKES[mistake]
     with job(f"--mistake={mistake}", *(["--stall_after=3"] if "stuck" in mistake else [])) as processes:
         done = finish_pair(processes)
     assert "Traceback" not in done[0][2] + done[1][2] * ("bug" not in mistake)
@@ -88,6 +93,7 @@ def test_a_process_that_fails_ends_the_others_with_its_reason(mistake, codes, li
         assert done[1][1].count("process 0's seconds") == 2 and done[1][1].count("result") == 1, done[1]
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_cannot_be_had_is_a_line_and_tried_again():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

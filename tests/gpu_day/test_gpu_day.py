@@ -57,6 +57,7 @@ def parts_of(day, number):
     return {part["name"]: part for part in item["parts"]}
 
 
+@pytest.mark.slow
 def test_every_item_runs_and_the_folder_is_small_and_flat(finished):
     out, day, said, (early, early_page) = finished
     assert day["finished"] and day["sizes"] == "tiny" and day["unfinished"] is None
@@ -82,6 +83,7 @@ def test_every_item_runs_and_the_folder_is_small_and_flat(finished):
     assert early["items"] == day["items"][:3] and "cut off" in early_page
 
 
+@pytest.mark.slow
 def test_grouped_matmuls_are_checked_and_timed(finished):
     parts = parts_of(finished[1], 1)
     assert parts["hopper"]["reason"] == "cpu has no compute capability 9.0"
@@ -93,6 +95,7 @@ def test_grouped_matmuls_are_checked_and_timed(finished):
             assert timed[product]["tflops"] > 0 and timed[product]["share_of_dense"] > 0
 
 
+@pytest.mark.slow
 def test_the_whole_model_trains_is_modelled_and_measured(finished):
     out, day, *_ = finished
     ((name, whole),) = parts_of(day, 2).items()
@@ -107,6 +110,7 @@ def test_the_whole_model_trains_is_modelled_and_measured(finished):
     assert {"profile_report.json", "profile_schedule.hlo.gz"} <= {path.name for path in out.iterdir()}
 
 
+@pytest.mark.slow
 def test_choices_conditionals_routing_and_rules(finished):
     day = finished[1]
     choices = parts_of(day, 4)
@@ -121,6 +125,7 @@ def test_choices_conditionals_routing_and_rules(finished):
     assert all(rules[name]["largest_difference_from_cpu"] == 0 for name in ("fastermoe", "hecate", "balanced"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits_and_layers_are_measured(finished):
     parts = parts_of(finished[1], 7)
     assert parts["gradient, default"]["differing"] == {} == parts["gradient, deterministic ops"]["differing"]

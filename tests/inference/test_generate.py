@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.generation_cases import PROMPTS, build, configs, recorded_logits, reference_of
+from support.marks import slow_but
 
 from moe_jax.cluster import Cluster, write_cluster
 from moe_jax.data.corpus import DataConfig
@@ -19,9 +20,7 @@ from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference import Generator, Sampling, few_tokens
 from moe_jax.inference.few_tokens import SCALE, multiply_choices, quantize
-from moe_jax.inference.generator import inference_configs
 from moe_jax.inference.programs import choose_tokens, prompt_keys, settle_transport
-from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -47,7 +46,6 @@ CASES = {
     "latent, MP 2": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, LATENT, {"schedule": "s2"}),
     "two_level": ({"expert": 4, "model": 2, "devices_per_node": 2}, {}, {"schedule": "s1", "transport": "two_level"}),
 }
-ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2", "in MP 4", "latent", "latent, MP 2")
 AS_GPU = ("1 device", "in MP 4", "latent")  # single tokens meet their experts as on a GPU
 
 
@@ -57,9 +55,7 @@ def float64():
         yield
 
 
-@pytest.mark.parametrize(
-    "case", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("case", slow_but(CASES, "1 device", "EP x ESP x MP", "in MP 4", "latent, MP 2"))
 def test_greedy_text_and_logits_equal_the_reference(case, float64, monkeypatch):
     """Ragged prompts, fewer than devices; logits of prefill and of every decoded token to 1e-10."""
     mesh, changes, layer = CASES[case]
@@ -165,22 +161,8 @@ def test_choose_tokens_keeps_what_top_k_and_top_p_leave():
     np.testing.assert_array_equal(shares(temperature=0), [1, 0, 0, 0])
 
 
-def test_models_that_cannot_generate_are_refused():
-    """And the float8 of a run is for training: text would depend on which tokens were read with a prompt."""
-    for model, moe, words in (
-        ({"kind": "bert"}, {}, r"ModelConfig.kind \('bert'\) cannot generate"),
-        ({}, {"router": "base", "top_k": 1}, r"MoEConfig.router \('base'\)"),
-        ({"segments": ("layers=2", "layers=2 router=forced_balance")}, {}, r"MoEConfig.router \('forced_balance'\)"),
-    ):
-        with pytest.raises(UserError, match=words):
-            inference_configs(ModelConfig(**model), MoEConfig(**moe))
-    moe = MoEConfig(dispatch_dtype="float8_e4m3")
-    _, moe = inference_configs(ModelConfig(), moe)
-    assert moe.dispatch_dtype == "compute"
-
-
 @pytest.mark.parametrize(
-    ("planner", "quantize"), [("balanced", "none"), pytest.param("eplb", "int8", marks=pytest.mark.slow)]
+    ("planner", "quantize"), slow_but([("balanced", "none"), ("eplb", "int8")], ("balanced", "none"))
 )
 def test_replicas_of_hot_experts_change_no_text(planner, quantize, float64):
     """Planned from the experts that prompts took; every token still finds its expert, on homes that moved too."""

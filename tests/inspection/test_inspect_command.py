@@ -93,6 +93,7 @@ def test_a_saved_schedule_is_read_without_wheels(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_real_devices_are_run_and_measured(tmp_path):
     """On CPU devices, the only real ones here: the rates are an H200's and mean nothing, the path is that of a GPU."""
     bindings = [f"--gin_bindings={binding}" for binding in bindings_of(tmp_path)]

@@ -14,6 +14,7 @@ import sys
 from unittest import mock
 
 import pytest
+from support.marks import slow_but
 from support.tiny_run import BINDINGS, write_corpus
 from support.traced_programs import jaxprs_in
 
@@ -33,13 +34,9 @@ SIZES = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.model_dim = 128", "Model
 WHOLE = ("base", "fastermoe", "gshard", "mos", "topology")
 ON = ("gpt_moe_s_h200", "qwen3_30b_h100")  # the files that set all three themselves
 # the files whose programs differ by more than a planner or a gate
-TRACED = ("deepseek_moe", "fastermoe", "hecate", "mos", "parm", "pr_moe", "pro_prophet", *ON)
+TRACED = ("gpt_moe_s_h200", "hecate", "parm", "fastermoe", "deepseek_moe")
 WANTED = ("as it says", "all three on")
-ONCE = (*ON, "deepseek_moe", "pr_moe")  # as they say; all three on meet others
-QUICK = [(wanted, name) for wanted in WANTED for name in TRACED if name not in ONCE or wanted == "as it says"]
-MARKED = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in itertools.product(WANTED, FILES)
-]
+QUICK = [(WANTED[at % 2], name) for at, name in enumerate(TRACED)]
 OWN = {"gpt_moe_s_h200": ("ModelConfig.layers = 2", "ModelConfig.model_dim = 768", "ModelConfig.hidden_dim = 1536")}
 
 
@@ -127,7 +124,7 @@ def test_auto_is_resolved_as_on_gpus(wanted, name, request):
     assert program.is_optimistic(shape) == starts_common == optimistic
 
 
-@pytest.mark.parametrize(("wanted", "name"), MARKED)
+@pytest.mark.parametrize(("wanted", "name"), slow_but(list(itertools.product(WANTED, FILES)), *QUICK))
 def test_programs_are_traced_as_on_gpus(wanted, name, request, cudnn):
     program, config, optimistic = program_of(wanted, name, request)
     shape = compile_ahead.planned_shapes(config, program.roles, 1.0)

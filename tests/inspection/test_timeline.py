@@ -7,24 +7,18 @@ On the toy target (2 nodes of 2; 100 bytes/s inside, 10 bytes/s between a node a
 import dataclasses
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.grouped_cases import as_operands
 from support.toy import HEAD, LOOP, MODEL, PRICES, TARGET
 
 from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster import Links, cluster_of
 from moe_jax.cluster.collectives import traffic
-from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds, transport_seconds
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play, scheduler_profile, unguided_share
-from moe_jax.kernels.blocked import choose_heights, rows_computed
-from moe_jax.moe.experts import expert_ffn
 
 ALL = ((0, 1, 2, 3),)
 STARTS = dataclasses.replace(MODEL, start=1.0, step=2.0, node_start=10.0, node_step=5.0)
@@ -113,50 +107,6 @@ def test_a_transfer_that_ends_before_the_matmul_begins_is_exposed_whole():
     )
 
 
-def expert_layers(rows, counts, dims):
-    """Return three layers of experts and their gradients as compiled for CPUs, in both branches of a conditional.
-
-    counts: groups of each operand of the weights; dims: of rows and hidden rows.
-    """
-    shapes, order = {"w_in": dims, "w_out": dims[::-1]}, np.random.default_rng(0)
-    banks = {n: [(order.normal(size=(g, *shape)), np.arange(g)) for g in counts] for n, shape in shapes.items()}
-
-    def experts(x, sinks, sizes):
-        weights = {name: as_operands(banks[name], sinks[name]) for name in banks}
-        return expert_ffn(x, sizes, weights, activation="gelu", implementation="fused")
-
-    def layer(x, own):
-        return jax.lax.cond(own[1][0] > 0, experts, lambda x, *own: experts(jnp.tanh(x), *own), x, *own), None
-
-    sinks = {name: [jnp.zeros((3, *bank.shape)) for bank, _ in parts] for name, parts in banks.items()}
-    both = jax.grad(lambda x, *inputs: jnp.sum(jax.lax.scan(layer, x, inputs)[0]), (0, 1))
-    sizes = jnp.zeros((3, sum(counts)), jnp.int32)
-    return jax.jit(both).lower(jnp.zeros((rows, dims[0])), sinks, sizes).compile().as_text()
-
-
-@pytest.mark.parametrize("rows, counts, dims", [(7000, (2, 1), (64, 64)), (24, (1,), (8, 8)), (2, (4,), (8, 8))])
-def test_loops_over_blocks_turn_by_the_expected_rows(rows, counts, dims):
-    """All rows by shape, or half, which buckets expect: the FLOPs of the blocks of even groups, forward and backward;
-    the branch not taken takes as long, and the profile has all turns of every loop."""
-    text, groups = expert_layers(rows, counts, dims), sum(counts)
-    half = Buckets(segment="all", by_shape=rows, expected=rows / 2, exchanges=1, overflow=None)
-    for given, expected in (((), rows), (((half,),), rows // 2)):
-        module = parse_module(text, *given)
-        timeline = play(module, PRICES)
-        size, filled = max(1, -(-expected // groups)), min(groups, expected)  # one row in each of so many groups
-        heights = {count: choose_heights(rows, count, dims[0] * dims[1]) for count in counts}
-        multiplied = sum(rows_computed([size] * min(count, filled), heights[count]) for count in counts)
-        assert timeline.flops == {"tf32": 3 * 12.0 * dims[0] * dims[1] * multiplied}
-        assert timeline.unknown_loops == set()
-        for branch in timeline.skipped.values():
-            assert branch["seconds_not_taken"][0] == pytest.approx(branch["seconds_taken"], rel=0.1)
-        costs = dict(re.findall(r'name: "([^"]+)" cost_us: (\S+)', scheduler_profile(module, PRICES)))
-        bodies = {i.name: i.attribute("body") for c in module.computations.values() for i in c.instructions}
-        for loop, turns in timeline.assumed_turns.items():
-            inside = sum(float(costs.get(i.name, 0)) for i in module.computations[bodies[loop]].instructions)
-            assert float(costs[loop]) == pytest.approx(turns * inside, rel=1e-6)
-
-
 TWO = (
     HEAD
     + """
@@ -185,50 +135,6 @@ def test_transfers_share_links_one_after_the_other():
     assert permute.waited_for_links_seconds == pytest.approx(1.6) and permute.exposed_seconds == pytest.approx(1.6)
     assert reduce.bytes == 160 and reduce.bytes_leaving_a_node == 320
     assert reduce.exposed_seconds == pytest.approx(33.6 - 19.2) and reduce.executions_overlapping_matmuls == 1
-
-
-WRAPPED = (
-    HEAD
-    + """
-%wrapped (w: f32[4,10]) -> f32[4,10] {
-  %w = f32[4,10]{1,0} parameter(0)
-  ROOT %inner = f32[4,10]{1,0} all-to-all(%w), replica_groups={{0,1},{2,3}}, dimensions={0}, METADATA
-}
-
-%busy (v: bf16[8,8]) -> f32[8,8] {
-  %v = bf16[8,8]{1,0} parameter(0)
-  ROOT %dot.2 = f32[8,8]{1,0} dot(%v, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%idle (u: bf16[8,8]) -> f32[8,8] {
-  %u = bf16[8,8]{1,0} parameter(0)
-  ROOT %none = f32[8,8]{1,0} constant({...})
-}
-
-ENTRY %main (x: f32[4,10], p: pred[], a: bf16[8,8]) -> f32[4,10] {
-  %x = f32[4,10]{1,0} parameter(0)
-  %p = pred[] parameter(1)
-  %a = bf16[8,8]{1,0} parameter(2)
-  %s = ((f32[4,10]{1,0}), f32[4,10]{1,0}, u32[]) async-start(%x), calls=%wrapped
-  %call.1 = f32[8,8]{1,0} call(%a), to_apply=%busy
-  %conditional.1 = f32[8,8]{1,0} conditional(%p, %a, %a), true_computation=%busy, false_computation=%idle
-  ROOT %d = f32[4,10]{1,0} async-done(%s)
-}
-""".replace("METADATA", 'metadata={op_name="jit(f)/combine/all_to_all"}')
-)
-
-
-def test_wrapped_collectives_calls_and_branches():
-    """80 of 160 bytes to the neighbour: 0.8 s during a called matmul of 16 s; the branch that computes is not taken."""
-    timeline = play(parse_module(WRAPPED), PRICES)
-    flight = only(timeline)
-    assert (flight.kind, flight.role, flight.bytes) == ("all-to-all", "all-to-all", 160)
-    assert (flight.seconds, flight.exposed_seconds, flight.executions_overlapping_matmuls) == (pytest.approx(0.8), 0, 1)
-    assert timeline.seconds == pytest.approx(16.0) and timeline.overlapped == {("", ""): pytest.approx(0.8)}
-    slower = play(parse_module(WRAPPED), Prices(TARGET, dataclasses.replace(MODEL, conditional=3.0)))
-    assert slower.seconds == pytest.approx(19.0)
-    branch = timeline.skipped["conditional.1"]
-    assert branch["seconds_not_taken"] == [pytest.approx(16.0)] and branch["executions"] == 1
 
 
 def test_profile_by_hand():

@@ -115,6 +115,7 @@ def test_a_killed_lab_takes_its_hosts_with_it_and_the_next_start_removes_the_res
     assert other.end(20)[0] == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_host_whose_link_is_down_ends_a_job_of_jax_and_is_named(start_lab):
     lab = start_lab("--hosts=2", "--rate=200mbit", "--", sys.executable, str(_JAX_WORKER), "--lost_after=2")
     lab.read_until(r"host1\] step 5$")

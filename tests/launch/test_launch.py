@@ -107,6 +107,7 @@ def test_jobset_restarts_all_but_mistakes():
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 
+@pytest.mark.slow
 def test_jobset_commands_train_on_cpus(tmp_path):
     """Of two pods, as its header says how; each name of a pod is this machine here."""
     places = ("parallelism: ", "completions: ", "--num_processes=")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import prefetch_cases as cases
+from support.marks import slow_but
 
 from moe_jax.moe.after_gate import late_size
 from moe_jax.moe.after_gate_rules import build_rule
@@ -28,8 +29,6 @@ MESHES = {
     "ring": ({"expert": 4, "data": 2}, False),
     "s2": ({"expert": 8, "model": 2}, True),
 }
-QUICK = ("pairwise",)  # by node; the tests below have deepspeed with a flat transfer
-SCHEDULES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MESHES]
 
 
 def draw(seed, devices, rule, replica_slots=3):
@@ -68,7 +67,7 @@ def decided_sizes(shape, placement, loads):
     return found
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_but(MESHES, "pairwise"))
 def test_shadowed_experts_equal_reference(schedule):
     mesh, by_node = MESHES[schedule]
     placement = draw(1, mesh["expert"], "home", replica_slots=0)
@@ -80,7 +79,7 @@ def test_shadowed_experts_equal_reference(schedule):
     assert len(found) > 1, found
 
 
-@pytest.mark.parametrize("schedule", ["deepspeed", pytest.param("s1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", slow_but(["deepspeed", "s1"], "deepspeed"))
 def test_shares_solved_on_the_device_equal_reference(schedule):
     mesh, by_node = MESHES[schedule]
     placements = [draw(seed, mesh["expert"], "shares") for seed in range(2)]
@@ -90,19 +89,3 @@ def test_shares_solved_on_the_device_equal_reference(schedule):
         run = cases.runner(CONFIG, schedule, mesh, shape)
         for placement in placements:
             equals_reference(run, placement, shape, decide=False)
-
-
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "pairwise", "s1")]
-)  # every time: late_hecate and late_halves of test_prefetch.py
-def test_replicas_added_by_calibration_equal_reference(schedule):
-    """One replica a device comes ahead and up to two late, of experts that may have replicas ahead too."""
-    mesh, by_node = MESHES[schedule]
-    placement = draw(1, mesh["expert"], "nearest", replica_slots=1)
-    assert len(placement.replicas)
-    rule = LateRule.of("calibrate", overlap_degree=3, compute=1.0, exchange=0.5, late_seconds=(0.0, 1.0, 2.0))
-    shape = dataclasses.replace(build_shape(placement, by_node=by_node), candidates=mesh["expert"])
-    shape = with_late(shape, by_node, rule)
-    with jax.enable_x64(True):
-        found = equals_reference(cases.runner(CONFIG, schedule, mesh, shape), placement, shape)
-    assert max(found) > 0, found

@@ -15,6 +15,7 @@ from support.equality_cases import (
     moe_config,
     reference_params,
 )
+from support.marks import slow_but
 from support.program_order import overtaking
 from support.reference_model import reference_logits
 
@@ -81,10 +82,7 @@ MESHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case",
-    [name if "tokens split" in name else pytest.param(name, marks=pytest.mark.slow) for name in MESHES],
-)
+@pytest.mark.parametrize("case", slow_but(MESHES, "data, expert and model parallel, tokens split"))
 def test_loss_and_every_gradient_equal_whole_logits(case):
     mesh, config, moe, zero, teacher_zero = MESHES[case]
     student = model_config(**STUDENT, **config), moe_config(gate_noise=0.0, **moe)

@@ -21,6 +21,7 @@ from support.equality_cases import (
     placed,
     reference_params,
 )
+from support.marks import slow_but
 from support.reference_model import reference_logits
 
 from moe_jax.models import attention, make_loss
@@ -56,7 +57,6 @@ CASES = {
     ),
     "bert_data2": ("deepspeed", {"data": 2, "expert": 2}, 3, {"kind": "bert", "remat": "block"}),
 }  # fmt: skip
-ALWAYS = ("segments_halves",)  # each takes about 25 s of CPU
 
 
 def of_case(name):
@@ -66,7 +66,7 @@ def of_case(name):
     return config, moe, build(config, moe, mesh, zero_stage=zero)
 
 
-@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", slow_but(CASES, "segments_halves"))
 def test_packed_documents_equal_documents_alone(name):
     with jax.enable_x64(True):
         config, moe, model = of_case(name)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from support.equality_cases import assert_equal, model_config, moe_config
+from support.marks import slow_but
 
 MP2_ESP2 = {"expert": 4, "expert_shard": 2, "model": 2}
 DP8 = {"data": 8, "expert": 1}
@@ -79,13 +80,13 @@ CASES = {
     "latent_hecate_first_dense": ({"expert": 8}, 1, ROOMY, {**LATENT, "prefetch": "hecate", "first_dense": 1}),
 }  # fmt: skip
 # experts split over `data` (their stage is the number), and tokens that move
-SPLIT_EXPERTS = {
+CASES |= {
     "stage3_latent_halves": ({"data": 2, "expert": 2}, 1, ROOMY, {"overlap": "halves", **LATENT, "layers": 1}),
     "stage3_halves_unrolled": ({"data": 2, "expert": 2}, 1, {"bucket_slack": 0.5}, {"overlap": "halves", **UNROLLED}),
     "stage3_esp2_remat": ({"data": 2, "expert": 2, "expert_shard": 2}, 3, {"bucket_slack": 0.5}, {"remat": "block"}),
     "stage2_hecate_unrolled": ({"data": 2, "expert": 4}, 1, ROOMY, {"prefetch": "hecate", **UNROLLED}),
 }  # fmt: skip
-SLOW = {
+CASES |= {
     "dp8_stage2_zero_tokens": (DP8, 2, {"schedule": "dp"}, {}),
     "mixtral_one_device": ({}, 1, {}, {**PUBLISHED, "kv_heads": 1, "rotary_base": 1e6, "layers": 1}),
     "width_mp2_split_biases": (
@@ -116,17 +117,21 @@ SLOW = {
         {"expert": 8, "model": 4}, 1, {"bucket_slack": 0.5}, {**SPLIT, "prefetch": "pro_prophet", "remat": "block"},
     ),
 }  # fmt: skip
-MARKED = (pytest.param(case, marks=pytest.mark.slow) for case in SLOW)
+ALWAYS = (  # together they have every schedule but two that others stand for, every mesh, stage and part of a model
+    "ep4_one_hot", "dp8_stage3_one_hot", "capacity_probability_one_hot", "bert_remat_block_data2",
+    "deepspeed_mp2_esp4", "s2_mp4_data2", "s1_mp4_split_pairs_zero3", "residual_pairwise", "shared_ring_mp2",
+    "qwen3_mp2_split_zero3_pairs", "latent_mp2_split_zero3_pairs", "stage3_latent_halves",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, *SPLIT_EXPERTS, *MARKED])
+@pytest.mark.parametrize("case", slow_but(CASES, *ALWAYS))
 def test_loss_and_gradients_equal_the_reference(case):
-    mesh, zero, layer, model = {**CASES, **SPLIT_EXPERTS, **SLOW}[case]
+    mesh, zero, layer, model = CASES[case]
     routing = "one_hot" if "one_hot" in case else "zero" if "tokens" in case else "general"
     weighted = not case.startswith("ep")  # else every token is a target
     # of `dp` the experts have a stage of their own, here the same
     stages = (1 if zero == 2 else zero, zero) if layer.get("schedule") == "dp" else (zero, 1)
-    stages = (zero, int(case[len("stage")])) if case in SPLIT_EXPERTS else stages
+    stages = (zero, int(case[len("stage")])) if case.startswith("stage") else stages
     with jax.enable_x64(True):
         config, moe = model_config(**model), moe_config(**layer)
         stats = assert_equal(case, config, moe, mesh, *stages, routing, weighted)

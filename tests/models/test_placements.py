@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from support.marks import slow_but
 from support.prefetch_cases import (
     ROUTINGS,
     assert_equals_reference,
@@ -30,13 +31,10 @@ SHAPES = {
     "by_node_overflow": (True, {"expert": 8}, "auto:pairwise", BucketRows(own=16, node=8, far=8)),
     "flat_data2": (False, {"expert": 4, "data": 2}, "deepspeed", None),
 }
-QUICK = ("flat", "by_node_overflow")
 LATENT = {"positions": "rotary", "head_dim": 6, "kv_lora_rank": 4, "qk_rope_head_dim": 2}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
-)
+@pytest.mark.parametrize("name", slow_but(SHAPES, "by_node_overflow"))
 def test_random_placements_equal_reference_without_compiling(name):
     (by_node, mesh, schedule, rows) = SHAPES[name]
     config = model_config(layers=2, **(LATENT if "mp2" in name else {}))

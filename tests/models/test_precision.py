@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.equality_cases import on_mesh
+from support.marks import slow_but
 from support.prefetch_cases import placements_of
 from support.sums_in_programs import narrow_sums
 
@@ -148,7 +149,13 @@ def traced_step(case: Case, dtype: str):
     return step.trace(state, batch, tables, host_signals).jaxpr, shapes
 
 
-@pytest.mark.parametrize("name", [*CASES, "float16:replicas_by_node_prefetch"])
+TRACED = (
+    "unrolled_pairs_zero3", "s1_sequence_parallel", "s2_mp2_esp2", "pairwise_esp2", "ring", "deduplicated", "dp_zero3",
+    "replicas_by_node_prefetch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but([*CASES, "float16:replicas_by_node_prefetch"], *TRACED))
 def test_no_sum_of_a_training_step_is_kept_in_16_bits(name):
     dtype, _, name = name.rpartition(":")
     jaxpr, shapes = traced_step(CASES[name], dtype or "bfloat16")
@@ -180,22 +187,13 @@ LIMIT = 0.015  # of a leaf's norm; the worst leaf of `deepspeed`, positions, has
 LIMIT_QK_NORM = 0.02  # scales of queries' and keys' norms: few numbers, each a sum of gradients that nearly cancel
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("deepspeed", "parts_of_published_models_mp2", "replicas_flat")
-        ),
-        "deduplicated",
-    ],
-)
+NEAR = ("deepspeed", "parts_of_published_models_mp2", "replicas_flat", "deduplicated")
+
+
+@pytest.mark.parametrize("name", slow_but(NEAR, "deduplicated"))
 def test_every_leaf_in_16_bits_is_near_float32(name):
     want = gradients(CASES[name], "float32")
-    for dtype, finer in (
-        ("bfloat16", 1),
-        ("float16", 4),
-    ):  # 8 and 11 bits; float16's worst is 0.0020, in `replicas_flat`
+    for dtype, finer in (("bfloat16", 1), ("float16", 4)):  # 8 and 11 bits
         got = gradients(CASES[name], dtype)
         errors = {leaf: relative(got[leaf], want[leaf]) for leaf in want}
         limits = {leaf: LIMIT_QK_NORM if "q_norm" in leaf or "k_norm" in leaf else LIMIT for leaf in errors}

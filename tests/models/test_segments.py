@@ -6,6 +6,7 @@ import pytest
 from routers.dense_router import Groups, dense_route
 from support import equality_cases
 from support.equality_cases import BATCH, KEY, LENGTH, assert_equal, build, moe_config
+from support.marks import slow_but
 
 from moe_jax.errors import UserError
 from moe_jax.models import Batch, ModelConfig, make_loss
@@ -43,8 +44,6 @@ CASES = {
         ("layers=2 moe_every=0", "layers=1 num_experts=2", "layers=1 num_experts=8 router=sigmoid_bias"),
         {"data": 2, "expert": 4, "model": 2}, 3, {"prefetch": "hecate", "dense_hidden_dim": 20}, {"bucket_slack": 0.5},
     ),
-}  # fmt: skip
-SLOW = {
     # the MP group of 4 is larger than the EP group of 2, and as large as that of 4
     "mp4": (("layers=1 num_experts=2", "layers=1 num_experts=4"), {"expert": 8, "model": 4}, 1, {}, {"schedule": "s1"}),
     "pyramid_unrolled": (PYRAMID, {"expert": 8}, 1, {"remat": "block", "stack": "unrolled"}, {}),
@@ -55,9 +54,9 @@ SLOW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize("case", slow_but(CASES, "dense_first_data2_mp2_zero3"))
 def test_segments_equal_the_reference_float64(case):
-    segments, mesh, zero, changes, layer = {**CASES, **SLOW}[case]
+    segments, mesh, zero, changes, layer = CASES[case]
     with jax.enable_x64(True):
         config, moe = model_config(segments, **changes), moe_config(**layer)
         stats = assert_equal(case, config, moe, mesh, zero, route=route_of(config, moe))

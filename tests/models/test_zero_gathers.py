@@ -22,6 +22,7 @@ from support.equality_cases import (
     placed,
     reference_params,
 )
+from support.marks import slow_but
 from support.traced_programs import equations_of
 
 from moe_jax.models import make_loss
@@ -75,7 +76,7 @@ def expected_bytes(model) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", ["learned", "published", pytest.param("rotary_halves", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but(MODELS, "learned"))
 def test_bfloat16_travels_and_the_forward_is_equal_to_the_bit(name):
     (_, plain, given), (model, split, inputs) = (loss_of(name, "bfloat16", zero) for zero in (0, 3))
     lowered, lowered_plain = jax.jit(split).lower(*inputs), jax.jit(plain).lower(*given)

@@ -47,13 +47,6 @@ CASES = {
 }
 
 
-def test_a_bias_that_nothing_moves_is_told(caplog):
-    for router in ("topk", "sigmoid_bias"):
-        layer_of(roles_of(1), MoEConfig(num_experts=EXPERTS, router=router))
-    (said,) = caplog.messages
-    assert "router 'sigmoid_bias': nothing moves choice_bias between the steps of a MoELayer; take another" in said
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_layer_equals_reference(name, monkeypatch):
     devices, data, changes, activation, skewed = CASES[name]

@@ -4,12 +4,10 @@ import pytest
 import moe_jax.observe.loads as loads_module
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import (
-    MOST_BYTES,
     LoadsOrigin,
     LoadsRecorder,
     device_load_max_over_mean,
     read_loads,
-    sample_every,
 )
 
 
@@ -130,14 +128,6 @@ def test_read_loads_names_what_is_wrong(tmp_path, arrays, message):
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(UserError, match="is a single array"):
         read_loads(tmp_path / "one.npy")
-
-
-def test_samples_of_a_long_run_lie_further_apart():
-    held = 4 * 12 * 32 * 64
-    assert sample_every(10, 300, held) == 10 and sample_every(1, MOST_BYTES // held, held) == 1
-    for first in (1, 10):
-        every = sample_every(first, 1_000_000, held)
-        assert every % first == 0 and 0.9 * MOST_BYTES < 2 * (1_000_000 // every * held) <= MOST_BYTES
 
 
 def test_device_load_max_over_mean_by_hand():

@@ -1,6 +1,5 @@
 """The page and the pictures of a run."""
 
-import importlib.util
 import json
 import re
 import struct
@@ -13,7 +12,6 @@ from moe_jax.observe.loads import LoadsTrace
 from moe_jax.observe.page import page_of
 from moe_jax.observe.report import (
     draw_all,
-    has_report,
     load_grid,
     without_absolute_paths,
     write_report,
@@ -85,19 +83,6 @@ def test_draw_all_gives_pngs(tmp_path, layers, experts):
         assert data[:8] == b"\x89PNG\r\n\x1a\n" and b"matplotlib" not in data.lower() and len(data) > 10_000
         width, height = struct.unpack(">II", data[16:24])
         assert width == 1440 and 300 < height < 2600
-
-
-def test_without_matplotlib_a_run_has_a_report_and_its_pictures_later(tmp_path, monkeypatch, capsys):
-    run = write_run(tmp_path, layers=1, experts=2)
-    with monkeypatch.context() as without:
-        without.setattr(importlib.util, "find_spec", lambda name: None)
-        assert not has_report(run)
-        assert draw_all(run) == [] and embedded(write_report(run, []).read_text())["about"]["expert_load"] is None
-        assert capsys.readouterr().out.startswith("no pictures: matplotlib is not installed")
-        assert has_report(run)
-    assert not has_report(run)  # now they can be drawn
-    write_report(run, draw_all(run))
-    assert has_report(run)
 
 
 def test_load_grid_divides_by_the_even_share_and_holds_over_gaps():

@@ -3,7 +3,6 @@ import getpass
 import json
 import platform
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from moe_jax.storage.run_folder import (
     RunFolder,
     atomic_file,
     environment_record,
-    git_state,
     write_atomically,
 )
 
@@ -59,25 +57,3 @@ def test_environment_record_states_versions_devices_and_mesh():
     text = json.dumps(record)  # names no host, user or path
     assert f'"{socket.gethostname()}"' not in text and f'"{getpass.getuser()}"' not in text
     assert str(Path.home()) not in text and "/" not in text
-
-
-def test_git_state_of_a_checkout(tmp_path):
-    def git(*arguments):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    unknown = {"commit": None, "uncommitted_changes": None}
-    assert git_state(package) == unknown
-    git("init", "-q")
-    # Inside a checkout but not tracked, as in a virtual environment of another project.
-    assert git_state(package) == unknown
-    git("add", ".")
-    git("commit", "-q", "-m", "first")
-    commit = git("rev-parse", "HEAD").strip()
-    assert git_state(package) == {"commit": commit, "uncommitted_changes": False}
-    (package / "__init__.py").write_text("x = 1\n")
-    (tmp_path / "elsewhere.txt").write_text("")
-    assert git_state(package) == {"commit": commit, "uncommitted_changes": True}

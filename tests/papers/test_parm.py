@@ -36,12 +36,6 @@ def test_table_3_has_the_papers_combinations_and_those_that_fit():
     assert len(runs("A", (4, 4))) == per_place / len(GROUPS)
 
 
-def test_without_either_degree_all_schedules_are_one_program():
-    assert (1, 1) not in BASE.groups and len(BASE.groups) == len(GROUPS) - 1
-    for place, pair in (("A", (1, 1)), ("A", (1, 2)), ("A", (2, 1))):
-        assert (gains(place, pair)[:50] == pytest.approx(1.0)) == (pair == (1, 1)), pair
-
-
 def test_algorithm_1_takes_the_shorter_exchanges_and_s2_wins_on_b_alone():
     for place in PLACES:
         for pair in TABLE_4:

@@ -164,17 +164,6 @@ def test_predicted_seconds_follow_the_placement():
     assert predicted_layer_seconds(shadowed, loads, hiding, late, start).tolist() == [12 + 9]
 
 
-def test_tau_of_the_paper_is_what_crosses_a_nodes_link_next_to_attention():
-    """floor(7 s x 20 bytes/s / 10 bytes) (Hecate, section 4.2), whatever plans are priced by; else each has its own."""
-    links = {"intra_bandwidth": 1e9, "inter_bandwidth": 20.0, "cards_per_node": 2}
-    cluster = Cluster(name="two by two", nodes=2, devices_per_node=2, **links)
-    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=5, dtype_bytes=1, overlap_degree="paper")
-    for price in ("executor", "paper"):
-        found = [dataclasses.replace(cost, price=price, attention_seconds=seconds).overlap() for seconds in (7.0, 0.49)]
-        assert found == [14, 0]
-    assert dataclasses.replace(cost, overlap_degree=None).overlap() is None
-
-
 CLUSTER = Cluster(name="two nodes of two", nodes=2, devices_per_node=2, intra_bandwidth=100.0, inter_bandwidth=10.0)
 COST = Cost(cluster=CLUSTER, model_dim=1, hidden_dim=1, dtype_bytes=1)
 

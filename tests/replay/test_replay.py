@@ -236,37 +236,6 @@ def test_the_layer_that_ran_is_priced(tmp_path):
         inputs_of(tmp_path / "run", moe_every=0)
 
 
-def test_given_flags_win(tmp_path):
-    write_run(tmp_path / "run", sources=8)
-    got = inputs_of(tmp_path / "run")
-    assert (got.cluster.nodes, got.cluster.devices_per_node) == (4, 2)
-    both = {"nodes": 1, "devices_per_node": 8}
-    for flags, sizes in (({"nodes": 2}, (2, 4)), ({"devices_per_node": 8}, (1, 8)), (both, (1, 8))):
-        got = inputs_of(tmp_path / "run", **flags)
-        assert (got.cluster.nodes, got.cluster.devices_per_node) == sizes
-    got = inputs_of(tmp_path / "run", model_dim=5, hidden_dim=6, dtype_bytes=8)
-    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.top_k) == (5, 6, 8, 2)
-    sized = tmp_path / "sized.gin"
-    speeds = "Cluster.flat = True\nCluster.intra_bandwidth = 1e9\nCluster.flops = 1e12\n"
-    sized.write_text(f"Cluster.nodes = 2\nCluster.devices_per_node = 4\n{speeds}")
-    got = inputs_of(tmp_path / "run", cluster=str(sized))
-    assert (got.cluster.name, got.cluster.nodes, got.cluster.devices_per_node) == ("sized", 2, 4)
-    with pytest.raises(UserError, match=r"has 8 devices, but cluster 'flat_3gbs_30tflops' has nodes \(2\)"):
-        inputs_of(tmp_path / "run", devices_per_node=3)
-
-
-def test_cluster_of_the_run_is_found_next_to_the_package_or_named(tmp_path):
-    write_run(tmp_path / "a", origin=origin(4, cluster="configs/cluster/hecate_a.gin"))
-    got = inputs_of(tmp_path / "a")  # the run's sizes, the file's speeds
-    assert (got.cluster.name, got.cluster.nodes, got.cluster.intra_bandwidth) == ("hecate_a", 2, 150e9)
-    write_run(tmp_path / "b", origin=origin(4, cluster="gone.gin"))
-    with pytest.raises(UserError, match="the run's cluster cannot be read .*'gone.gin' does not exist.*give --cluster"):
-        inputs_of(tmp_path / "b")
-    (tmp_path / "slow.gin").write_text("Cluster.intra_bandwidth = 1e9\nCluster.inter_bandwidth = 1e8\n")
-    with pytest.raises(UserError, match="replay needs Cluster.flops, which cluster 'slow' leaves.* Cluster.kind"):
-        inputs_of(tmp_path / "a", cluster=str(tmp_path / "slow.gin"))
-
-
 def test_a_run_on_several_meshes_is_replayed_on_one_at_a_time(tmp_path):
     """Zeros of missing sources are no devices: samples of 4 and of 2 sources are never mixed."""
     write_run(tmp_path / "run", sources=4)

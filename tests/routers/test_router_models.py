@@ -1,4 +1,4 @@
-"""Every router in a two-layer model on 1, 2 and 8 devices: loss and every gradient equal a dense reference to 1e-10.
+"""Every router in a two-layer model on a mesh: loss and every gradient equal a dense reference to 1e-10.
 
 A covering set: each router on 8 devices once at least, every schedule, MP and ESP, capacity and dropless.
 """
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from routers.dense_router import Groups, dense_route
 from support.equality_cases import BATCH, EXPERTS, LENGTH, assert_equal, model_config, moe_config
+from support.marks import slow_but
 
 TOKENS = BATCH * LENGTH
 CAP = {"capacity_factor": 1.0, "min_capacity": 1}
@@ -28,23 +29,9 @@ CASES = {
     "base_ep8": ("base", {"expert": 8}, {"top_k": 1}, {}),
     "base_ep2_data2": ("base", {"data": 2, "expert": 2}, {"top_k": 1, "schedule": "pairwise"}, {"remat": "block"}),
 }  # fmt: skip
-SLOW = {
-    "switch_ep8_capacity", "gshard_ep8_dropless_noise", "sigmoid_bias_deepspeed_mp2_esp2", "group_limited_ep8_s2_mp4",
-    "forced_balance_ep8_ring", "topology_ep4_nodes_of_2_capacity", "base_ep2_data2",
-    "noisy_topk_ep4_data2", "noisy_topk_hecate",
-}  # fmt: skip
-
-# every router on 1, 2 and 8 devices, each with one way to choose that differs between tokens gated together or not
-PLAIN = {
-    "switch": {"top_k": 1, **CAP}, "noisy_topk": {"top_k": 3}, "gshard": CAP, "sigmoid_bias": {"top_k": 3},
-    "group_limited": {"expert_groups": 4, "kept_groups": 2}, "forced_balance": {}, "topology": {"remote_fraction": 0.3},
-    "base": {"top_k": 1},
-}  # fmt: skip
-for _router, _layer in PLAIN.items():
-    for _size in (1, 2, 8):
-        _mesh = {"expert": _size, **({"devices_per_node": max(1, _size // 2)} if _router == "topology" else {})}
-        CASES[f"plain_{_router}_{_size}"] = (_router, _mesh, _layer, {})
-        SLOW.add(f"plain_{_router}_{_size}")
+ALWAYS = (
+    "gshard_ep4_data2_s1_mp2_capacity", "sigmoid_bias_groups_ep8_pairwise", "topology_ep8_two_nodes", "base_ep8",
+)  # fmt: skip
 
 
 def local_of(mesh, drop_groups):
@@ -56,7 +43,7 @@ def local_of(mesh, drop_groups):
     return node_of_expert[None] == (devices // members)[:, None]
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
+@pytest.mark.parametrize("case", slow_but(CASES, *ALWAYS))
 def test_router_equals_reference_float64(case):
     router, mesh, layer, model = CASES[case]
     moe = moe_config(router=router, **{"gate_noise": 0.0, **layer})

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from support.layer_cases import EXPERTS, assert_near, draw, make_loss, make_reference, moe_config, plan_of
+from support.marks import slow_but
 from support.program_order import overtaking
 
 from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout
@@ -32,16 +33,6 @@ CASES = {
     "pairwise-esp2": ("pairwise", {"expert_shard": 2, "devices_per_node": 4}, {}),
     "pairwise-groups": ("pairwise", {"expert": 8, "devices_per_node": 4}, {"pairwise_groups": 8}),
 }
-SLOW = {  # what stays meets every schedule and transport
-    "s1-two_level-data2",
-    "s1-esp_is_a_node",
-    "deduplicated-esp2",
-    "deepspeed-esp2-mp2",
-    "s2-esp2-mp2",
-    "s2-aas-mp2_of_two_members",
-    "pairwise",
-    "pairwise-groups",
-}
 
 
 def arguments(load):
@@ -57,9 +48,7 @@ def arguments(load):
     return x, w_gate, experts, cotangent
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but(CASES, "s1", "s1-two_level-esp2", "deduplicated", "s2-mp4_of_two_nodes"))
 def test_schedule_equals_reference(name):
     schedule, mesh, options = CASES[name]
     roles = build_mesh(MeshConfig(**mesh), jax.devices())

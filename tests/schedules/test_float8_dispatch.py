@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.float8_oracle import straight_through
 from support.layer_cases import DIM, assert_near, draw, make_loss, moe_config, roles_of
+from support.marks import slow_but
 
 from moe_jax.cluster import HOST, Cluster
 from moe_jax.cluster.layer_seconds import layer_seconds
@@ -29,7 +30,6 @@ CASES = {
     "coordinated": ("s1", (1, 2), {"transport": "coordinated"}),
     "one_device": ("s1", None, {}),
 }
-SLOW = ("coordinated", "two_level")
 
 
 def mesh_of(pair, transport="all_to_all"):
@@ -54,7 +54,7 @@ def wanted():
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*draw(False))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
+@pytest.mark.parametrize("name", slow_but(CASES, "s1_later_passes", "deduplicated"))
 def test_layer_equals_the_reference_in_float8(name):
     schedule, pair, more = CASES[name]
     config = moe_config(schedule, dispatch_dtype=E4M3, **more)

@@ -150,7 +150,17 @@ def levels(groups, local):
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+ALWAYS = {  # together they have every schedule, transport and form of a row, and both ways to bring results back
+    "deepspeed-mp1-esp2", "s1-mp2-esp4", "s2-mp4-esp2", "parm-mp2-esp4", "ring-mp4-esp2", "deduplicated-mp2-esp4",
+    "pairwise-mp1-esp1-4", "s2-mp4-esp2-aas", "deepspeed-mp2-esp2-two_level", "s1-mp2-esp2-split", "s2-mp2-esp2-split",
+    "s1-mp1-esp2-coordinated", "s1-mp2-esp2-three", "pairwise-mp2-esp2-three", "s1-mp1-esp2-three-two_level",
+    "s2-mp2-esp2-float8_e4m3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if name_of(c) in ALWAYS else pytest.mark.slow) for c in CASES], ids=name_of
+)
 def test_program_moves_what_the_formula_says(case, monkeypatch):
     schedule, pair, options = case
     options = dict(options)

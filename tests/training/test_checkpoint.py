@@ -15,7 +15,7 @@ import pytest
 from support import checkpoint_states as states
 from support.tiny_run import finish_pair, start_pair
 
-from moe_jax.errors import HostLostError, UserError
+from moe_jax.errors import UserError
 from moe_jax.models.language_model import flatten
 from moe_jax.storage.bank_order import home_of, to_file
 from moe_jax.storage.checkpoint import Checkpointer
@@ -54,7 +54,6 @@ MESHES = {
     "same_mesh_and_homes": (1, 8, 1, 1, "deepspeed"),
     "ep4_data2_zero3": (2, 4, 3, 3, "deepspeed"),
     "dp8_zero3": (8, 1, 3, None, "dp"),
-    "four_devices": (1, 4, 0, 4, "deepspeed"),
     "one_device": (1, 1, 1, None, "deepspeed"),
 }
 
@@ -68,7 +67,7 @@ def test_restore_gives_back_every_bit(saved, case):
     assert host == states.HOST
 
 
-@pytest.mark.parametrize("devices, seed", [(3, None), (5, 1), (6, None)])
+@pytest.mark.parametrize("devices, seed", [(3, None), (5, 1)])
 def test_any_count_of_devices_writes_and_reads_the_same_file(saved, tmp_path, devices, seed):
     there, home = states.abstract(1, devices), states.homes(devices, seed)
     state, host = Checkpointer(saved, keep=3).restore(1, there, home)
@@ -156,31 +155,6 @@ def test_disk_that_fails_while_writing(checkpointer, here, tmp_path):
     checkpointer.save(4, small_state(here), {}, {})
     checkpointer.wait()
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000004"]
-
-
-QUOTED = "RESOURCE_EXHAUSTED: Failed to write 29 bytes to file 4: No space left on device [os_error_code='28']"
-
-
-@pytest.mark.parametrize(
-    "error, kind, message",
-    [
-        (ValueError(QUOTED), UserError, r"2 \(No space left on device\); free .*; the checkpoint of step 1 is kept"),
-        (TimeoutError("async_write_complete"), HostLostError, "did not come to save step 2 within its time limit"),
-        (RuntimeError("a bug"), RuntimeError, "a bug"),
-    ],
-)
-def test_writer_error_is_named(checkpointer, here, tmp_path, monkeypatch, error, kind, message):
-    checkpointer.save(2, small_state(here), {}, {})
-
-    def fail(finish=checkpointer._writer.wait_until_finished):
-        finish()
-        shutil.rmtree(tmp_path / "00000002")
-        raise error
-
-    monkeypatch.setattr(checkpointer._writer, "wait_until_finished", fail)
-    with pytest.raises(kind, match=message):
-        checkpointer.wait()
-    monkeypatch.undo()
 
 
 # Another model.

@@ -37,6 +37,7 @@ def test_sigterm_to_one_of_two_saves_and_stops_both_and_one_process_goes_on(tmp_
     assert [record["step"] for record in read_metrics(work)] == list(range(1, saved + 3))
 
 
+@pytest.mark.slow
 def test_process_0_killed_during_a_save_is_named_in_one_line(tmp_path):
     work = tmp_path / "work"
     processes = start_pair(command(tmp_path, work, "train.steps = 100000", "train.checkpoint_every = 1"))

@@ -4,16 +4,12 @@ import functools
 import json
 import sys
 
-import jax
 import numpy as np
 import pytest
 from support import feed_rows
-from support.tiny_run import config_of, finish_pair, session_of, start_pair, write_corpus
+from support.tiny_run import finish_pair, session_of, start_pair, write_corpus
 
-from moe_jax.errors import UserError
-from moe_jax.jobs.hosts import Hosts
 from moe_jax.training.loop import evaluate
-from moe_jax.training.run import start_session
 
 
 def test_two_processes_read_their_own_rows(tmp_path):
@@ -37,27 +33,6 @@ def test_two_processes_read_their_own_rows(tmp_path):
         for name, loss in found.items():
             # collectives between processes sum in another order
             assert float(loss) == pytest.approx(want[name], rel=1e-6), name
-
-
-def test_what_processes_compare_before_a_run_compiles(tmp_path, capsys):
-    """The hashes of the tokens, since names and dates differ on equal copies; and their machines, for the nodes."""
-    config, bound = config_of(tmp_path), config_of(tmp_path, "MeshConfig.devices_per_node = 2")
-
-    class Four(Hosts):
-        def gather_text(self, topic, text, *_):
-            return [text] * 4
-
-        def agree(self, topic, text, difference, *_):
-            if topic == "corpus" and other:
-                raise UserError(difference(text, other).format(index=1))
-
-    hosts, other = Four(4), ""
-    assert start_session(config, hosts).roles.config.devices_per_node == len(jax.devices())
-    assert capsys.readouterr().out == "8 devices a node (4 processes on 1 host(s))\n"
-    assert start_session(bound, hosts).roles.config.devices_per_node == 2
-    other = "5 tokens in 1 documents, hash 00"
-    with pytest.raises(UserError, match=r"DataConfig\.path .* on process 0 and 5 tokens .* on process 1; give every"):
-        start_session(config, hosts)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])

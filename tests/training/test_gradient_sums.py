@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import slow_but
 from support.tiny_run import session_of
 
 from moe_jax.models import Batch
@@ -19,11 +20,9 @@ LOOPS = {
     "halves_unrolled": ("ModelConfig.overlap = 'halves'", "ModelConfig.stack = 'unrolled'"),
     "segments": ("ModelConfig.segments = ('layers=1 moe_every=0', 'layers=2 num_experts=8')", "MeshConfig.data = 2"),
 }
-QUICK = ("scan", "halves")
-cases = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LOOPS]
 
 
-@pytest.mark.parametrize("name", cases)
+@pytest.mark.parametrize("name", slow_but(LOOPS, "halves"))
 def test_sums_of_microbatches_are_the_gradients_of_one(name, tmp_path):
     """Two microbatches against one, of the same batch and parameters, in float64; losses of gates are of each."""
     found = []
@@ -44,7 +43,8 @@ def test_sums_of_microbatches_are_the_gradients_of_one(name, tmp_path):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12, err_msg=str(path))
 
 
-@pytest.mark.parametrize("name", ["scan", pytest.param("hecate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scan", "hecate"])
 def test_no_second_bank_of_gradients(name, tmp_path):
     """Six layers with large weights and few tokens, two microbatches: temporary bytes in banks of one device.
 

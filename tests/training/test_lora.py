@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.commands import run_command_here
+from support.marks import slow_but
 from support.tiny_run import arrays_of, assert_same_run, config_of, evaluate_here, run_here
 
-from moe_jax.analysis.memory import count_bytes, lay_out
 from moe_jax.errors import UserError
 from moe_jax.inference import load
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
@@ -20,7 +20,6 @@ from moe_jax.moe import MoEConfig
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 
 RANK, ALPHA, VOCAB, ROWS, LENGTH = 3, 7.0, 48, 2, 8
@@ -69,7 +68,7 @@ def filled(tree, seed=0):
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-@pytest.mark.parametrize("case", ["fused", pytest.param("grouped heads", marks=pytest.mark.slow), "latent"])
+@pytest.mark.parametrize("case", slow_but(MODELS, "fused"))
 def test_gradients_are_those_of_the_merged_weights(case):
     """Of A and B against autodiff through W + alpha / rank A B in float64; nothing else has one."""
     with jax.enable_x64():
@@ -139,9 +138,7 @@ def losses_of(folder, devices, *changes):
     return np.array(losses)
 
 
-@pytest.mark.parametrize(
-    "case", [next(iter(MESHES)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(MESHES)[1:])]
-)
+@pytest.mark.parametrize("case", slow_but(MESHES, next(iter(MESHES))))
 def test_eight_devices_are_one(case, tmp_path, float64):
     batch = [change for change in MESHES[case] if "batch_size" in change or "accum" in change]
     wanted = losses_of(tmp_path, 1, *batch)
@@ -201,21 +198,6 @@ def test_it_generates_with_its_adapters(runs):
     np.testing.assert_allclose(np.asarray(after[home], np.float32), wanted, rtol=2**-8, atol=1e-6)
     same = {name for name in after if np.array_equal(*(np.asarray(of[name], np.float32) for of in (before, after)))}
     assert {name.rsplit("/", 1)[1] for name in after.keys() - same} == {"qkv", "out", "w_in", "w_out"}
-
-
-def test_bytes_are_those_of_the_arrays(runs):
-    """Of parameters, half of whose base is in 2 bytes, gradients and optimizer, on each of 8 devices."""
-    config = config_of(runs, HALF, *ADAPTED, EIGHT)
-    held = count_bytes(lay_out(config, 8, "")).held
-    state = build_session(config, jax.devices()).fresh_state()
-    on_first = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
-    assert held.parameters == on_first(state["params"])
-    moments = [leaf for leaf in jax.tree.leaves(state["opt_state"])]
-    assert held.optimizer == on_first(moments)
-    assert held.gradients == on_first(build_session(config, jax.devices()).model.trained(state["params"]))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"]["bank"])} == {"bfloat16", "float32"}
-    whole = count_bytes(lay_out(config_of(runs, HALF, EIGHT), 8, "")).held
-    assert held.optimizer < whole.optimizer / 3 and held.parameters < whole.parameters
 
 
 def test_what_cannot_be_is_one_line(runs, tmp_path, monkeypatch):

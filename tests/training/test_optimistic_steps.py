@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from support.marks import slow_but
 from support.tiny_run import assert_same_run, command, config_of, finish_pair, run_here, start_pair
 
 from moe_jax.errors import UserError
@@ -75,10 +76,7 @@ def agree(stepper: Stepper, other: Stepper, records, wanted, tolerance: float):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["now_and_then", *(pytest.param(name, marks=pytest.mark.slow) for name in ("halves", "prefetch", "every"))],
-)
+@pytest.mark.parametrize("case", slow_but(CASES, "now_and_then"))
 def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_in_flight, float64):
     alike, poisoned, changes = CASES[case]
     second = [2, 3, 6, 7]  # of two devices with four sequences each: what overflows is in the second half alone
@@ -119,6 +117,7 @@ run_command(command)
 """
 
 
+@pytest.mark.slow
 def test_a_short_run_does_not_wait_for_its_complete_program(tmp_path):
     """It is being compiled on process 0, or waited for on process 1, when the run ends; no bucket has overflowed."""
     changes = (SIZES[0], *SIZES[2:], "ModelConfig.layers = 1", "train.steps = 3")
@@ -135,7 +134,7 @@ def test_a_short_run_does_not_wait_for_its_complete_program(tmp_path):
     assert len(read_metrics(tmp_path / "run")) == 3 and (tmp_path / "run" / "report.html").exists()
 
 
-@pytest.mark.parametrize("fault", ["fails", pytest.param("too_large", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", slow_but(["fails", "too_large"], "fails"))
 def test_a_complete_program_that_cannot_run_is_noticed_before_an_overflow(
     fault, tmp_path, monkeypatch, three_in_flight, capsys
 ):

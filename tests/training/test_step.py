@@ -12,17 +12,13 @@ from support.program_volumes import collectives
 from support.tiny_run import config_of, one_step, run_here, session_of
 
 from moe_jax.errors import NonFiniteError
-from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.storage.host_data import HostData
 from moe_jax.training import loop
 from moe_jax.training.feed import Feed
 from moe_jax.training.finite import check_finite
-from moe_jax.training.origin import OpenRun, Origin, Start
 from moe_jax.training.recorder import step_record
-from moe_jax.training.run import new_state, resume
 from moe_jax.training.step import first_scale, make_gradients
 from moe_jax.training.stepper import build_stepper
 
@@ -94,41 +90,6 @@ def test_average_follows_the_parameters(tmp_path):
     mu = session.state_shardings.state["opt_state"][1][0].mu
     assert jax.tree.leaves(session.state_shardings.state["ema"]) == jax.tree.leaves(mu)
     assert mu["dense"]["embedding"]["tokens"] != session.state_shardings.state["params"]["dense"]["embedding"]["tokens"]
-
-
-def begun(session, checkpointer, step=None, **start):
-    """Return the first state of a run: that of a step, or of another run as `start` says."""
-    opened = OpenRun(session.config, "", Start(**start), None, checkpointer, Hosts())
-    host = HostData() if step is None else HostData.from_json(checkpointer.read_host(step))
-    origin = Origin(config=session.config, step=step, parent=2, host=host)
-    return new_state(opened, origin, session) if step is None else resume(opened, origin, session)
-
-
-def test_average_may_come_and_go(tmp_path, capsys):
-    """Saved without, it starts from the parameters of then; saved with, it comes back or is dropped; each is said."""
-    without = session_of(tmp_path, 8)
-    host = {"data": without.feed.stream.position(4)}
-    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=9)
-    checkpointer.save(4, without.fresh_state(), without.home, host)
-    checkpointer.wait()
-    session = session_of(tmp_path, 8, EMA, "MeshConfig.data = 2")
-    state = begun(session, checkpointer, 4)
-    assert "train.ema_decay (0.75): the average starts from the parameters of step 4" in capsys.readouterr().out
-    jax.tree.map(np.testing.assert_array_equal, state["ema"], state["params"])
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == session.state_shardings.state
-    spoiled = {**state, "ema": jax.tree.map(lambda leaf: 2 * leaf, state["ema"])}
-    checkpointer.save(5, spoiled, session.home, host)
-    checkpointer.wait()
-    back = begun(session, checkpointer, 5)
-    jax.tree.map(np.testing.assert_array_equal, back, spoiled)
-    assert "average" not in capsys.readouterr().out
-    dropped = begun(without, checkpointer, 5)
-    said = "train.ema_decay (0.0): the average that the checkpoint of step 5 holds is dropped"
-    assert said in capsys.readouterr().out
-    assert dropped.keys() == {"step", "params", "opt_state"}
-    checkpointer.close()
-    stored = checkpointer.read_arrays(5)
-    assert stored["ema/bank/segment_0/w_in"].shape == (2, 8, 16, 16)  # by (layer, expert)
 
 
 # Steps that are not finite.

@@ -89,6 +89,7 @@ def test_programs_of_planners_share_one_state(tmp_path, monkeypatch):
     assert bench.race(planned, {"ModelConfig.stack": "unrolled"})[0] > 0 and plain not in bench.steppers.values()
 
 
+@pytest.mark.slow
 def test_the_command_finds_a_slow_setting_and_its_file_trains(tmp_path, monkeypatch, capsys):
     slow = ("train.batch_size = 64", "train.grad_accum_steps = 8", "ModelConfig.layers = 1")
     (tmp_path / "run.gin").write_text("\n".join(bindings_of(tmp_path, *slow)))
