@@ -20,8 +20,8 @@ from moe_jax.planning.balancer import BALANCERS, Planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.growth import grown, with_late
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan import grown, with_late
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, transfer_sizes
 from moe_jax.replan.auto import plan_session

@@ -16,12 +16,13 @@ from jax import lax
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.planning.arrays import LOOPS, falling
+from moe_jax.planning.balanced import level_quotas
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.hecate import Calibration
 from moe_jax.planning.placement import SHARE_ONE
 from moe_jax.planning.plan_shape import LateRule, PlanShape
-from moe_jax.planning.shares import level_quotas, node_edges
+from moe_jax.planning.routing import node_edges
 from moe_jax.planning.sizes import TransferSizes, fit_replicas
 
 

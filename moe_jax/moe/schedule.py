@@ -32,8 +32,8 @@ from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, bucket_layout
 from moe_jax.parallel.exchange import TRANSPORTS
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import join_parts, own_part
+from moe_jax.planning.buckets import expected_rows
 from moe_jax.planning.plan_shape import Tables
-from moe_jax.planning.sizes import expected_rows
 
 MOST_ROWS = (1 << 31) - 1  # rows, choices and token ids are int32
 

@@ -1,16 +1,16 @@
 """Equal work on every device, with the fewest and nearest replicas (ours), as far as mu replicas per device allow.
 
-Letters: docs/notation.md.
+`level_quotas` splits tokens over replicas that stand, on the host and after the gate. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.arrays import home_loads
+from moe_jax.planning.arrays import home_loads, loop, put
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.shares import level_quotas, share_rows, with_quotas
+from moe_jax.planning.routing import share_rows, with_quotas
 
 SWEEPS = 8
 SPARES = 2  # replicas of a device on average, spare ones included, over which shares can follow counts not yet known
@@ -132,3 +132,45 @@ def add_spares(
         free[rows[ok], device[ok]] -= 1
         budget -= ok
     return holds
+
+
+def level_quotas(xp, totals, holds, homes, sweeps: int, error=0.0):
+    """Even out device loads over fixed holders: totals [L, E], holds, homes bool [L, E, D] -> quota [L, E, D].
+
+    Every token starts at its expert's home; one expert after the other fills its holders to a common level, the others
+    held fixed. Each step lowers the sum of squared device loads, whose minimum over all splits also has the least
+    possible maximum. A layer is done when a sweep changes little; what it gets depends on its own loads alone.
+
+    Args:
+      xp: NumPy or jax.numpy.
+      error: [L, 1] or one, standard error of the totals, relative and independent for each expert. What is lowered then
+        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
+    """
+    (layers, _, devices), stiff = holds.shape, 1.0 + error**2
+    rows, upto = xp.arange(layers), xp.arange(1, devices + 1)[None]
+    replicated = holds.sum(axis=2) > 1
+    count, order = replicated.sum(axis=1), xp.argsort(~replicated, axis=1, stable=True)
+
+    def pour(turn, carry):
+        quota, load, going = carry
+        expert = order[:, turn]
+        mine, holders = quota[rows, expert], holds[rows, expert]
+        base = load - mine
+        # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
+        ground = xp.sort(xp.where(holders, base, xp.inf), axis=1)
+        dry = xp.isinf(ground)
+        level = (totals[rows, expert][:, None] * stiff + xp.where(dry, 0.0, ground).cumsum(axis=1)) / upto
+        wet = ~dry & ((level > ground) | (upto == 1))
+        level = level[rows, devices - 1 - wet[:, ::-1].argmax(axis=1)]
+        new = xp.where(holders, xp.maximum((level[:, None] - base) / stiff, 0.0), 0.0)
+        new = xp.where((going & (turn < count))[:, None], new, mine)
+        return put(quota, (rows, expert), new), base + new, going
+
+    def sweep(_, carry):
+        _, load, going = carry
+        quota, after, _ = loop(xp, pour, carry, count.max())
+        return quota, after, going & (xp.abs(after - load).max(axis=1) > 1e-3 * after.mean(axis=1))
+
+    quota = xp.where(homes, totals[:, :, None], 0.0)
+    start = quota, quota.sum(axis=1), xp.full(layers, True)
+    return loop(xp, sweep, start, sweeps, lambda carry: carry[2].any())[0]

@@ -1,6 +1,6 @@
-"""How many rows the buckets of a segment's exchanges have under a plan: enough for the predicted loads, within a limit.
+"""How many rows buckets have: by the chance that one overflows, and of a segment under a plan, within a limit.
 
-Inputs: a placement and the loads of a step. Outputs: rows. Letters: docs/notation.md.
+Inputs: expected rows, or a placement and the loads of a step. Outputs: rows. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import BUCKET_LIMIT, expected_rows, pairs_by_kind
 
+# Rows of a planned bucket for another device over their mean, at most. Such a bucket is as large as the fullest pair of
+# its kind that is predicted (same node, other nodes), which under skewed loads can be all tokens of a device, for each
+# destination: memory would grow with the devices. What does not fit takes another pass.
+BUCKET_LIMIT = 4.0
 FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
 TOO_OFTEN = 10.0  # times `chance`: buckets grow when they overflow more often, for the same reason
@@ -106,3 +109,47 @@ class Buckets:
         larger = larger.rounded(self.multiple)
         rows = larger if shape.bucket_rows is None else shape.bucket_rows.where_smaller(needed, larger)
         return dataclasses.replace(shape, bucket_rows=rows)
+
+
+def pairs_by_kind(pair_loads: np.ndarray, devices_per_node: int) -> dict[str, np.ndarray]:
+    """Return {'own', 'node', 'far'}: the loads [..., n] of the pairs of each kind of bucket, of int [..., D, D]."""
+    index = np.arange(pair_loads.shape[-1])
+    own = index[:, None] == index[None]
+    near = (index[:, None] // devices_per_node == index[None] // devices_per_node) & ~own
+    return {"own": pair_loads[..., own], "node": pair_loads[..., near], "far": pair_loads[..., ~near & ~own]}
+
+
+def overflow_chance(means, choices: int, rows: int) -> float:
+    """Return a bound, close to exact where it is small, on the chance that some pair has more than `rows` rows.
+
+    The rows of a pair are a binomial count: each of the source's choices goes to the destination or not. (That a
+    token's K experts differ makes the count vary a little less.) Chances of pairs are added: they may depend on each
+    other.
+
+    Args:
+      means: float [n], expected rows of each pair.
+      choices: of one source.
+    """
+    mean = np.minimum(np.asarray(means, np.float64).ravel(), choices)
+    least = rows + 1  # the fewest rows that overflow
+    if least > choices:
+        return 0.0
+    sure = mean >= least
+    p = np.clip(mean[~sure] / choices, 1e-300, None)
+    log_ways = math.lgamma(choices + 1) - math.lgamma(least + 1) - math.lgamma(choices - least + 1)
+    log_terms = log_ways + least * np.log(p) + (choices - least) * np.log1p(-p)
+    ratio = (choices - least) / (least + 1) * p / (1 - p)  # of a term to the one before; it falls from term to term
+    tail = np.exp(np.minimum(log_terms, 0.0)) / np.maximum(1 - ratio, 1e-9)
+    return float(np.sum(np.minimum(tail, 1.0)) + np.count_nonzero(sure))
+
+
+def expected_rows(means, choices: int, chance: float, step: int = 8) -> int:
+    """Return the fewest rows, a multiple of `step`, of which some pair needs more with this `overflow_chance`."""
+    fewest, most = 1, max(1, math.ceil(choices / step))
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if overflow_chance(means, choices, middle * step) <= chance:
+            most = middle
+        else:
+            fewest = middle + 1
+    return fewest * step

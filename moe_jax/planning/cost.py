@@ -21,6 +21,7 @@ from moe_jax.cluster import Cluster, Group, Links
 from moe_jax.cluster.layer_seconds import ScheduleLine
 from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
+from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import routing
 from moe_jax.planning.block_schedule import Prefetch, Times, exposed, stage_seconds
@@ -282,6 +283,14 @@ def _transfer_rates(
         lines.append((start, (float(links.uniform(*moved)) - start) / MANY))
     each = [line[1] for line in lines]
     return sum(line[0] for line in lines), each[0], each[-1], each[1] if by_node else 0.0
+
+
+def padded_seconds(rows: BucketRows, placement: Placement, cost: Cost) -> float:
+    """Return the seconds of one exchange of buckets of so many rows between all devices of the placement."""
+    sent = rows.carried(placement.devices, placement.devices_per_node)
+    inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
+    links = Links.of(cost.cluster, placement.devices, "the split of tokens", cost.shards)
+    return float(links.uniform(inside, across))
 
 
 def predicted_layer_seconds(

@@ -13,7 +13,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.planning.arrays import falling
 from moe_jax.planning.balancer import Planner, knob, register
-from moe_jax.planning.shares import edges, unit_rows
+from moe_jax.planning.routing import edges, unit_rows
 
 
 @register("eplb", defaults={"interval": 10})

@@ -16,8 +16,8 @@ from moe_jax.planning.arrays import falling, highest, loop, put
 from moe_jax.planning.balancer import Planner, knob, register
 from moe_jax.planning.cost import Cost, slots_in
 from moe_jax.planning.fastermoe import shadow_rates
-from moe_jax.planning.growth import plan_seconds
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan import plan_seconds
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price
 

@@ -14,7 +14,7 @@ import numpy as np
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.arrays import falling, loop, put
 from moe_jax.planning.balancer import Planner, knob, register
-from moe_jax.planning.shares import with_quotas
+from moe_jax.planning.routing import with_quotas
 from moe_jax.planning.sizes import fit_replicas
 
 

@@ -18,15 +18,26 @@ from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner
 from moe_jax.planning.block_schedule import Times, shares
 from moe_jax.planning.buckets import TOO_OFTEN, Buckets
-from moe_jax.planning.cost import Cost, predicted_layer_seconds
-from moe_jax.planning.growth import for_program, grown, plan_seconds, with_late
+from moe_jax.planning.cost import Cost, padded_seconds, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import LateRule, PlanShape, Shapes, Tables, fill_tables, fits
-from moe_jax.planning.shares import choose_split, split_evenly
+from moe_jax.planning.plan_shape import (
+    LateRule,
+    PlanShape,
+    Shapes,
+    Tables,
+    build_shape,
+    fill_tables,
+    fits,
+    for_program,
+    grow,
+)
+from moe_jax.planning.routing import split_evenly
+from moe_jax.planning.sizes import TransferSizes
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own
 Placements = dict[str, Placement]
 STAY = 1.05  # how much longer than homes alone replicas that run may take, so that programs seldom change
+STAY_SPLIT = 1.25  # how much dearer the token split in use may get before the other one takes over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,6 +134,30 @@ def propose(asked: Asked) -> Proposal:
     return Proposal(placement=placement if pays or not moved else homes, split=split, pays=pays)
 
 
+def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str = "") -> tuple[Placement, str]:
+    """Return (placement, split) whose padded exchange takes less time for loads [L, S, E].
+
+    'plan' is as the planner says, near holders first; 'even' in the same proportions from every source. A padded
+    exchange carries as many rows between all pairs of a kind (own device, own node, other nodes) as the fullest pair of
+    that kind needs: near holders keep most rows at home and leave the rest uneven, an even split sends more and leaves
+    nothing empty. Neither is less for every plan.
+
+    Args:
+      now: the split in use, kept until the other is cheaper by `STAY_SPLIT`; '' for none yet.
+    """
+    if not len(placement.replicas):
+        return placement, now
+    plans, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
+    for name, plan in plans.items():
+        price[name] = padded_seconds(routing.fullest(plan, loads).each(lambda size: max(size, 1)), plan, cost)
+    other = {"plan": "even", "even": "plan"}.get(now)
+    if other is None:
+        best = min(price, key=price.__getitem__)
+    else:
+        best = other if price[other] * STAY_SPLIT < price[now] else now
+    return plans[best], best
+
+
 def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pending: Shapes | None = None) -> Plan:
     """Return the plan of a step.
 
@@ -206,6 +241,42 @@ def split_of_transfer(cost: Cost, transfer: TransferShape) -> dict[str, float]:
     times = Times(attention=cost.attention_seconds, experts=0.0, trans=seconds, agg=seconds)
     cut = (round(share * PARTS) / PARTS for share in shares(times, cost.prefetch.refetch_replicas))
     return dict(zip(("trans_share", "agg_share"), cut, strict=True))
+
+
+def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
+    """Return the shape with slots and candidates for what the planner decides after the gate; `shape.late` is kept."""
+    slots = planner.slots_after_gate(cost)
+    if slots and shape.late is None:
+        offers = min(slots, shape.home_slots)
+        crossing = offers * shape.devices_per_node
+        if not planner.any_holder:  # then each of the experts has a replica on every device
+            crossing = min(slots, crossing)
+        sizes = TransferSizes(offers, slots, crossing)
+        group = shape.devices, shape.devices_per_node
+        shape = dataclasses.replace(shape, late=sizes.shape(*group, cost.form(sizes, *group) == "by_node"))
+    if shape.replica_slots and planner.any_holder:
+        shape = dataclasses.replace(shape, candidates=shape.devices)
+    return shape
+
+
+def grown(planner: Planner, shape: PlanShape, plan: Placement, cost: Cost) -> PlanShape:
+    """Return what a run compiles for a plan after a shape: an idle transfer leaves, and comes back as it was.
+
+    The first one takes the cheaper form. Programs that `auto` names keep theirs.
+    """
+    if not len(plan.replicas):
+        kept = shape.ahead if plan.program else None
+        return grow(dataclasses.replace(shape, ahead=kept, spare=shape.ahead or shape.spare), plan)
+    shape, group = for_program(shape, plan), (plan.devices, plan.devices_per_node)
+    shape = dataclasses.replace(shape, ahead=shape.ahead or shape.spare)
+    by_node, most = cost.form(plan.needs.transfer, *group) == "by_node", planner.ahead_most(plan, cost)
+    return grow(shape, plan, by_node=by_node, replica_slots=cost.replica_slots, most=most)
+
+
+def plan_seconds(planner: Planner, plan: Placement, loads: np.ndarray, cost: Cost) -> float:
+    """Return the predicted seconds of all layers, with what a step compiled for the plan sends: loads [L, S, E]."""
+    shape = grown(planner, dataclasses.replace(build_shape(plan), ahead=None), plan, cost)
+    return float(predicted_layer_seconds(plan, loads, cost, shape).sum())
 
 
 def with_rule(planner: Planner, shape: PlanShape, cost: Cost, groups: int) -> PlanShape:

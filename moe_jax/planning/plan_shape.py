@@ -1,6 +1,7 @@
 """What a compiled step depends on of a plan (`PlanShape`), and the arrays that it reads (`Tables`).
 
-Equal shapes share an executable, and a plan that fits the shape of a running step changes only its tables.
+Equal shapes share an executable, and a plan that fits the shape of a running step changes only its tables. A shape
+follows the plans of a run: larger where they need more (`grow`), so that few changes follow.
 Letters: docs/notation.md.
 """
 
@@ -16,7 +17,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
 from moe_jax.planning.placement import Placement, bank_rows, numbered
 from moe_jax.planning.routing import candidate_rows
-from moe_jax.planning.sizes import SIZES
+from moe_jax.planning.sizes import SIZES, TransferSizes
 
 
 class LateRule(typing.NamedTuple):
@@ -118,6 +119,55 @@ def misfits(shape: PlanShape, placement: Placement) -> list[str]:
         counted = SIZES if ahead is not None and ahead.by_node else SIZES[:2]  # else nothing crosses by itself
         pairs += [(name, getattr(needs.transfer, name), getattr(ahead, name, 0)) for name in counted]
     return found + [f"{name}: {needed} > {there}" for name, needed, there in pairs if needed > there]
+
+
+def for_program(shape: PlanShape, placement: Placement) -> PlanShape:
+    """Return the shape where it is of the placement's program, else what of it another one starts from: its homes."""
+    if shape.program == placement.program:
+        return shape
+    return dataclasses.replace(shape, program=placement.program, ahead=None, spare=None, bucket_rows=None)
+
+
+def grow(
+    shape: PlanShape,
+    placement: Placement,
+    *,
+    by_node: bool = False,
+    replica_slots: int = 0,
+    most: TransferSizes | None = None,
+) -> PlanShape:
+    """Return a shape that this placement fits and every plan that fitted the old one too.
+
+    A transfer that has to change gets room for one more offer and one more crossing than this placement needs, so that
+    few changes follow; a device never offers more than its homes, and no plan needs more than its planner's `most`.
+
+    Args:
+      by_node: form of the first transfer; a later one keeps it.
+      replica_slots: mu, the slots that a transfer has at least.
+      most: the sizes beyond which there is no need for room (`Planner.ahead_most`), None where none is known.
+    """
+    shape = for_program(shape, placement)
+    old = shape.ahead
+    plan = build_shape(placement, by_node=by_node if old is None else old.by_node)
+    largest = {name: max(getattr(plan, name), getattr(shape, name)) for name in ("home_slots", "bank_rows")}
+    candidates = shape.candidates
+    if plan.candidates > candidates:
+        candidates = min(shape.devices, 2 * plan.candidates)
+    shape = dataclasses.replace(shape, candidates=candidates, **largest)
+    need = plan.ahead
+    if need is None or (old is not None and all(getattr(need, name) <= getattr(old, name) for name in SIZES)):
+        return shape
+    offers, crossing = need.offers, need.crossing
+    if old is None or offers > old.offers:
+        offers = min(shape.home_slots, offers + 1)
+    if need.by_node and (old is None or crossing > old.crossing):
+        crossing = min(need.devices_per_node * offers, crossing + 1)
+    if most is not None:
+        offers = max(need.offers, min(offers, int(most.offers)))
+        crossing = max(need.crossing, min(crossing, int(most.crossing)))
+    sizes = {"offers": offers, "slots": max(need.slots, replica_slots), "crossing": crossing}
+    kept = {name: max(size, getattr(old, name, 0)) for name, size in sizes.items()}
+    return dataclasses.replace(shape, ahead=dataclasses.replace(need, **kept))
 
 
 @dataclasses.dataclass(frozen=True)

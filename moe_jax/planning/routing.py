@@ -1,11 +1,12 @@
-"""Which holder a token goes to: the rule of the placement, counted for all tokens at once.
+"""Which holder a token goes to: the rule of the placement, counted for all tokens at once; shares written for it.
 
 The token of rank i among the n of (source, expert) goes to the first candidate j with
 
     num_j n // den > i     even split over c candidates: num_j = j + 1, den = c
                            shares: num_j the running sum of the shares, den = 2^16
 
-Letters: docs/notation.md.
+Quotas x [L, E, D] are tokens of expert e on device d; share rows keep tokens on their node where the quotas allow it.
+Letters: docs/notation.md; h holder rows (layer, expert, device), p pairs (layer, expert) that have replicas.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.planning.arrays import put
 from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
 
 LOOKED_AT = 1 << 22  # pairs of all layers: all that four of 1,024 devices have
+FEW_NODES = 64  # up to so many nodes each has share rows of its own for every replicated expert
 PIECE = 1 << 16  # (source, expert) that are counted at a time
 
 
@@ -181,3 +184,109 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
 def whole(loads: np.ndarray) -> np.ndarray:
     """Return integers as they are, and other numbers rounded to int64: predicted loads are no whole tokens."""
     return loads if loads.dtype.kind == "i" else np.rint(loads).astype(np.int64)
+
+
+def node_flow(xp, supply, demand, node):
+    """Return the parts [p, Nn] in which the nodes compute one node's tokens of p experts; each row sums to 1.
+
+    The node's tokens first use the quota of its own holders; what is over goes to nodes with quota left, in proportion.
+    Where it has no tokens it gets the split of the whole.
+
+    Args:
+      xp: as in `level_quotas`; supply, demand: [p, Nn], tokens and quotas of all nodes, alike in sum; demand float.
+      node: int or int32 [].
+    """
+    stay = xp.minimum(supply, demand)
+    left, spare = (supply - stay)[:, node], demand - stay
+    flow = left[:, None] * spare / xp.maximum(spare.sum(axis=1, keepdims=True), xp.finfo(demand.dtype).tiny)
+    flow = put(flow, (slice(None), node), stay[:, node])  # was 0: the node has no token or no quota left
+    plain = demand / demand.sum(axis=1, keepdims=True)
+    sent = flow.sum(axis=1, keepdims=True)
+    return xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), plain)
+
+
+def node_edges(xp, supply, quota, home, node):
+    """Return running shares [p, D] of one node's tokens (`node_flow`) over rising devices, whole units of 2^-16.
+
+    Args:
+      xp, node: as in `node_flow`; supply: [p, Nn], tokens of all nodes; quota: [p, D], alike in sum; home: bool [p, D].
+    """
+    quota = xp.where(quota.sum(axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
+    by_node = quota.reshape(*supply.shape, -1)
+    demand = by_node.sum(axis=2)
+    there = node_flow(xp, supply, demand, node) / xp.where(demand > 0, demand, 1.0)
+    return edges(xp, (there[:, :, None] * by_node).reshape(quota.shape))
+
+
+def edges(xp, share):
+    """Round running sums of shares [..., n] to units of 2^-16, of which the last is 2^16; not all are 0."""
+    upto = share.cumsum(axis=-1)
+    return xp.rint(upto / upto[..., -1:] * SHARE_ONE)
+
+
+def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
+
+    A node's tokens of loads [L, S, E] first use the quota of the node's own holders; what is over goes to nodes with
+    quota left, in proportion (`node_flow`). Beyond `FEW_NODES` nodes, where that is a row for each holder and node, a
+    node keeps its tokens if its own holders have quota for all of them, and all other nodes share what is left of the
+    quotas, by the same rows.
+    """
+    nodes, pairs = placement.nodes, np.argwhere(placement.replicated)
+    if not len(pairs):
+        return np.zeros((0, 5), np.int32)
+    layer, expert = pairs.T
+    supply = loads.reshape(len(loads), nodes, -1, placement.experts).sum(axis=2)[layer, :, expert]  # [p, Nn]
+    mine, at_home, whole = quota[layer, expert], placement.homes[layer, expert], supply.sum(axis=1, keepdims=True)
+    total = mine.sum(axis=1, keepdims=True)
+    # An expert without predicted tokens goes where its home is.
+    mine = np.where(total > 0, mine * (whole / np.where(total > 0, total, 1.0)), at_home * whole)
+    if nodes <= FEW_NODES:
+        tables = [unit_rows(pairs, node_edges(np, supply, mine, at_home, node), node) for node in range(nodes)]
+        return np.concatenate(tables)
+    mine = np.where(whole > 0, mine, at_home).reshape(len(pairs), nodes, -1)
+    demand = mine.sum(axis=2)
+    keeps = (demand > 0) & (supply <= demand)
+    left = np.where(keeps, demand - supply, demand)
+    left = np.where(left.sum(axis=1, keepdims=True) > 1e-9 * demand.sum(axis=1, keepdims=True), left, demand)
+    left = mine * (left / np.where(demand > 0, demand, 1.0))[:, :, None]
+    p, node = np.nonzero(keeps)
+    kept = unit_rows(pairs[p], edges(np, mine[keeps]), node, node * placement.devices_per_node)
+    return np.concatenate([unit_rows(pairs, edges(np, left.reshape(len(pairs), -1)), -1), kept])
+
+
+def unit_rows(pairs: np.ndarray, upto: np.ndarray, source, first=0) -> np.ndarray:
+    """Write running shares [p, n] of pairs int [p, 2] as rows (layer, expert, device, share, source node): int [m, 5].
+
+    Args:
+      source: the node, int or int [p]; -1 for every one; first: the device of the first share, int or int [p].
+    """
+    units = np.diff(upto, axis=1, prepend=0).astype(np.int32)
+    row, nth = np.nonzero(units)
+    source, first = (np.broadcast_to(of, len(pairs))[row] for of in (source, first))
+    return np.column_stack([pairs[row], first + nth, units[row, nth], source])
+
+
+def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, holds: np.ndarray | None = None) -> Placement:
+    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
+
+    Args:
+      holds: bool [L, E, D], holders of which some may have no quota; None: those with a quota.
+    """
+    holds = quota > 0 if holds is None else holds
+    placement = bare.replace(replicas=np.argwhere(holds & ~bare.homes), rule="shares")
+    return placement.replace(shares=share_rows(placement, quota, loads))
+
+
+def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
+    """Let every source split an expert's tokens in the same proportions: those of the whole under this placement.
+
+    Device loads stay what they are for `loads` [L, S, E]; what one source sends one device comes near the mean of all
+    pairs, so the buckets of an exchange whose rows are padded can be small. Tokens travel that a nearer holder would
+    have kept, which only an exchange of exact rows would gain from.
+    """
+    if not len(placement.replicas):
+        return placement
+    kept, computed = placement.replicated, expert_loads(placement, loads)
+    computed = np.where(computed.sum(axis=2, keepdims=True) > 0, computed, placement.homes)[kept]
+    return placement.replace(shares=unit_rows(np.argwhere(kept), edges(np, computed), -1), rule="shares")

@@ -1,4 +1,4 @@
-"""Sizes of what a step sends: transfers of replicas, and the buckets of an exchange.
+"""Sizes of a transfer of replicas: what single layers need, and which replicas fit the transfer after the gate.
 
 A transfer after the gate runs in one of several sizes (`TransferShape.halves`): a step has one branch for each and one
 for nothing, and planners price their choices by the same list.
@@ -7,7 +7,6 @@ Letters: docs/notation.md; `...` stands for any leading dims, such as L.
 
 from __future__ import annotations
 
-import math
 import typing
 
 import numpy as np
@@ -16,10 +15,6 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.arrays import loop, put
 
 SIZES = ("offers", "slots", "crossing")
-# Rows of a planned bucket for another device over their mean, at most. Such a bucket is as large as the fullest pair of
-# its kind that is predicted (same node, other nodes), which under skewed loads can be all tokens of a device, for each
-# destination: memory would grow with the devices. What does not fit takes another pass.
-BUCKET_LIMIT = 4.0
 
 
 class TransferSizes(typing.NamedTuple):
@@ -167,47 +162,3 @@ def late_price(needed: TransferSizes, shape: TransferShape | None, seconds: tupl
       seconds: of each size, 0 for none first; () where they have no price.
     """
     return xp.asarray(seconds)[late_size(needed, shape, xp)] if seconds else each
-
-
-def pairs_by_kind(pair_loads: np.ndarray, devices_per_node: int) -> dict[str, np.ndarray]:
-    """Return {'own', 'node', 'far'}: the loads [..., n] of the pairs of each kind of bucket, of int [..., D, D]."""
-    index = np.arange(pair_loads.shape[-1])
-    own = index[:, None] == index[None]
-    near = (index[:, None] // devices_per_node == index[None] // devices_per_node) & ~own
-    return {"own": pair_loads[..., own], "node": pair_loads[..., near], "far": pair_loads[..., ~near & ~own]}
-
-
-def overflow_chance(means, choices: int, rows: int) -> float:
-    """Return a bound, close to exact where it is small, on the chance that some pair has more than `rows` rows.
-
-    The rows of a pair are a binomial count: each of the source's choices goes to the destination or not. (That a
-    token's K experts differ makes the count vary a little less.) Chances of pairs are added: they may depend on each
-    other.
-
-    Args:
-      means: float [n], expected rows of each pair.
-      choices: of one source.
-    """
-    mean = np.minimum(np.asarray(means, np.float64).ravel(), choices)
-    least = rows + 1  # the fewest rows that overflow
-    if least > choices:
-        return 0.0
-    sure = mean >= least
-    p = np.clip(mean[~sure] / choices, 1e-300, None)
-    log_ways = math.lgamma(choices + 1) - math.lgamma(least + 1) - math.lgamma(choices - least + 1)
-    log_terms = log_ways + least * np.log(p) + (choices - least) * np.log1p(-p)
-    ratio = (choices - least) / (least + 1) * p / (1 - p)  # of a term to the one before; it falls from term to term
-    tail = np.exp(np.minimum(log_terms, 0.0)) / np.maximum(1 - ratio, 1e-9)
-    return float(np.sum(np.minimum(tail, 1.0)) + np.count_nonzero(sure))
-
-
-def expected_rows(means, choices: int, chance: float, step: int = 8) -> int:
-    """Return the fewest rows, a multiple of `step`, of which some pair needs more with this `overflow_chance`."""
-    fewest, most = 1, max(1, math.ceil(choices / step))
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if overflow_chance(means, choices, middle * step) <= chance:
-            most = middle
-        else:
-            fewest = middle + 1
-    return fewest * step

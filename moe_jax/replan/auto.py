@@ -31,13 +31,12 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.auto import config_of, planners
-from moe_jax.planning.cost import Cost, home_seconds
-from moe_jax.planning.growth import grown
+from moe_jax.planning.buckets import BUCKET_LIMIT, pairs_by_kind
+from moe_jax.planning.cost import Cost, home_seconds, padded_seconds
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan import Asked
+from moe_jax.planning.plan import Asked, grown
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.shares import padded_seconds, split_evenly
-from moe_jax.planning.sizes import BUCKET_LIMIT, pairs_by_kind
+from moe_jax.planning.routing import split_evenly
 from moe_jax.replan.session import PlanSession, Predictor
 
 _LOG = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Times, layer_bars
 from moe_jax.planning.cost import Cost, slots_in
-from moe_jax.planning.growth import with_late
+from moe_jax.planning.plan import with_late
 from moe_jax.planning.plan_shape import PlanShape, build_shape
 from moe_jax.replan.segments import initial_placement, segment_runs, sizes_of
 

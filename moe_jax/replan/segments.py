@@ -17,9 +17,9 @@ from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import schedule_on
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles
+from moe_jax.planning.buckets import overflow_chance
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import overflow_chance
 
 USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
 

@@ -139,8 +139,8 @@ def after_gate(context, planner: str):
     from moe_jax.planning.balancer import build_planner
     from moe_jax.planning.config import PlannerConfig
     from moe_jax.planning.cost import Cost
-    from moe_jax.planning.growth import with_late
     from moe_jax.planning.placement import Placement
+    from moe_jax.planning.plan import with_late
     from moe_jax.planning.plan_shape import build_shape, fill_tables
 
     devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))

@@ -28,12 +28,13 @@ from moe_jax.moe.level_kernel import level_in_one_kernel
 from moe_jax.parallel.sparse_all_gather import shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
+from moe_jax.planning.balanced import level_quotas
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
-from moe_jax.planning.shares import level_quotas, node_edges
+from moe_jax.planning.routing import node_edges
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_size, transfer_sizes
 
 DEVICES, EXPERTS, SLOTS, NODE, HOMES = 8, 16, 3, 4, 4

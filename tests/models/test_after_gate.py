@@ -17,8 +17,7 @@ from support.marks import slow_but
 from moe_jax.moe.after_gate import late_size
 from moe_jax.moe.after_gate_rules import build_rule
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.growth import grow
-from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables
+from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables, grow
 
 SLOTS, CONFIG = 2, cases.model_config(layers=2)
 # mesh, and whether transfers go by node: of half the expert-parallel group each

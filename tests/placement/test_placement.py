@@ -11,17 +11,10 @@ from support.placements import counted_destinations, random_placement
 from moe_jax.errors import UserError
 from moe_jax.moe.routing import share_of
 from moe_jax.planning import routing
-from moe_jax.planning.growth import grow
+from moe_jax.planning.buckets import expected_rows, overflow_chance, pairs_by_kind
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, misfits, table_shapes
-from moe_jax.planning.sizes import (
-    RunningSizes,
-    expected_rows,
-    overflow_chance,
-    pairs_by_kind,
-    sizes_everywhere,
-    transfer_sizes,
-)
+from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
+from moe_jax.planning.sizes import RunningSizes, sizes_everywhere, transfer_sizes
 
 
 def placement_of(seed):

@@ -16,8 +16,8 @@ from moe_jax.cluster import Cluster
 from moe_jax.planning import AFTER_GATE, NAMES
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.growth import with_late
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan import with_late
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.replan.session import PlanSession
 

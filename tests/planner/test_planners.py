@@ -21,9 +21,9 @@ from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.eplb import rebalance
-from moe_jax.planning.growth import plan_seconds
 from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes, slots_by_load, spread_replicas
 from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan import plan_seconds
 from moe_jax.replan.session import PlanSession
 
 L, S, E, D = 4, 8, 16, 8

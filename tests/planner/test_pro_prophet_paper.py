@@ -12,9 +12,8 @@ from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.growth import grow
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape, fits
+from moe_jax.planning.plan_shape import build_shape, fits, grow
 
 D, NODE, ALPHA = 16, 4, 0.5  # devices, of a node; the paper's alpha
 W, FLOPS, M, F, BYTES = 12e9, 12e12, 1024, 2048, 4

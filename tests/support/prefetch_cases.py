@@ -32,8 +32,7 @@ from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning.growth import grow
-from moe_jax.planning.plan_shape import build_shape, fill_tables
+from moe_jax.planning.plan_shape import build_shape, fill_tables, grow
 
 SLOTS = 2
 COMPILED = "/jax/core/compile/backend_compile_duration"
