@@ -83,7 +83,7 @@ flags.DEFINE_integer(
     "tokens of a sequence, where attention's time is modelled; the trace's when not given, else "
     f"{inputs.LAYER['sequence_length']}",
 )
-flags.DEFINE_enum("price", "executor", PRICES, "prices: what the program does, or the papers' formulas")
+flags.DEFINE_enum("price", "executor", list(PRICES), "prices: what the program does, or the papers' formulas")
 flags.DEFINE_enum("transfer", "auto", FORMS, "form of the transfer of replicas; auto: the cheaper one")
 flags.DEFINE_integer("interval", None, "plan each so many iterations; the planner's own when not given")
 flags.DEFINE_bool("must_pay", True, "replicas only where layers are predicted to take less time with them")
@@ -110,7 +110,6 @@ def _config() -> PlannerConfig:
         overlap_degree=_number(FLAGS.overlap_degree),
         interval=FLAGS.interval,
         predictor=FLAGS.predictor,
-        price=FLAGS.price,
         transfer=FLAGS.transfer,
         must_pay=FLAGS.must_pay,
         bounded=FLAGS.bounded,
@@ -146,12 +145,10 @@ def replay() -> dict:
         attention, note = inputs.attention_seconds(given)
         given = dataclasses.replace(given, messages=(*given.messages, note))
     cost = Cost(
-        **inputs.layer_of(given),
+        prices=PRICES[FLAGS.price](**inputs.layer_of(given), form=FLAGS.transfer),
         replica_slots=FLAGS.replica_slots,
         overlap_degree=_number(FLAGS.overlap_degree),
         attention_seconds=attention,
-        price=FLAGS.price,
-        transfer=FLAGS.transfer,
     )
     judged = (
         f"judged: {count} of {samples} samples, by plans from the loads of {f'{lag} steps' if lag > 1 else 'the step'}"

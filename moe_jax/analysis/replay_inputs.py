@@ -101,7 +101,7 @@ def build_inputs(given: Given) -> ReplayInputs:
 
 
 def layer_of(given: ReplayInputs) -> dict:
-    """Return the fields of `Cost` that say which layer ran, and on which links."""
+    """Return the fields of `LayerPrices` that say which layer ran, and on which links."""
     return {
         "cluster": given.cluster,
         "model_dim": given.model_dim,

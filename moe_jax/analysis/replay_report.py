@@ -26,6 +26,7 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
     replicas = records.expert_replicas.sum(axis=2)
     chunks = (records.expert_replicas > 0).mean(axis=2)
     layers, devices = records.computed.shape[1:]
+    moved = 2 * replicas * cost.prices.expert_bytes + records.moved * cost.prices.state_bytes
     found = {
         "max_over_mean": ratio.mean(),
         "max_over_mean_p95": np.percentile(ratio, 95),
@@ -34,7 +35,7 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         "rb": before / max(spread, 1e-9),
         "replicas_per_layer": replicas.mean(),
         "replicas_per_device": replicas.mean() / devices,
-        "bytes_moved": (2 * replicas * cost.expert_bytes + records.moved * cost.state_bytes).sum(axis=1).mean(),
+        "bytes_moved": moved.sum(axis=1).mean(),
         "lambda": chunks.mean(),
         **_seconds(records, base, cost),
         "planner_us_per_layer": 1e6 * (records.search / layers).mean(),
@@ -58,9 +59,9 @@ def roofline(records: Records, cost: Cost) -> tuple[float, float]:
     """
     end_to_end = float(sum(part.mean() for part in _parts(records, cost).values()))
     in_turn = float(sum(part.mean() for part in _parts(dataclasses.replace(records, hiding="none"), cost).values()))
-    work = 3 * float(cost.forward(records.computed).mean())
+    work = 3 * float(cost.prices.compute(records.computed).mean())
     tokens = records.computed.sum(axis=2).mean()
-    flops = 6 * cost.expert_params * tokens / records.computed.shape[2]
+    flops = 6 * cost.prices.expert_params * tokens / records.computed.shape[2]
     return work / max(in_turn - work, 1e-30), flops / max(end_to_end, 1e-30)
 
 
@@ -84,16 +85,15 @@ def _seconds(records: Records, base: Records, cost: Cost) -> dict:
 def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
     """Return seconds [n, L] by purpose, under the shapes in force and the planner's own block-wise schedule."""
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=records.hiding))
-    paper = cost.price == "paper"
-    exchange = None if paper else records.exchange
     needed = records.transfers.needed
-    if paper:  # one Trans by the formula, with the holders that came late
-        holders = records.expert_replicas + (records.expert_replicas > 0)
-        trans = cost.trans(needed._replace(holders=holders.sum(axis=2)), records.computed.shape[2])
-    else:
+    if cost.prices.of_program:
+        exchange, late = records.exchange, records.transfers.late_seconds
         trans = np.broadcast_to(records.transfers.seconds[:, None], needed.slots.shape)
+    else:  # experts one by one, those that came late too
+        exchange, trans, late = None, None, 0.0
+        holders = records.expert_replicas + (records.expert_replicas > 0)
+        needed = needed._replace(holders=holders.sum(axis=2))
     parts = cost.parts(records.computed, records.received, needed, exchange=exchange, trans=trans)
-    late = 0.0 if paper else records.transfers.late_seconds
     return {**parts, "place": parts["place"] + late, "reduce": parts["reduce"] + late}
 
 
@@ -163,7 +163,7 @@ def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -
     """
     from matplotlib.figure import Figure
 
-    peak = cost.cluster.need("flops", "the roofline")
+    peak = cost.prices.cluster.need("flops", "the roofline")
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     ratio = np.logspace(-2, 2, 200)

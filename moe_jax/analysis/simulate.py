@@ -115,7 +115,7 @@ def simulate(
     samples = judged(trace.iterations, lag)[::every]
     apart = np.maximum(1, np.diff(trace.iterations, prepend=trace.iterations[0]) // least_lag(trace.iterations))
     rows: list[dict] = []
-    links = Links.of(cost.cluster, placement.devices, "replay", cost.shards)
+    links = Links.of(cost.prices.cluster, placement.devices, "replay", cost.prices.shards)
     plans: list[tuple[Placement, Placement]] = []
     before, seen = placement, 0
     for sample in samples.tolist():
@@ -132,7 +132,7 @@ def simulate(
         plans.append((ahead, plan))
         pairs = routing.pair_loads(plan, trace.loads[sample])
         computed, held = pairs.sum(axis=1), plan.holds & ~plan.homes
-        exchange = links.exchange(pairs * cost.exchanged_bytes)
+        exchange = links.exchange(pairs * cost.prices.exchanged_bytes)
         row = {
             "computed": computed,
             "received": computed - np.einsum("ldd->ld", pairs),
@@ -182,16 +182,16 @@ def follow_transfers(
                     most = {name: max(getattr(largest, name), getattr(late, name)) for name in SIZES}
                     largest = dataclasses.replace(largest, **most)
                 late = late_now = largest
-                if cost.form(late, *group.values()) != "by_node":
+                if not cost.prices.is_by_node(late, *group.values()):
                     late_now = dataclasses.replace(late, by_node=False, crossing=0)
             # a layer sends the smallest half of the largest that holds what came
             size_of_layer = late_size(transfer_sizes(plan.home, added, plan.devices, late_now.inside), late_now)
             for number, size in enumerate(late_now.halves(), 1):
                 sent[size_of_layer == number] = size.sent()
-                late_seconds[size_of_layer == number] = cost.shape_seconds(size)
+                late_seconds[size_of_layer == number] = cost.prices.shape_seconds(size)
         in_force, seconds = (0.0, 0.0), 0.0
         if shape.ahead is not None:
-            in_force, seconds = tuple(shape.ahead.sent()), cost.shape_seconds(shape.ahead)
+            in_force, seconds = tuple(shape.ahead.sent()), cost.prices.shape_seconds(shape.ahead)
         rows.append((ahead.sizes, in_force, sent, late_seconds, seconds))
     sizes, in_force, sent, late_seconds, seconds = zip(*rows, strict=True)
     newest = shape.ahead or shape.spare

@@ -40,7 +40,7 @@ from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import build_mesh, replace_leaf, to_devices
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
 from moe_jax.storage.checkpoint import Checkpointer, run_config
@@ -279,7 +279,7 @@ class Generator:
             counts = [np.bincount(taken[:, at][taken[:, at] >= 0], minlength=start.experts) for at in layers]
             loads = np.repeat(np.asarray(counts, np.float64)[:, None], start.devices, axis=1) / start.devices
             sizes = {"model_dim": config.model_dim, "hidden_dim": config.hidden_dim}
-            cost = Cost(cluster=Cluster(), replica_slots=replica_slots, **sizes)
+            cost = Cost(prices=LayerPrices(cluster=Cluster(), **sizes), replica_slots=replica_slots)
             placements[segment.name] = build_planner(PlannerConfig(name=planner)).propose(loads, start, cost)
         self._settle(placements)
         banks = {}

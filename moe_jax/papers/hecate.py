@@ -196,12 +196,12 @@ def step_of(inputs: Inputs, row: Row, name: str) -> Step:
     if system.planner == "hecate":  # m, from what memory is left (4.2)
         left = free_bytes(setting, 1.0, state_bytes(setting), batch_of(setting))
         alive = kept_of("Hecate-RM" if system.refetch else "Hecate", model)[0] * model.layers
-        slots = int(np.clip(left / alive / cost_of(system, setting).expert_bytes, 0, setting.experts))
+        slots = int(np.clip(left / alive / cost_of(system, setting).prices.expert_bytes, 0, setting.experts))
     setting = dataclasses.replace(setting, replica_slots=slots)
     step, cost = run(system, setting), cost_of(system, setting)
     copies = step.records.moved + (step.records.arrived if system.planner == "flexmoe" else 0)
     iterations = np.ptp(setting.trace.iterations) / len(step.records.sample)
-    seconds = copies * cost.state_bytes / (row.nodes * cost.bandwidth() * iterations)
+    seconds = copies * cost.prices.state_bytes / (row.nodes * cost.prices.bandwidth() * iterations)
     return dataclasses.replace(step, parts={**step.parts, "rearrange": seconds})
 
 

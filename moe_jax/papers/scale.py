@@ -21,7 +21,7 @@ from moe_jax.papers.table import Found, Tables, texts_of
 from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost, predicted_layer_seconds
+from moe_jax.planning.cost import Cost, LayerPrices, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.replan.session import PlanSession
 
@@ -56,7 +56,7 @@ def costs(devices: int, level: str) -> dict[str, Cost]:
     block = {"moe_every": 1, "matrices": 3, "dense_hidden_dim": 0}
     attention = preceding_seconds(cluster, TOKENS, 2, model_dim=MODEL_DIM, length=LENGTH, **block)
     sizes = {"model_dim": MODEL_DIM, "hidden_dim": HIDDEN_DIM, "matrices": 3, "dtype_bytes": 2, "param_bytes": 4}
-    cost = Cost(cluster=cluster, replica_slots=SLOTS, attention_seconds=attention, **sizes)
+    cost = Cost(prices=LayerPrices(cluster=cluster, **sizes), replica_slots=SLOTS, attention_seconds=attention)
     return {system: dataclasses.replace(cost, prefetch=Prefetch(schedule=BALANCERS[name].schedule))
             for system, name in SYSTEMS.items()}  # fmt: skip
 

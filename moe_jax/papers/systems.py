@@ -25,7 +25,7 @@ from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads, with_loads_before
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, PaperPrices
 from moe_jax.planning.placement import Placement
 
 VOCABULARY = 50304  # GPT-2's, padded, as configs/model has it: no text names one
@@ -179,18 +179,20 @@ def as_reached(cluster: Cluster) -> Cluster:
 def cost_of(system: System, setting: Setting) -> Cost:
     """Return what a row's planner takes for the price of a layer."""
     model = setting.model
-    return Cost(
+    prices = PaperPrices(
         cluster=setting.cluster,
         model_dim=model.model_dim,
         hidden_dim=model.hidden_dim,
         matrices=model.matrices,
         dtype_bytes=setting.item,
         param_bytes=4,
+    )
+    return Cost(
+        prices=prices,
         replica_slots=setting.replica_slots,
         overlap_degree=setting.overlap_degree,
         attention_seconds=setting.attention_seconds,
         prefetch=Prefetch(schedule=system.hiding, refetch_replicas=system.refetch),
-        price="paper",
     )
 
 
@@ -201,7 +203,7 @@ def run(system: System, setting: Setting) -> Step:
     placement = Placement.even(loads.loads.shape[1], setting.experts, devices, cluster.devices_per_node)
     cost = cost_of(system, setting)
     config = PlannerConfig(replica_slots=setting.replica_slots, split="plan", bounded=False, must_pay=False)
-    config = dataclasses.replace(config, price="paper", **dict(system.knobs))
+    config = dataclasses.replace(config, **dict(system.knobs))
     records = simulate(system.planner, loads, config, placement, cost, lag=1, every=setting.every)
     holders = records.expert_replicas + (records.expert_replicas > 0)  # of a replicated expert its home too
     if system.by_node:  # replicas go to nodes without the expert first, so they reach as many nodes as they can
@@ -209,7 +211,7 @@ def run(system: System, setting: Setting) -> Step:
     needed = records.transfers.needed._replace(holders=holders.sum(axis=2))
     parts = cost.parts(records.computed, records.received, needed, exchange=records.exchange)
     if system.groups and cluster.nodes > 1:
-        parts["others"] = pipelined(4 * records.exchange, 3 * cost.forward(records.computed), cluster.nodes)
+        parts["others"] = pipelined(4 * records.exchange, 3 * cost.prices.compute(records.computed), cluster.nodes)
     return Step(records=records, parts=parts, attention=3 * setting.attention_seconds, model=setting.model)
 
 

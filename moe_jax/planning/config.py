@@ -56,7 +56,7 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
     swap_after: int | None = knob(None, least=1)
     must_pay: bool = True
     bounded: bool = True
-    price: str = knob("executor", values=PRICES)
+    price: str = knob("executor", values=tuple(PRICES))
     predictor: str | None = knob(None, values=(None, *PREDICTORS))
     window: int = knob(5, least=1)
     cluster: str = ""

@@ -1,6 +1,17 @@
-"""The cost of a layer under a placement, in seconds, as the program spends them or by the papers' formulas (`price`).
+"""What a layer takes under a placement, in seconds.
 
-A sparse transfer has two forms, priced by a calibration's fits where it has all that a form needs, else by the links:
+`LayerPrices` turn tokens and transfers into seconds. There are two, of one interface; the one that is used is chosen
+where a `Cost` is built, and a planner never asks which it is:
+
+    LayerPrices     what the compiled program will do, by a calibration's fits where they have all that is needed, else
+                    by public tables, else by the links
+    PaperPrices     the papers' formulas on one bandwidth: Pro-Prophet's equations 1, 4, 5, FasterMoE's 2 S / W
+
+    exchange, compute, transfer     seconds of an all-to-all, of the experts' forward, of one Trans
+    ahead, late                     of a compiled step: the Trans that layers wait for, and what comes after the gate
+    moves, rates                    experts that change their home; what one token or expert more costs
+
+A sparse transfer has two forms:
 
     flat      two all-to-alls over D devices, of X and of m chunks
     by node   three: X chunks over the Dn devices of a node, Cp of each node pair in Dn slices over Nn nodes, m over Dn
@@ -14,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import typing
 
 import numpy as np
 
@@ -29,15 +41,15 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import TransferSizes, late_price, transfer_sizes
 
-PRICES = ("executor", "paper")
 FORMS = ("auto", "flat", "by_node")
 ASKED_BY = "the price of a plan"
 MANY = 8  # chunks, over whose transfer the seconds of one are a mean
+OPTIMIZER_BYTES = 8  # of optimizer state per parameter: two float32 moments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Hold all inputs of a planner but loads and placement."""
+class LayerPrices:
+    """Price a layer as the compiled program spends its time: the sizes of its experts, and the links and devices."""
 
     cluster: Cluster  # the links, as devices of one expert-parallel group meet them
     model_dim: int  # M
@@ -48,48 +60,9 @@ class Cost:
     # of one token on its way to an expert in a forward; None: as in the three other exchanges
     sent_bytes: int | None = None
     param_bytes: int | None = None  # of one number of the parameters at home; None: as dtype_bytes
-    optimizer_bytes: int = 8  # of optimizer state per parameter, by default two float32 moments
-    replica_slots: int = 4  # mu
-    overlap_degree: int | str | None = None  # tau, 'paper' for that paper's rule, None where Hecate chooses it
-    attention_seconds: float = 0.0  # forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that
-    # replica slots after the gate that fit in memory besides the model and `replica_slots`; None: those that fit in an
-    # empty device besides `replica_slots`
-    late_room: int | None = None
-    layers_alive: int = 1  # layers whose replicas are in memory at the same time
-    microbatches: int = 1  # how often a step runs a layer; loads and seconds here are of one time
-    load_error: tuple[float, ...] = ()  # relative, of the loads that are planned with, by layer; () where known
-    prefetch: Prefetch = Prefetch()  # the block-wise schedule that hides transfers
-    # 'executor', what the program will do; or 'paper': Pro-Prophet's equations 1, 4, 5 and 8 and FasterMoE's 2 S / W,
-    # on one bandwidth
-    price: str = "executor"
-    transfer: str = "auto"  # form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one
-    late: TransferShape | None = None  # the largest transfer after the gate that the step is compiled for; None: none
-    # of `MoEConfig.schedule` = 'auto': what the schedules that may run wait for in a layer, plain exchanges first, and
-    # the name of the one that runs, '' for those
-    schedules: tuple[ScheduleLine, ...] = ()
-    schedule: str = ""
-
-    def __post_init__(self):
-        for field in ("model_dim", "hidden_dim", "matrices", "shards", "dtype_bytes", "layers_alive", "microbatches"):
-            if getattr(self, field) < 1:
-                raise UserError(f"{field} ({getattr(self, field)}) must be at least 1")
-        if self.replica_slots < 0 or (isinstance(self.overlap_degree, int) and self.overlap_degree < 0):
-            raise UserError(
-                f"replica_slots ({self.replica_slots}) and overlap_degree ({self.overlap_degree}) must be at least 0"
-            )
-        memory = self.cluster.memory_bytes
-        replicas = self.replica_slots * self.layers_alive * self.expert_bytes
-        if memory is not None and replicas > memory:
-            raise UserError(
-                f"every device: {self.replica_slots} replica_slots x {self.layers_alive} layers alive x "
-                f"{self.expert_bytes} bytes of an expert = {replicas} bytes exceed Cluster.memory_bytes ({memory:.0f}) "
-                "(rule: replicas must fit in memory); use at most replica_slots = "
-                f"{slots_in(memory, self.layers_alive, self.expert_bytes)}"
-            )
-
-    def under(self, schedule: str) -> Cost:
-        """Return the cost of layers that run under one of `schedules`, '' for plain exchanges."""
-        return dataclasses.replace(self, schedule=schedule) if self.schedules else self
+    form: str = "auto"  # of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one
+    # whether seconds are those of a compiled program, with the whole transfer and all bucket rows that it sends
+    of_program: typing.ClassVar[bool] = True
 
     @property
     def exchanged_bytes(self) -> float:
@@ -110,33 +83,186 @@ class Cost:
     @property
     def state_bytes(self) -> int:
         """Bytes that move when an expert changes its home: parameters and optimizer state."""
-        return self.expert_params * ((self.param_bytes or self.dtype_bytes) + self.optimizer_bytes)
-
-    @functools.cached_property
-    def late_seconds(self) -> tuple[float, ...]:
-        """Seconds of a transfer after the gate and its way back in each of its sizes (`halves`), 0 for none first.
-
-        () under the papers' price, which is by the expert, and without such a transfer.
-        """
-        sizes = () if self.late is None or self.price == "paper" else self.late.halves()
-        seconds = [2 * self.shape_seconds(size) for size in sizes]
-        return (0.0, *seconds) if seconds else ()
+        return self.expert_params * ((self.param_bytes or self.dtype_bytes) + OPTIMIZER_BYTES)
 
     def bandwidth(self) -> float:
-        """W in bytes/s, of one device: its part of the links that its node shares; the papers' slow link as given."""
-        return self.cluster.bandwidth(ASKED_BY, of_device=self.price != "paper")
+        """W in bytes/s, of one device: its part of the links that its node shares."""
+        return self.cluster.bandwidth(ASKED_BY, of_device=True)
 
     def tokens_per_second(self) -> float:
-        """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices.
+        """v: tokens per second that one device computes in an expert's forward; the backward takes twice that.
 
-        A token takes two FLOPs for each number of the expert; the backward takes twice that. Devices with prices take
-        what a grouped matmul of many rows does.
+        Devices with prices take what a grouped matmul of many rows does, others P / (4 M F) with two matrices: a token
+        takes two FLOPs for each number of the expert.
         """
-        if self.cluster.prices is not None and self.price != "paper":
-            rows, arithmetic = 2.0**17, arithmetic_of(self.dtype_bytes)
-            sizes = (rows, self.model_dim, self.hidden_dim / self.shards, 0)
-            return rows / (self.matrices * self.cluster.prices.grouped_matmul(arithmetic, "forward", *sizes))
+        if self.cluster.prices is None:
+            return self.cluster.need("flops", ASKED_BY) / (2.0 * self.expert_params)
+        rows, arithmetic = 2.0**17, arithmetic_of(self.dtype_bytes)
+        sizes = (rows, self.model_dim, self.hidden_dim / self.shards, 0)
+        return rows / (self.matrices * self.cluster.prices.grouped_matmul(arithmetic, "forward", *sizes))
+
+    def compute(self, computed: np.ndarray) -> np.ndarray:
+        """T_FEC: H [..., D] -> seconds [...]; the backward takes twice that. Source: Pro-Prophet, equations 2, 3."""
+        return computed.max(axis=-1) / self.tokens_per_second()
+
+    def exchange(self, received: np.ndarray) -> np.ndarray:
+        """T_A2A, the mean of a layer's four: R [..., D] -> seconds [...], sources as if spread evenly over devices."""
+        links = Links.of(self.cluster, received.shape[-1], ASKED_BY, self.shards)
+        return links.received(received * self.exchanged_bytes)
+
+    def padded_exchange(self, rows: BucketRows, placement: Placement) -> float:
+        """Return the seconds of one exchange of buckets of so many rows between all devices of a placement."""
+        sent = rows.carried(placement.devices, placement.devices_per_node)
+        links = Links.of(self.cluster, placement.devices, "the split of tokens", self.shards)
+        return float(links.uniform(sent.node * self.exchanged_bytes, sent.far * self.exchanged_bytes))
+
+    def transfer(self, sizes: TransferSizes, devices: int) -> np.ndarray:
+        """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients: sizes [...] -> [...]."""
+        times = [self._form_seconds(sizes, form, *group) for form, group in self._forms(devices)]
+        return functools.reduce(np.minimum, times)
+
+    def ahead(self, shape: TransferShape | None, sizes: TransferSizes, devices: int) -> np.ndarray:
+        """Return the seconds [L] of the Trans of layers of these sizes [L] in a step compiled for a shape."""
+        return np.full(len(sizes.slots), 0.0 if shape is None else self.shape_seconds(shape))
+
+    def late(self, largest: TransferShape | None) -> tuple[float, ...]:
+        """Return the seconds of a transfer after the gate and its way back in each of its sizes, 0 for none first.
+
+        () without such a transfer, or where experts are priced one by one.
+        """
+        return () if largest is None else (0.0, *(2 * self.shape_seconds(size) for size in largest.halves()))
+
+    def moves(self, experts: np.ndarray) -> np.ndarray:
+        """Return the seconds in which so many experts [...] leave or reach a device with their optimizer state."""
+        return experts * self.state_bytes / self.bandwidth()
+
+    def rates(self, devices: int, late: TransferShape | None, groups: int = 1) -> dict[str, typing.Any]:
+        """Return what one more of each costs a step, there and back: fields of the rules that decide after the gate.
+
+        Args:
+          late: the largest transfer after the gate; groups: data-parallel groups, over which counts of tokens are sums.
+
+        Returns:
+          seconds of 'compute', a token computed; 'exchange', one exchanged; 'shadow', an expert sent to every other
+          device, next to which nothing runs; and 'late_seconds' (`late`).
+        """
+        compute, exchange = 3.0 / self.tokens_per_second(), 4.0 * self.exchanged_bytes / self.bandwidth()
+        shadow = 2.0 * float(self.transfer(TransferSizes(1, 1, 1, devices), devices))
+        rates = {"compute": compute / groups, "exchange": exchange / groups, "shadow": shadow}
+        return {**rates, "late_seconds": self.late(late)}
+
+    def is_by_node(self, sizes: TransferSizes | TransferShape, devices: int, devices_per_node: int) -> bool:
+        """Say whether the program runs such a transfer by node; with 'auto' where that is cheaper."""
+        if self.form != "auto" or not 1 < devices_per_node < devices:
+            return self.form == "by_node"
+        flat, by_node = (
+            float(np.sum(self._form_seconds(sizes, form, devices, devices_per_node))) for form in FORMS[1:]
+        )
+        return by_node < flat * (1 - 1e-9)
+
+    def shape_seconds(self, shape: TransferShape) -> float:
+        """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
+        form = "by_node" if shape.by_node else "flat"
+        return float(self._form_seconds(shape, form, shape.devices, shape.devices_per_node))
+
+    def _forms(self, devices: int) -> list[tuple[str, tuple[int, int]]]:
+        """Return the forms to compare, each with (devices, devices of a node): by node only with several of several."""
+        group = devices, min(self.cluster.devices_per_node or devices, devices)
+        names = FORMS[1:] if 1 < group[1] < devices else FORMS[1:2]
+        return [(name, group) for name in (names if self.form == "auto" else (self.form,))]
+
+    def _form_seconds(self, sizes: TransferSizes | TransferShape, form: str, devices: int, devices_per_node: int):
+        """Return the seconds of one Trans as the program runs it in one form: a straight line where anything moves."""
+        group = (devices, devices_per_node, self.shards)
+        start, offer, slot, crossing = _transfer_rates(self.cluster, self.expert_bytes, form, group)
+        line = offer * sizes.offers + slot * sizes.slots + crossing * sizes.crossing
+        return np.where(np.asarray(sizes.slots) > 0, start + line, 0.0)
+
+
+class PaperPrices(LayerPrices):
+    """Price a layer by the papers' formulas: one link for each device, one bandwidth, and experts one by one."""
+
+    of_program = False
+
+    def bandwidth(self):
+        """W, the slow link as given."""
+        return self.cluster.bandwidth(ASKED_BY)
+
+    def tokens_per_second(self):
+        """v, by the FLOP/s of a device alone."""
         return self.cluster.need("flops", ASKED_BY) / (2.0 * self.expert_params)
+
+    def exchange(self, received):
+        """T_A2A. Source: Pro-Prophet, equation 1."""
+        return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth()
+
+    def transfer(self, sizes, devices):
+        """The sum over replicated experts of holders / D x bytes of an expert / W. Source: Pro-Prophet, 4 and 5."""
+        return sizes.holders * self.expert_bytes / (devices * self.bandwidth())
+
+    def ahead(self, shape, sizes, devices):
+        """The same, whatever the step is compiled for."""
+        return self.transfer(sizes, devices)
+
+    def late(self, largest):
+        """Nothing by size. Source: FasterMoE, 2 S / W for each expert (`rates`)."""
+        return ()
+
+
+PRICES = {"executor": LayerPrices, "paper": PaperPrices}  # by `PlannerConfig.price`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Hold all inputs of a planner but loads and placement; loads and seconds are of one microbatch.
+
+    Attributes:
+      replica_slots: mu.
+      overlap_degree: tau, 'paper' for that paper's rule, None where Hecate chooses it.
+      attention_seconds: forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that.
+      late_room: replica slots after the gate that fit in memory besides the model and `replica_slots`; None: those that
+        fit in an empty device besides `replica_slots`.
+      layers_alive: layers whose replicas are in memory at the same time; microbatches: how often a step runs a layer.
+      load_error: relative, of the loads that are planned with, by layer; () where known.
+      prefetch: the block-wise schedule that hides transfers.
+      late: the largest transfer after the gate that the step is compiled for; None: none.
+      schedules: of `MoEConfig.schedule` = 'auto', what those that may run wait for in a layer, plain exchanges first;
+        schedule: the name of the one that runs, '' for those.
+
+    Raises:
+      UserError: the replicas exceed the memory of a device.
+    """
+
+    prices: LayerPrices
+    replica_slots: int = 4
+    overlap_degree: int | str | None = None
+    attention_seconds: float = 0.0
+    late_room: int | None = None
+    layers_alive: int = 1
+    microbatches: int = 1
+    load_error: tuple[float, ...] = ()
+    prefetch: Prefetch = Prefetch()
+    late: TransferShape | None = None
+    schedules: tuple[ScheduleLine, ...] = ()
+    schedule: str = ""
+
+    def __post_init__(self):
+        memory, each = self.prices.cluster.memory_bytes, self.prices.expert_bytes
+        replicas = self.replica_slots * self.layers_alive * each
+        if memory is not None and replicas > memory:
+            raise UserError(
+                f"every device: {self.replica_slots} replica_slots x {self.layers_alive} layers alive x {each} bytes "
+                f"of an expert = {replicas} bytes exceed Cluster.memory_bytes ({memory:.0f}) (rule: replicas must fit "
+                f"in memory); use at most replica_slots = {self.slots_in(memory)}"
+            )
+
+    def slots_in(self, free_bytes: float) -> int:
+        """mu: replicas of a device that fit, floor(free / (layers alive x bytes of an expert)) (Hecate 4.2)."""
+        return int(free_bytes // (self.layers_alive * self.prices.expert_bytes))
+
+    def under(self, schedule: str) -> Cost:
+        """Return the cost of layers that run under one of `schedules`, '' for plain exchanges."""
+        return dataclasses.replace(self, schedule=schedule) if self.schedules else self
 
     def overlap(self) -> int | None:
         """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.
@@ -150,57 +276,7 @@ class Cost:
 
     def overlap_seconds(self) -> float:
         """Return the seconds in which an expert travels by that formula."""
-        return self.expert_bytes / self.cluster.bandwidth(ASKED_BY)
-
-    def exchange(self, received: np.ndarray) -> np.ndarray:
-        """T_A2A, the mean of a layer's four: R [..., D] -> seconds [...].
-
-        Through shared links as if sources were spread evenly over devices; Pro-Prophet's equation 1 has one link each.
-        """
-        if self.price == "paper":
-            return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth()
-        links = Links.of(self.cluster, received.shape[-1], ASKED_BY, self.shards)
-        return links.received(received * self.exchanged_bytes)
-
-    def forward(self, computed: np.ndarray) -> np.ndarray:
-        """T_FEC: H [..., D] -> seconds [...]; the backward takes twice that. Source: Pro-Prophet, equations 2 and 3."""
-        return computed.max(axis=-1) / self.tokens_per_second()
-
-    def trans(self, sizes: TransferSizes, devices: int) -> np.ndarray:
-        """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients: sizes [...] -> [...].
-
-        The papers' price is the sum over replicated experts of holders / D x bytes of an expert / W (Pro-Prophet,
-        equations 4 and 5), whatever the shape.
-        """
-        if self.price == "paper":
-            return sizes.holders * self.expert_bytes / (devices * self.bandwidth())
-        per_node = min(self.cluster.devices_per_node or devices, devices)
-        forms = forms_of(self.transfer, devices, per_node)
-        times = [self._form_seconds(sizes, form, devices, per_node) for form in forms]
-        return functools.reduce(np.minimum, times)
-
-    def _form_seconds(self, sizes: TransferSizes | TransferShape, form: str, devices: int, devices_per_node: int):
-        """Return the seconds of one Trans as the program runs it in one form: a straight line where anything moves."""
-        group = (devices, devices_per_node, self.shards)
-        start, offer, slot, crossing = _transfer_rates(self.cluster, self.expert_bytes, form, group)
-        line = offer * sizes.offers + slot * sizes.slots + crossing * sizes.crossing
-        return np.where(np.asarray(sizes.slots) > 0, start + line, 0.0)
-
-    def form(self, sizes: TransferSizes | TransferShape, devices: int, devices_per_node: int) -> str:
-        """Return the form that `transfer` names for a transfer; 'auto': the cheaper one, of equal ones 'flat'.
-
-        `price` plays no part: this is a choice for the program.
-        """
-        forms = forms_of(self.transfer, devices, devices_per_node)
-        if len(forms) == 1:
-            return forms[0]
-        times = [float(np.sum(self._form_seconds(sizes, form, devices, devices_per_node))) for form in forms]
-        return forms[-1] if times[-1] < times[0] * (1 - 1e-9) else "flat"
-
-    def shape_seconds(self, shape: TransferShape) -> float:
-        """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
-        form = "by_node" if shape.by_node else "flat"
-        return float(self._form_seconds(shape, form, shape.devices, shape.devices_per_node))
+        return self.prices.expert_bytes / self.prices.cluster.bandwidth(ASKED_BY)
 
     def layer(self, computed: np.ndarray, received: np.ndarray, sizes: TransferSizes) -> np.ndarray:
         """T of one layer, forward and backward: H, R [..., D], sizes [...] -> seconds [...].
@@ -223,13 +299,13 @@ class Cost:
           exchange: seconds [...] of one all-to-all where they are known link by link; else from R.
           trans: seconds [...] of one Trans under a shape in force; else of `sizes`.
         """
-        forward = self.forward(computed)
+        forward = self.prices.compute(computed)
         if trans is None:
-            trans = self.trans(sizes, computed.shape[-1])
-        moved = self.exchange(received) if exchange is None else exchange
+            trans = self.prices.transfer(sizes, computed.shape[-1])
+        moved = self.prices.exchange(received) if exchange is None else exchange
         line = next((own for own in self.schedules if own.name == self.schedule), None)
         if line is not None:  # as many rows in every bucket as the busiest device gets of each source
-            rows = received.max(axis=-1) / max(1, received.shape[-1] - 1) / self.shards
+            rows = received.max(axis=-1) / max(1, received.shape[-1] - 1) / self.prices.shards
             moved = np.maximum(moved + (line.seconds(rows) - self.schedules[0].seconds(rows)) / 4, 0.0)
         times = Times(attention=self.attention_seconds, experts=forward, exchange=moved, trans=trans, agg=trans)
         place, reduce = exposed(self.prefetch, times)
@@ -242,25 +318,13 @@ class Cost:
         return {"place": place, "reduce": reduce, "others": others}
 
 
-def home_seconds(home: np.ndarray, before: np.ndarray, devices: int, cost: Cost) -> np.ndarray:
+def home_seconds(home: np.ndarray, before: np.ndarray, devices: int, prices: LayerPrices) -> np.ndarray:
     """Return the seconds in which experts get from one home to another, all links at once: [L, E] twice -> [L]."""
     layer, expert = np.nonzero(before != home)
     sent, got = np.zeros((2, len(home), devices))
     np.add.at(sent, (layer, before[layer, expert]), 1)
     np.add.at(got, (layer, home[layer, expert]), 1)
-    return np.maximum(sent.max(axis=1), got.max(axis=1)) * cost.state_bytes / cost.bandwidth()
-
-
-def slots_in(free_bytes: float, layers_alive: int, expert_bytes: float) -> int:
-    """mu: replicas of a device that fit, floor(free / (layers alive x bytes of an expert)) (Hecate 4.2)."""
-    return int(free_bytes // (layers_alive * expert_bytes))
-
-
-def forms_of(form: str, devices: int, devices_per_node: int) -> tuple[str, ...]:
-    """Return the forms to compare: by node only with several nodes of several devices."""
-    if form != "auto":
-        return (form,)
-    return ("flat", "by_node") if 1 < devices_per_node < devices else ("flat",)
+    return prices.moves(np.maximum(sent.max(axis=1), got.max(axis=1)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -285,14 +349,6 @@ def _transfer_rates(
     return sum(line[0] for line in lines), each[0], each[-1], each[1] if by_node else 0.0
 
 
-def padded_seconds(rows: BucketRows, placement: Placement, cost: Cost) -> float:
-    """Return the seconds of one exchange of buckets of so many rows between all devices of the placement."""
-    sent = rows.carried(placement.devices, placement.devices_per_node)
-    inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
-    links = Links.of(cost.cluster, placement.devices, "the split of tokens", cost.shards)
-    return float(links.uniform(inside, across))
-
-
 def predicted_layer_seconds(
     placement: Placement,
     loads: np.ndarray,
@@ -306,14 +362,12 @@ def predicted_layer_seconds(
       shape: what the step is compiled for, whose transfer ahead every layer pays; None: what its own replicas need.
       planned: what was planned ahead, where `placement` has replicas that come after the gate.
     """
-    computed, received = routing.expected(placement, loads)
-    compiled, trans = shape is not None and cost.price != "paper", None
-    if compiled:
-        ahead = 0.0 if shape.ahead is None else cost.shape_seconds(shape.ahead)
-        trans = np.full(placement.layers, ahead)
-    total = sum(cost.parts(computed, received, placement.sizes, trans=trans).values())
-    if not compiled or shape.late is None or planned is None:
+    prices, sizes = cost.prices, placement.sizes
+    trans = None if shape is None else prices.ahead(shape.ahead, sizes, placement.devices)
+    total = sum(cost.parts(*routing.expected(placement, loads), sizes, trans=trans).values())
+    seconds = () if shape is None or planned is None else prices.late(shape.late)
+    if not seconds:
         return total
     late = placement.replicas[~planned.holds[tuple(placement.replicas.T)]]
     needed = transfer_sizes(placement.home, late, placement.devices, shape.late.inside)
-    return total + late_price(needed, shape.late, dataclasses.replace(cost, late=shape.late).late_seconds, 0.0)
+    return total + late_price(needed, shape.late, seconds, 0.0)

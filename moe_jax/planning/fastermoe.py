@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.arrays import falling, home_loads, loop, put
 from moe_jax.planning.balancer import Planner, register
-from moe_jax.planning.cost import ASKED_BY, Cost
-from moe_jax.planning.sizes import TransferSizes, late_price, late_room, sizes_everywhere
+from moe_jax.planning.sizes import late_price, late_room, sizes_everywhere
 
 
 @register("fastermoe", after_gate=True)
@@ -41,12 +39,15 @@ class FasterMoePlanner(Planner):
         Ahead, the search ends at the first expert beyond the replica slots. After the gate one that does not fit the
         late transfer is skipped, and the search goes on.
         """
-        rule, after_gate = Shadowing(**self._rates(cost)), self.config.when == "after_gate"
+        rates = cost.prices.rates(placement.devices, cost.late)
+        rule, after_gate = Shadowing(**rates), self.config.when == "after_gate"
         limit = cost.replica_slots if self.config.bounded else placement.experts
 
         def price(offers):
             count, sizes = offers.sum(axis=1), sizes_everywhere(offers, placement.devices_per_node)
-            return count * rule.shadow if after_gate else 2 * cost.trans(sizes, placement.devices), count <= limit
+            return count * rule.shadow if after_gate else 2 * cost.prices.transfer(
+                sizes, placement.devices
+            ), count <= limit
 
         if after_gate and cost.late is not None:
             chosen, cut = rule.fitting(np, loads, placement.home, cost.late)
@@ -57,13 +58,9 @@ class FasterMoePlanner(Planner):
         return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
 
     def late_rule(self, shape, cost, groups):
-        return None if shape.late is None else ("shadow", self._rates(cost, groups))
-
-    def _rates(self, cost: Cost, groups: int = 1) -> dict[str, Any]:
-        """Return the fields of `Shadowing`, of loads that are sums over so many groups."""
-        rates = shadow_rates(cost)
-        rates |= {name: rates[name] / groups for name in ("compute", "exchange")}
-        return {**rates, "late_seconds": cost.late_seconds}
+        if shape.late is None:
+            return None
+        return "shadow", cost.prices.rates(shape.devices, shape.late, groups)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,18 +131,3 @@ class Shadowing:
         start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
         ended = loop(xp, shadow, start, experts, lambda carry: carry[2].any())
         return ended[1], ended[3]
-
-
-def shadow_rates(cost: Cost) -> dict[str, float]:
-    """Return the seconds that one more of each costs a step, back included: token computed, exchanged, expert shadowed.
-
-    The last is what one to every other device costs after the gate, where nothing hides it; in the papers' price S / W
-    each way.
-    """
-    compute, bandwidth = 3.0 / cost.tokens_per_second(), cost.bandwidth()
-    if cost.price == "paper":
-        shadow = cost.expert_bytes / bandwidth
-    else:
-        devices = cost.cluster.devices or cost.cluster.need("devices_per_node", ASKED_BY)
-        shadow = float(cost.trans(TransferSizes(1, 1, 1, devices), devices))
-    return {"compute": compute, "exchange": 4.0 * cost.exchanged_bytes / bandwidth, "shadow": 2.0 * shadow}

@@ -40,9 +40,9 @@ class FlexMoePlanner(Planner):
             for _ in range(placement.devices):
                 if not move():
                     break
-        gain = 3 * (before - search.load.max(axis=1)) / cost.tokens_per_second()
+        gain = 3 * (before - search.load.max(axis=1)) / cost.prices.tokens_per_second()
         new = search.held & ~start.holds
-        moved = new.sum(axis=1).max(axis=1) * cost.state_bytes / cost.bandwidth()
+        moved = cost.prices.moves(new.sum(axis=1).max(axis=1))
         pays = gain * cost.microbatches * self.config.horizon > moved
         held = np.where(pays[:, None, None], search.held, held)
         return start.replace(replicas=np.argwhere(held & ~homes))

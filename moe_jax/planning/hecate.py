@@ -6,7 +6,6 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -14,8 +13,7 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.arrays import falling, highest, loop, put
 from moe_jax.planning.balancer import Planner, knob, register
-from moe_jax.planning.cost import Cost, slots_in
-from moe_jax.planning.fastermoe import shadow_rates
+from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import plan_seconds
 from moe_jax.planning.plan_shape import PlanShape
@@ -70,7 +68,7 @@ class HecatePlanner(Planner):
         late = cost.late or TransferShape(**group, offers=placement.experts, slots=slots)
         if not tau or not late.slots:
             return placement
-        rule = Calibration(**self._rates(cost, placement.devices, tau))
+        rule = Calibration(overlap_degree=tau, **cost.prices.rates(placement.devices, cost.late))
         wanted, (added, *_), pays = rule.choose(np, loads.astype(np.float64), placement.holds, placement.home, late)
         self.counters["late_cut"] += int((wanted & ~added).any(axis=2).sum())
         rows = np.argwhere(added & pays[:, None, None])
@@ -80,10 +78,10 @@ class HecatePlanner(Planner):
         return most_sent(plan, tau_of(plan, cost, plan.replicated.sum(axis=1).max(initial=0)), cost.replica_slots)
 
     def slots_after_gate(self, cost):
-        slots, memory, room = self.config.late_slots, cost.cluster.memory_bytes, cost.late_room
+        slots, memory, room = self.config.late_slots, cost.prices.cluster.memory_bytes, cost.late_room
         if memory is not None:  # what fits besides the replicas that are planned ahead
             if room is None:
-                room = slots_in(memory, cost.layers_alive, cost.expert_bytes) - cost.replica_slots
+                room = cost.slots_in(memory) - cost.replica_slots
             slots = max(0, min(slots, room))
         # none where nothing is to decide, or no expert may get replicas
         return slots if self.config.decides_late and slots and cost.overlap() != 0 else 0
@@ -91,18 +89,8 @@ class HecatePlanner(Planner):
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
-        return "calibrate", self._rates(cost, shape.devices, tau_of(shape, cost, shape.devices), groups)
-
-    def _rates(self, cost: Cost, devices: int, tau: int, groups: int = 1) -> dict[str, Any]:
-        """Return the fields of `Calibration`."""
-        rates = shadow_rates(cost)
-        return {
-            "compute": rates["compute"] / groups,
-            "exchange": rates["exchange"] / groups,
-            "late_transfer": rates["shadow"] / devices,
-            "late_seconds": cost.late_seconds,
-            "overlap_degree": tau,
-        }
+        tau = tau_of(shape, cost, shape.devices)
+        return "calibrate", {"overlap_degree": tau, **cost.prices.rates(shape.devices, shape.late, groups)}
 
     def reshard(self, loads, placement, cost):
         # without materialisation no expert's tokens are taken off its home: all homes are to be balanced
@@ -186,15 +174,15 @@ class Calibration:
     Attributes:
       overlap_degree: tau, at most E.
       compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
-      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert, as the
-        paper has it; counted where `late_seconds` is empty.
+      shadow: seconds in which an expert goes to all devices and its gradient comes back; a D-th of it is counted for
+        each holder of an added expert, as the paper has it, where `late_seconds` is empty.
       late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
     """
 
     overlap_degree: int
     compute: float
     exchange: float
-    late_transfer: float = 0.0
+    shadow: float = 0.0
     late_seconds: tuple[float, ...] = ()
 
     def choose(self, xp, loads, holds, home, late: TransferShape):
@@ -211,7 +199,7 @@ class Calibration:
         free = np.full(free, late.slots, np.int32)
         wanted = spread_replicas(xp, loads.sum(axis=1), holds, order, free, late.devices_per_node)
         added, places, used = fit_replicas(xp, wanted, order, home, late)
-        each = self.late_transfer * (added.sum(axis=(1, 2)) + added.any(axis=2).sum(axis=1))
+        each = self.shadow / late.devices * (added.sum(axis=(1, 2)) + added.any(axis=2).sum(axis=1))
         gain = self.seconds(xp, loads, holds, late) - self.seconds(xp, loads, holds | added, late)
         return wanted, (added, places, used), gain > late_price(used, late, self.late_seconds, each, xp)
 

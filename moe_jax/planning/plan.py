@@ -18,7 +18,7 @@ from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner
 from moe_jax.planning.block_schedule import Times, shares
 from moe_jax.planning.buckets import TOO_OFTEN, Buckets
-from moe_jax.planning.cost import Cost, padded_seconds, predicted_layer_seconds
+from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import (
     LateRule,
@@ -126,7 +126,7 @@ def propose(asked: Asked) -> Proposal:
         placement = split_evenly(placement, loads)
     elif config.split == "auto" and not config.decides_late:
         placement, split = choose_split(placement, loads, cost, split)
-    if not (config.must_pay and cost.price == "executor" and len(placement.replicas)):
+    if not (config.must_pay and cost.prices.of_program and len(placement.replicas)):
         return Proposal(placement=placement, split=split)
     taken, alone = (plan_seconds(planner, plan, loads, cost) for plan in (placement, homes))
     pays = taken < alone * (STAY if len(running.replicas) else 1.0)
@@ -149,7 +149,7 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
         return placement, now
     plans, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
     for name, plan in plans.items():
-        price[name] = padded_seconds(routing.fullest(plan, loads).each(lambda size: max(size, 1)), plan, cost)
+        price[name] = cost.prices.padded_exchange(routing.fullest(plan, loads).each(lambda size: max(size, 1)), plan)
     other = {"plan": "even", "even": "plan"}.get(now)
     if other is None:
         best = min(price, key=price.__getitem__)
@@ -237,7 +237,7 @@ def split_of_transfer(cost: Cost, transfer: TransferShape) -> dict[str, float]:
     """Return {'trans_share', 'agg_share'} for a `PlanShape`, in eighths; {} where the schedule splits nothing."""
     if cost.prefetch.schedule != "pro_prophet" or cost.prefetch.case != "split":
         return {}
-    seconds = cost.shape_seconds(transfer)
+    seconds = cost.prices.shape_seconds(transfer)
     times = Times(attention=cost.attention_seconds, experts=0.0, trans=seconds, agg=seconds)
     cut = (round(share * PARTS) / PARTS for share in shares(times, cost.prefetch.refetch_replicas))
     return dict(zip(("trans_share", "agg_share"), cut, strict=True))
@@ -253,7 +253,7 @@ def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
             crossing = min(slots, crossing)
         sizes = TransferSizes(offers, slots, crossing)
         group = shape.devices, shape.devices_per_node
-        shape = dataclasses.replace(shape, late=sizes.shape(*group, cost.form(sizes, *group) == "by_node"))
+        shape = dataclasses.replace(shape, late=sizes.shape(*group, cost.prices.is_by_node(sizes, *group)))
     if shape.replica_slots and planner.any_holder:
         shape = dataclasses.replace(shape, candidates=shape.devices)
     return shape
@@ -269,7 +269,7 @@ def grown(planner: Planner, shape: PlanShape, plan: Placement, cost: Cost) -> Pl
         return grow(dataclasses.replace(shape, ahead=kept, spare=shape.ahead or shape.spare), plan)
     shape, group = for_program(shape, plan), (plan.devices, plan.devices_per_node)
     shape = dataclasses.replace(shape, ahead=shape.ahead or shape.spare)
-    by_node, most = cost.form(plan.needs.transfer, *group) == "by_node", planner.ahead_most(plan, cost)
+    by_node, most = cost.prices.is_by_node(plan.needs.transfer, *group), planner.ahead_most(plan, cost)
     return grow(shape, plan, by_node=by_node, replica_slots=cost.replica_slots, most=most)
 
 

@@ -27,6 +27,6 @@ class SmartMoePlanner(Planner):
         none = TransferSizes(0, 0, 0)
         now = cost.layer(*routing.expected(bare, loads), none)
         then = cost.layer(*routing.expected(moved, loads), none)
-        price = home_seconds(home, bare.home, devices, cost)
+        price = home_seconds(home, bare.home, devices, cost.prices)
         pays = (now - then) * cost.microbatches * self.config.interval > price
         return bare.replace(home=np.where(pays[:, None], home, bare.home))

@@ -32,7 +32,7 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.auto import config_of, planners
 from moe_jax.planning.buckets import BUCKET_LIMIT, pairs_by_kind
-from moe_jax.planning.cost import Cost, home_seconds, padded_seconds
+from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import Asked, grown
 from moe_jax.planning.plan_shape import build_shape
@@ -84,7 +84,7 @@ class Setting:
         if plan is before and self.plans:
             return
         if self.plans and (plan.home != before.home).any():
-            self.moved = float(home_seconds(plan.home, before.home, plan.devices, session.cost).sum())
+            self.moved = float(home_seconds(plan.home, before.home, plan.devices, session.cost.prices).sum())
         plan = plan.replace(program=self.program)
         loads = session.predictor.predict() / session.exchanges_per_step
         self.plans = tuple(split_evenly(plan, loads) if split == "even" else plan for split in self.splits)
@@ -119,14 +119,14 @@ def step_seconds(plan: Placement, loads: np.ndarray, cost: Cost, ahead: Transfer
     Args: loads: int [L, S, E] of one exchange; a pair fuller than `BUCKET_LIMIT` takes more passes.
     """
     exchange = None
-    if plan.devices <= EXACT_DEVICES and cost.price != "paper":
+    if plan.devices <= EXACT_DEVICES and cost.prices.of_program:
         pairs = routing.pair_loads(plan, routing.whole(loads))
         computed = pairs.sum(axis=1)
         received = computed - np.einsum("ldd->ld", pairs)
         exchange = passes_seconds(pairs, plan, cost, BUCKET_LIMIT * loads.sum(axis=2).max() / plan.devices)
     else:
         computed, received = routing.expected(plan, loads)
-    trans = np.full(plan.layers, 0.0 if ahead is None else cost.shape_seconds(ahead))
+    trans = np.full(plan.layers, 0.0 if ahead is None else cost.prices.shape_seconds(ahead))
     parts = cost.parts(computed, received, plan.sizes, exchange=exchange, trans=trans)
     return float(sum(parts.values()).sum())
 
@@ -140,7 +140,7 @@ def passes_seconds(pairs: np.ndarray, plan: Placement, cost: Cost, most: float) 
     rows = {kind: max(1, math.ceil(own.max())) for kind, own in fullest.items()}
     rows |= {kind: min(rows[kind], max(1, math.ceil(most))) for kind in ("node", "far")}
     passes = np.max([np.maximum(1, np.ceil(fullest[kind] / rows[kind])) for kind in ("node", "far")], axis=0)
-    return padded_seconds(BucketRows(**rows), plan, cost) * passes
+    return cost.prices.padded_exchange(BucketRows(**rows), plan) * passes
 
 
 def even_seconds(loads: np.ndarray, cost: Cost) -> float:
@@ -296,7 +296,7 @@ class AutoSession(PlanSession):
         best, gain = self._best()
         new = self.settings[best[0]]
         home, there = new.session.placement.home, self.in_force.session.placement.home
-        moves = float(home_seconds(home, there, new.session.placement.devices, self.base_cost).sum())
+        moves = float(home_seconds(home, there, new.session.placement.devices, self.base_cost.prices).sum())
         ahead = self.base_cost.microbatches * steps * gain.mean()  # until the next round, which comes at once if later
         changes = gain.mean() > MARGIN * now.mean() and ahead > moves
         if changes or len(taken) > 1:

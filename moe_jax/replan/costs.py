@@ -24,7 +24,7 @@ from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Times, layer_bars
-from moe_jax.planning.cost import Cost, slots_in
+from moe_jax.planning.cost import PRICES, Cost
 from moe_jax.planning.plan import with_late
 from moe_jax.planning.plan_shape import PlanShape, build_shape
 from moe_jax.replan.segments import initial_placement, segment_runs, sizes_of
@@ -53,7 +53,7 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
     tokens = device_tokens(config, roles)
     cluster = cluster.sized(start.nodes, start.devices_per_node).part_of(shards)
     cluster.check_priced("PlannerConfig.cluster")
-    return Cost(
+    prices = PRICES[planner.price](
         cluster=cluster,
         model_dim=model.model_dim,
         hidden_dim=model.hidden_dim,
@@ -62,6 +62,10 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
         dtype_bytes=np.dtype(model.dtype).itemsize,
         sent_bytes=config.moe.sent_bytes(model.model_dim) or None,
         param_bytes=np.dtype(model.param_dtype).itemsize,
+        form=planner.transfer,
+    )
+    return Cost(
+        prices=prices,
         replica_slots=0 if planner.replica_slots == "memory" else planner.replica_slots,
         overlap_degree=planner.overlap_degree,
         attention_seconds=preceding_seconds(
@@ -70,8 +74,6 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
         layers_alive=model.replica_layers,
         microbatches=config.train.grad_accum_steps,
         prefetch=model.block_wise,
-        price=planner.price,
-        transfer=planner.transfer if planner.transfer in ("flat", "by_node") else "auto",
     )
 
 
@@ -81,8 +83,8 @@ def layer_times(config: RunConfig, roles: Roles, cost: Cost) -> Times:
     computed = np.full(members, device_tokens(config, roles) * config.moe.top_k * shards)
     return Times(
         attention=cost.attention_seconds,
-        experts=float(cost.forward(computed)),
-        exchange=float(cost.exchange(computed * (1 - 1 / members))),
+        experts=float(cost.prices.compute(computed)),
+        exchange=float(cost.prices.exchange(computed * (1 - 1 / members))),
     )
 
 
@@ -150,7 +152,7 @@ def settle_memory(config: RunConfig, roles: Roles) -> tuple[RunConfig, dict[str,
     by_memory, late = config.planner.replica_slots == "memory", build_planner(config.planner).config.decides_late
     runs = segment_runs(config, roles)
     costs = {name: base_cost(*own) for name, own in runs.items()}
-    cluster = next(iter(costs.values())).cluster
+    cluster = next(iter(costs.values())).prices.cluster
     memory = cluster.memory_bytes
     if by_memory:
         memory = cluster.need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
@@ -173,7 +175,7 @@ def settle_memory(config: RunConfig, roles: Roles) -> tuple[RunConfig, dict[str,
         limit = 0
         for name, cost in costs.items():
             start = initial_placement(*runs[name])
-            room = slots_in(memory, cost.layers_alive, cost.expert_bytes)
+            room = cost.slots_in(memory)
             limit = max(limit, min(start.experts - build_shape(start).home_slots, room))
         costs = with_most("replica_slots", limit)
         slots = next(iter(costs.values())).replica_slots

@@ -28,7 +28,7 @@ from moe_jax.cluster.layer_seconds import LayerShape, schedule_line
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import NAMES, find_loads, fit_loads
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost, home_seconds
+from moe_jax.planning.cost import Cost, LayerPrices, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.replan.auto import AutoSession, Setting, build_settings, config_of, planners, step_seconds
@@ -55,8 +55,8 @@ def build_cost(top_k: int) -> Cost:
     groups = {"s1": 1, "pairwise": _NODES.value if _NODES.value > 1 else devices, "ring": 1}
     shapes = [LayerShape(schedule=name, groups=count, **sizes) for name, count in groups.items()]
     lines = tuple(schedule_line(shape, cluster) for shape in shapes)
-    layer = {"model_dim": MODEL_DIM, "hidden_dim": HIDDEN_DIM, "param_bytes": 4, "replica_slots": _SLOTS.value}
-    return Cost(cluster=cluster, schedules=lines, schedule=lines[0].name, **layer)
+    prices = LayerPrices(cluster=cluster, model_dim=MODEL_DIM, hidden_dim=HIDDEN_DIM, param_bytes=4)
+    return Cost(prices=prices, replica_slots=_SLOTS.value, schedules=lines, schedule=lines[0].name)
 
 
 def fixed_settings(config: PlannerConfig, start: Placement, cost: Cost) -> list[Setting]:
@@ -122,7 +122,7 @@ def run_auto(config: PlannerConfig, start: Placement, cost: Cost, steps: list[St
             ready_at = clock + _COMPILE.value, *wanted
             changes.append(f"{step}: {setting.names[session.current[1]]}")
         if ready_at is None or clock >= ready_at[0]:
-            moves = float(home_seconds(plan.home, running.home, plan.devices, cost).sum())
+            moves = float(home_seconds(plan.home, running.home, plan.devices, cost.prices).sum())
             running, ahead, under, ready_at = plan, setting.ahead, setting.session.cost.schedule, None
             most = most if same_homes else homes
         own = dataclasses.replace(cost, schedule=under)

@@ -22,7 +22,7 @@ from moe_jax.cluster import UNNAMED
 from moe_jax.errors import UserError
 from moe_jax.planning import NAMES
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.planning.placement import Placement
 from moe_jax.replan.session import PlanSession
 
@@ -46,7 +46,9 @@ def zipf_loads(devices: int, experts: int) -> np.ndarray:
 def measure(name: str, devices: int, experts: int) -> str:
     """Return 'propose s, refine s, GB' of one planner."""
     loads, flat = zipf_loads(devices, experts), dataclasses.replace(UNNAMED.sized(devices // 8, 8), flat=True)
-    cost = Cost(cluster=flat, model_dim=4096, hidden_dim=2048, replica_slots=4, overlap_degree=_TAU.value)
+    cost = Cost(
+        prices=LayerPrices(cluster=flat, model_dim=4096, hidden_dim=2048), replica_slots=4, overlap_degree=_TAU.value
+    )
     session = PlanSession(PlannerConfig(name=name), Placement.even(1, experts, devices, 8), cost)
     times = [time.process_time()]
     session.predictor.observe(loads)

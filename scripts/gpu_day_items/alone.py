@@ -138,14 +138,15 @@ def after_gate(context, planner: str):
     from moe_jax.moe.after_gate_rules import RULES
     from moe_jax.planning.balancer import build_planner
     from moe_jax.planning.config import PlannerConfig
-    from moe_jax.planning.cost import Cost
+    from moe_jax.planning.cost import Cost, LayerPrices
     from moe_jax.planning.placement import Placement
     from moe_jax.planning.plan import with_late
     from moe_jax.planning.plan_shape import build_shape, fill_tables
 
     devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
     cluster = UNNAMED.sized(devices // node, node)
-    cost = Cost(cluster=cluster, model_dim=768, hidden_dim=1536, replica_slots=replicas, overlap_degree=8)
+    prices = LayerPrices(cluster=cluster, model_dim=768, hidden_dim=1536)
+    cost = Cost(prices=prices, replica_slots=replicas, overlap_degree=8)
     rng = np.random.default_rng(0)
     share = rng.dirichlet(np.full(experts, 0.3))
     loads = np.stack([rng.multinomial(1024, share) for _ in range(devices)])[None]

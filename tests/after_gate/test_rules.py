@@ -31,7 +31,7 @@ from moe_jax.planning import routing
 from moe_jax.planning.balanced import level_quotas
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import PRICES, Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.planning.routing import node_edges
@@ -62,8 +62,8 @@ def cost_of(late, bandwidth=3e9, hidden_dim=128, price="executor"):
     cluster = Cluster(
         name="test", nodes=DEVICES // NODE, devices_per_node=NODE, flat=True, intra_bandwidth=bandwidth, flops=3e13
     )
-    sizes = {"model_dim": 64, "hidden_dim": hidden_dim, "replica_slots": SLOTS, "overlap_degree": 8}
-    return Cost(cluster=cluster, price=price, late=late, **sizes)
+    prices = PRICES[price](cluster=cluster, model_dim=64, hidden_dim=hidden_dim)
+    return Cost(prices=prices, replica_slots=SLOTS, overlap_degree=8, late=late)
 
 
 def loads_of(kind, seed=0):

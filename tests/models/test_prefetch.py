@@ -70,7 +70,7 @@ def calibrated(shape):
     """Up to two replicas more on a device, by node, at a price that some layers pay."""
     sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": 2, "slots": 2}
     late = TransferShape(**sizes, by_node=True, crossing=3)
-    rule = LateRule.of("calibrate", overlap_degree=3, compute=1.0, exchange=0.5, late_transfer=0.25)
+    rule = LateRule.of("calibrate", overlap_degree=3, compute=1.0, exchange=0.5, shadow=0.25 * shape.devices)
     return {"late": late, "after_gate": rule, "candidates": shape.devices}
 
 

@@ -14,13 +14,14 @@ from moe_jax.moe.choosers import schedule_lines
 from moe_jax.moe.config import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost, home_seconds
+from moe_jax.planning.cost import Cost, LayerPrices, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.replan.auto import AutoSession, Setting, build_settings, step_seconds
 
 L, D, E = 2, 4, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
-COST = Cost(cluster=CLUSTER, model_dim=512, hidden_dim=128, replica_slots=2, overlap_degree=8)
+PRICES = LayerPrices(cluster=CLUSTER, model_dim=512, hidden_dim=128)
+COST = Cost(prices=PRICES, replica_slots=2, overlap_degree=8)
 START = Placement.even(L, E, D, 2)
 ROWS = LayerShape(schedule="s1", tokens=4000, model_dim=2048, rows=1, ep_size=D, members_in_node=2)
 LINES = (schedule_line(ROWS, CLUSTER), ScheduleLine("ring", 12e-3, 0.0))  # even loads take 8 ms, hot ones 23
@@ -113,12 +114,12 @@ def test_what_a_checkpoint_holds_goes_on_alike(cut):
 
 def test_lines_are_those_of_the_layer_and_a_pipeline_hides_the_shorter_side():
     line, received = LINES[0], np.array([[300.0, 600, 0, 0]])
-    np.testing.assert_allclose(line.seconds(200), 4 * COST.exchange(received)[0])
+    np.testing.assert_allclose(line.seconds(200), 4 * PRICES.exchange(received)[0])
     assert line.start == pytest.approx(0.0, abs=1e-15)
     lines = (line, line._replace(name="pairwise", groups=2))
     plain = dataclasses.replace(COST, schedules=lines, schedule="s1")
     computed, zero = np.array([[9e4, 9e4, 9e4, 9e4]]), np.zeros(1)
-    m, f = COST.exchange(received)[0], COST.forward(computed)[0]
+    m, f = PRICES.exchange(received)[0], PRICES.compute(computed)[0]
     both = [cost.parts(computed, received, None, trans=zero)["others"][0] for cost in (plain, plain.under("pairwise"))]
     np.testing.assert_allclose(both, [4 * m + 3 * f, max(2 * m, m + f) + max(2 * m, m + 2 * f)])
 
@@ -146,7 +147,7 @@ def test_a_setting_pays_for_homes_that_move():
         setting.session.observe(now)
         setting.propose(1000 * step)
         homes.append(setting.plans[0].home)
-        paid = float(home_seconds(*homes[-2:], D, cost).sum())
+        paid = float(home_seconds(*homes[-2:], D, cost.prices).sum())
         assert paid > 0 and setting.moved == (paid if step else 0.0)  # the first move is part of a change
     want = step_seconds(setting.plans[0], now, cost, None) + paid
     assert setting.seconds(now) == [want]

@@ -11,7 +11,7 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost, predicted_layer_seconds
+from moe_jax.planning.cost import PRICES, Cost, LayerPrices, predicted_layer_seconds
 from moe_jax.planning.placement import SHARE_ONE, Placement
 from moe_jax.planning.plan import choose_split
 from moe_jax.planning.plan_shape import build_shape
@@ -19,10 +19,15 @@ from moe_jax.planning.sizes import TransferSizes
 from moe_jax.replan.session import PlanSession, Predictor
 
 
-def make_cost(**fields):
+def make_prices(price="executor", cluster=None, form="auto"):
     """M = 2, F = 3, 4 bytes: a token 8 bytes, an expert 48; v = 48 / 24 = 2 tokens/s, W = 16 bytes/s."""
-    cluster = Cluster(name="hand", nodes=1, devices_per_node=4, intra_bandwidth=16.0, flops=48.0)
-    return Cost(**{"cluster": cluster, "model_dim": 2, "hidden_dim": 3, **fields})
+    if cluster is None:
+        cluster = Cluster(name="hand", nodes=1, devices_per_node=4, intra_bandwidth=16.0, flops=48.0)
+    return PRICES[price](cluster=cluster, model_dim=2, hidden_dim=3, form=form)
+
+
+def make_cost(price="executor", cluster=None, form="auto", **fields):
+    return Cost(prices=make_prices(price, cluster, form), **fields)
 
 
 PAPER = {"price": "paper", "prefetch": Prefetch(schedule="pro_prophet")}
@@ -36,8 +41,8 @@ def test_papers_layer_time_by_hand():
     # H max 10: T_FEC = 5 s. R max 6: T_A2A = 6 x 8 / 16 = 3 s. s (D - n) = 8 holders: 8 x 48 / (4 x 16) = 6 s.
     cost = make_cost(**PAPER)
     computed, received, moved = np.array([10.0, 2, 4, 4]), np.array([6.0, 0, 1, 1]), sizes(9, 9, 9, holders=8)
-    assert cost.forward(computed) == 5 and cost.exchange(received) == 3
-    assert cost.trans(moved, 4) == 6
+    assert cost.prices.compute(computed) == 5 and cost.prices.exchange(received) == 3
+    assert cost.prices.transfer(moved, 4) == 6
     # Scheduler: 12 + 15 + max(0, 6 - 5) + max(0, 6 - 10) = 28; off: 12 + 15 + 6 + 6 = 39.
     assert cost.layer(computed, received, moved) == 28
     assert make_cost(price="paper").layer(computed, received, moved) == 39
@@ -53,14 +58,14 @@ def two_level(**fields):
 
 def test_a_transfer_costs_what_the_executor_sends():
     # One node of four, flat: (2 + 3) 3/4 experts of 48 bytes over 16 bytes/s; holders play no part.
-    assert make_cost().trans(sizes(2, 3, 9, 99), 4) == 5 * 0.75 * 48 / 16
+    assert make_prices().transfer(sizes(2, 3, 9, 99), 4) == 5 * 0.75 * 48 / 16
     # 2 x 2, flat: of X = 2 half crosses nodes: 48 bytes a device, 96 a node: 12 s and 2 to start; m = 3: 18 and 2.
     # By node: A 2 x 1/2 x 48 / 16 = 3 and 1; B Cp = 2: (2 - 1) 2 / 2 x 48 = 48 a device, 96 a node: 12 and 2; C 4.5, 1.
     for form, seconds in (("flat", 34.0), ("by_node", 23.5), ("auto", 23.5)):
-        cost = make_cost(cluster=two_level(), transfer=form)
-        assert cost.trans(sizes(2, 3, 2), 4) == seconds
-    assert make_cost(cluster=two_level()).trans(sizes(1, 1, 8), 4) == 16  # flat: 6 + 2 twice; by node: 50 and more
-    assert make_cost(cluster=two_level()).trans(sizes(), 4) == 0
+        prices = make_prices(cluster=two_level(), form=form)
+        assert prices.transfer(sizes(2, 3, 2), 4) == seconds
+    assert make_prices(cluster=two_level()).transfer(sizes(1, 1, 8), 4) == 16  # flat: 6 + 2 twice; by node: 50 and more
+    assert make_prices(cluster=two_level()).transfer(sizes(), 4) == 0
 
 
 def test_schedules_hide_what_their_programs_hide():
@@ -103,7 +108,8 @@ def test_predictions_by_hand_and_their_error():
 
 def session(**fields):
     cluster = Cluster(nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
-    cost = Cost(cluster=cluster, model_dim=64, hidden_dim=128, replica_slots=2, overlap_degree=4)
+    prices = LayerPrices(cluster=cluster, model_dim=64, hidden_dim=128)
+    cost = Cost(prices=prices, replica_slots=2, overlap_degree=4)
     return PlanSession(PlannerConfig(**fields), Placement.even(2, 8, 4, 2), cost)
 
 
@@ -165,7 +171,7 @@ def test_predicted_seconds_follow_the_placement():
 
 
 CLUSTER = Cluster(name="two nodes of two", nodes=2, devices_per_node=2, intra_bandwidth=100.0, inter_bandwidth=10.0)
-COST = Cost(cluster=CLUSTER, model_dim=1, hidden_dim=1, dtype_bytes=1)
+COST = Cost(prices=LayerPrices(cluster=CLUSTER, model_dim=1, hidden_dim=1, dtype_bytes=1))
 
 
 def placed(replicas):
@@ -193,6 +199,7 @@ def test_an_even_split_is_cheaper_where_one_pair_is_full():
 def test_the_split_in_use_stays_until_the_other_is_clearly_cheaper():
     near = placed([(0, 0, 2)])
     assert choose_split(near, TOGETHER, COST, "even")[1] == "plan"
-    level = dataclasses.replace(COST, cluster=dataclasses.replace(CLUSTER, inter_bandwidth=2e9, intra_bandwidth=1e9))
+    level = dataclasses.replace(CLUSTER, inter_bandwidth=2e9, intra_bandwidth=1e9)
+    level = Cost(prices=dataclasses.replace(COST.prices, cluster=level))
     assert choose_split(near, TOGETHER, level, "even")[1] == "even"  # 12 rows against 10
     assert choose_split(near.replace(replicas=None), TOGETHER, COST, "even")[1] == "even"  # nothing to choose

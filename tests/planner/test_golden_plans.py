@@ -15,7 +15,7 @@ import pytest
 from moe_jax.cluster import Cluster
 from moe_jax.planning import AFTER_GATE, NAMES
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import with_late
 from moe_jax.planning.plan_shape import build_shape
@@ -45,8 +45,8 @@ def plans(name, when, devices, experts, layers, slots, tau, fields):
     """Return the plans of three steps, and what they are refined to."""
     links = {"flat": slots != 3, "intra_bandwidth": 3e10, "inter_bandwidth": 2e10, "flops": 3e13}
     cluster = Cluster(nodes=devices // 8, devices_per_node=8, **links)
-    sizes = {"model_dim": 1024, "hidden_dim": 2048, "attention_seconds": 1e-3}
-    cost = Cost(cluster=cluster, replica_slots=slots, overlap_degree=tau, **sizes)
+    prices = LayerPrices(cluster=cluster, model_dim=1024, hidden_dim=2048)
+    cost = Cost(prices=prices, replica_slots=slots, overlap_degree=tau, attention_seconds=1e-3)
     config = PlannerConfig(name=name, when=when, must_pay=False, **fields)  # whatever they cost
     session, found = PlanSession(config, Placement.even(layers, experts, devices, 8), cost), []
     late = with_late(session.planner, build_shape(session.placement), cost).late if slots == 3 else None

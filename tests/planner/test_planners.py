@@ -19,7 +19,7 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import AFTER_GATE, NAMES, routing
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, LayerPrices, PaperPrices
 from moe_jax.planning.eplb import rebalance
 from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes, slots_by_load, spread_replicas
 from moe_jax.planning.placement import Placement
@@ -28,7 +28,7 @@ from moe_jax.replan.session import PlanSession
 
 L, S, E, D = 4, 8, 16, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
-COST = Cost(cluster=CLUSTER, model_dim=64, hidden_dim=128, replica_slots=2, overlap_degree=8)
+COST = Cost(prices=LayerPrices(cluster=CLUSTER, model_dim=64, hidden_dim=128), replica_slots=2, overlap_degree=8)
 CASES = [(name, "ahead") for name in NAMES] + [(name, "after_gate") for name in AFTER_GATE]
 
 
@@ -101,14 +101,16 @@ class TestEveryPlanner:
 
     def test_a_single_device_needs_no_replicas(self, name, when):
         cluster = Cluster(nodes=1, devices_per_node=1, intra_bandwidth=1e9, flops=1e12)
-        cost = Cost(cluster=cluster, model_dim=64, hidden_dim=128, overlap_degree=4)
+        cost = Cost(prices=LayerPrices(cluster=cluster, model_dim=64, hidden_dim=128), overlap_degree=4)
         planner = build_planner(PlannerConfig(name=name, when=when))
         assert not len(planner.propose(np.array([[[5, 0, 7, 1]]]), Placement.even(1, 4, 1), cost).replicas)
 
 
 @pytest.mark.parametrize("name", ["fastermoe", "pro_prophet", "smartmoe", "flexmoe"])
 def test_absent_figures_are_an_error_that_names_the_field(name):
-    bare = Cost(cluster=Cluster(name="bare", nodes=2, devices_per_node=4), model_dim=64, hidden_dim=128)
+    bare = Cost(
+        prices=LayerPrices(cluster=Cluster(name="bare", nodes=2, devices_per_node=4), model_dim=64, hidden_dim=128)
+    )
     with pytest.raises(UserError, match="the price of a plan needs Cluster.(flops|inter_bandwidth), .* 'bare'"):
         build_planner(PlannerConfig(name=name)).propose(make_loads("skewed"), Placement.even(L, E, D, 4), bare)
 
@@ -131,7 +133,7 @@ def test_wrong_choices_are_named(fields, message):
 def make_cost(bandwidth, flops, **fields):
     """Sizes M = F = 1, one byte a number: a token is 1 byte, an expert 2; v = flops / 4 tokens a second."""
     cluster = Cluster(name="hand", nodes=1, devices_per_node=4, intra_bandwidth=float(bandwidth), flops=float(flops))
-    return Cost(cluster=cluster, model_dim=1, hidden_dim=1, dtype_bytes=1, **fields)
+    return Cost(prices=LayerPrices(cluster=cluster, model_dim=1, hidden_dim=1, dtype_bytes=1), **fields)
 
 
 def plan(name, loads, cost, placement=None, **fields):
@@ -183,7 +185,9 @@ def test_hecate_calibrates_only_where_a_late_gather_pays():
     slow = make_cost(1e-3, 1.2e6, replica_slots=2, overlap_degree=1)
     # Compute is now nearly free and the link slow: 12,000 s of exchange 4 x 30 / W = 120,000 s still pay for 4,000 s.
     assert len(planner.refine(hot3, ahead, slow).replicas) > len(ahead.replicas)
-    heavy = dataclasses.replace(slow, hidden_dim=1000)  # experts of 2,000 bytes: 4,000,000 s
+    heavy = dataclasses.replace(
+        slow, prices=dataclasses.replace(slow.prices, hidden_dim=1000)
+    )  # experts of 2,000 bytes: 4,000,000 s
     assert planner.refine(hot3, ahead, heavy) == ahead
     off = build_planner(PlannerConfig(name="hecate", calibrate=False))
     assert off.refine(hot3, ahead, cost) == ahead
@@ -221,7 +225,7 @@ def test_hecates_and_pro_prophets_transfers_stay_within_what_they_declare():
     """Hot experts drift after homes were made for others: X <= 1 + tau / D, Cp <= tau / Nn, and all slots are taken."""
     rng = np.random.default_rng(0)
     cluster = Cluster(name="hand", nodes=4, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
-    cost = Cost(cluster=cluster, model_dim=64, hidden_dim=128, replica_slots=4, overlap_degree=16)
+    cost = Cost(prices=LayerPrices(cluster=cluster, model_dim=64, hidden_dim=128), replica_slots=4, overlap_degree=16)
     hecate, prophet = (build_planner(PlannerConfig(name=name)) for name in ("hecate", "pro_prophet"))
     loads = [rng.multinomial(5000, rng.dirichlet(np.full(32, 0.3)), (12, 16)) for _ in range(6)]
     placement = Placement.even(12, 32, 16, 4)
@@ -243,12 +247,12 @@ def test_smartmoe_pairs_heavy_with_light_when_the_gain_pays():
     # Totals 8, 6, 2, 1 on two devices: plain EP has 14 and 3, packing gives {8, 1} and {6, 2}.
     loads = np.array([[[4, 3, 1, 0], [4, 3, 1, 1]]])
     cluster = Cluster(nodes=1, devices_per_node=2, intra_bandwidth=4.0, flops=12.0)
-    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=1, dtype_bytes=1)
+    cost = Cost(prices=LayerPrices(cluster=cluster, model_dim=1, hidden_dim=1, dtype_bytes=1))
     placement = plan("smartmoe", loads, cost, interval=100)
     assert placement.home.tolist() == [[0, 1, 1, 0]] and not len(placement.replicas)
     # Moving one expert each way costs 18 bytes / 4 = 4.5 s; the gain over one step is (14 - 9) x 3 / 3 + less exchange.
     # With state 1000 times larger a single step does not pay.
-    dear = dataclasses.replace(cost, optimizer_bytes=8000)
+    dear = dataclasses.replace(cost, prices=dataclasses.replace(cost.prices, param_bytes=8000))
     assert plan("smartmoe", loads, dear, interval=1).home.tolist() == [[0, 0, 1, 1]]
 
 
@@ -332,7 +336,7 @@ def test_a_thousand_devices_take_a_second_and_little_memory(name):
 @pytest.mark.parametrize("name", [name for name, when in CASES if when == "ahead" and name != "auto"])
 def test_replicas_are_adopted_only_where_layers_take_less_time_with_them(name):
     """All layers with what a compiled transfer sends, against the same homes; whatever the planner itself compares."""
-    slow = dataclasses.replace(COST, model_dim=1024, hidden_dim=512, overlap_degree=8)
+    slow = dataclasses.replace(COST, prices=dataclasses.replace(COST.prices, model_dim=1024, hidden_dim=512))
     fields = {"name": name, "interval": 1, "predictor": "last", "horizon": 10**6}
     fields |= {"calibrate": False} if name == "hecate" else {}
     little, much = make_loads("skewed") // 500, make_loads("one_hot")
@@ -350,7 +354,7 @@ def test_replicas_are_adopted_only_where_layers_take_less_time_with_them(name):
     if name in ("balanced", "flexmoe", "hecate", "llep", "topk_all"):  # which price no transfer, or another one
         np.testing.assert_array_equal(checked.placement.replicas, planned.replicas)  # from which a search goes on
         assert plan_seconds(free.planner, planned, little, slow) > plan_seconds(free.planner, taken, little, slow)
-    paper = dataclasses.replace(slow, price="paper")
+    paper = dataclasses.replace(slow, prices=PaperPrices(**vars(slow.prices)))
     assert plans(session(paper), little) == plans(session(paper, must_pay=False), little)
     again = session()
     again.restore(checked.state())
@@ -364,7 +368,8 @@ def test_fewer_experts_than_devices_are_planned_for():
     assert start.home.tolist() == [[0, 4, 8, 12]]
     loads = np.full((1, 16, 4), 2)
     loads[:, :, 1] = 30
-    cost = dataclasses.replace(COST, cluster=dataclasses.replace(CLUSTER, nodes=4))
+    prices = dataclasses.replace(COST.prices, cluster=dataclasses.replace(CLUSTER, nodes=4))
+    cost = dataclasses.replace(COST, prices=prices)
     for name in ("hecate", "pro_prophet", "fastermoe", "llep", "balanced"):
         session = PlanSession(PlannerConfig(name=name, shard_every=1), start, cost)
         for step in (1, 2):  # a reshard has nothing to move

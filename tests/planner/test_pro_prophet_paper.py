@@ -11,7 +11,7 @@ from moe_jax.cluster import Cluster
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, PaperPrices
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fits, grow
 
@@ -68,8 +68,9 @@ def algorithm_1(loads, n, hides):
 def planned(loads, **knobs):
     """Return (planner, cost, even homes, the plan) for loads [S, E] of one layer."""
     cluster = Cluster(name="one W", nodes=D // NODE, devices_per_node=NODE, flat=True, intra_bandwidth=W, flops=FLOPS)
-    sizes = {"model_dim": M, "hidden_dim": F, "dtype_bytes": BYTES, "attention_seconds": ATTENTION}
-    cost = Cost(cluster=cluster, replica_slots=4, price="paper", prefetch=Prefetch(schedule="pro_prophet"), **sizes)
+    prices = PaperPrices(cluster=cluster, model_dim=M, hidden_dim=F, dtype_bytes=BYTES)
+    hiding = {"attention_seconds": ATTENTION, "prefetch": Prefetch(schedule="pro_prophet")}
+    cost = Cost(prices=prices, replica_slots=4, **hiding)
     planner = build_planner(PlannerConfig(name="pro_prophet", bounded=False, balance_threshold=ALPHA, **knobs))
     start = Placement.even(1, loads.shape[1], D, NODE)
     return planner, cost, start, planner.propose(loads[None], start, cost)

@@ -82,9 +82,13 @@ def test_a_plan_is_priced_by_the_layer_that_runs(config):
     roles = build_mesh(mesh, jax.devices())
     cost = base_cost(run, roles)
     expert = 3 * 8 * 256
-    assert (cost.exchanged_bytes, cost.expert_bytes, cost.state_bytes) == (8 * 2, expert * 2, expert * (4 + 8))
-    assert (cost.cluster.devices_per_node, cost.cluster.inter_bandwidth) == (2, 1e9)
-    assert cost.tokens_per_second() == 1e9 / (6 * 8 * 256)
+    assert (cost.prices.exchanged_bytes, cost.prices.expert_bytes, cost.prices.state_bytes) == (
+        8 * 2,
+        expert * 2,
+        expert * (4 + 8),
+    )
+    assert (cost.prices.cluster.devices_per_node, cost.prices.cluster.inter_bandwidth) == (2, 1e9)
+    assert cost.prices.tokens_per_second() == 1e9 / (6 * 8 * 256)
     assert (cost.prefetch.schedule, cost.microbatches) == ("pro_prophet", 2)
 
 
@@ -175,9 +179,9 @@ def test_without_a_file_prices_are_those_of_the_devices():
     for dtype, item in (("bfloat16", 2), ("float32", 4)):
         own = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype=dtype))
         cost = base_cost(own, build_mesh(run.mesh, target.devices, kind=target.device))
-        assert cost.cluster.name == "h200" and cost.dtype_bytes == item
+        assert cost.prices.cluster.name == "h200" and cost.prices.dtype_bytes == item
         hand = (4 * 2 * 16384 * 768**2 / 600e12 + 6 / 16 * 284e-6) * (1 if item == 2 else 989 / 495)
         assert cost.attention_seconds == pytest.approx(hand, rel=0.25)
         rate = 466e12 if item == 2 else 233e12  # of grouped matmuls of many rows
-        assert cost.tokens_per_second() == pytest.approx(rate / (2 * 2 * 768 * 1536), rel=0.01)
-    assert base_cost(run, build_mesh(run.mesh, target.devices, kind="cpu")).cluster.name == "host_devices"
+        assert cost.prices.tokens_per_second() == pytest.approx(rate / (2 * 2 * 768 * 1536), rel=0.01)
+    assert base_cost(run, build_mesh(run.mesh, target.devices, kind="cpu")).prices.cluster.name == "host_devices"

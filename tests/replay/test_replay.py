@@ -17,15 +17,15 @@ from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, LoadsTrace, read_loads
 from moe_jax.planning import NAMES
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.planning.placement import Placement
 
 ROOT = pathlib.Path(__file__).parents[2]
 FLAT = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
-SIZES = {"model_dim": 64, "hidden_dim": 128, "overlap_degree": 4}
+SIZES = {"model_dim": 64, "hidden_dim": 128}
 LINKS = Cluster(name="flat", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
 EXPERTS = 8
-COST = Cost(cluster=LINKS, replica_slots=2, **SIZES)
+COST = Cost(prices=LayerPrices(cluster=LINKS, **SIZES), replica_slots=2, overlap_degree=4)
 
 
 def make_trace(samples=12, layers=2, sources=4, experts=8):
@@ -222,15 +222,15 @@ def test_the_layer_that_ran_is_priced(tmp_path):
     mesh = (("data", 2), ("expert", 4), ("expert_shard", 2))
     write_run(tmp_path / "run", origin=origin(4, mesh=mesh, **layer))
     given = inputs_of(tmp_path / "run")
-    cost = Cost(**layer_of(given))
+    prices = LayerPrices(**layer_of(given))
     # M 16, F 32 over 2 shards, bfloat16, float32 at home
-    assert (cost.expert_bytes, cost.state_bytes) == (3 * 16 * 16 * 2, 3 * 16 * 16 * (4 + 8))
-    assert cost.tokens_per_second() == 30e12 / (6 * 16 * 16)
+    assert (prices.expert_bytes, prices.state_bytes) == (3 * 16 * 16 * 2, 3 * 16 * 16 * (4 + 8))
+    assert prices.tokens_per_second() == 30e12 / (6 * 16 * 16)
     tokens = given.trace.loads.sum(axis=(2, 3)).mean() / 4 / 2
     work = 2 * (8 * 16**2 + 4 * 8 * 16) + 6 * 16 * 20
     assert attention_seconds(given)[0] == pytest.approx(tokens / 2 * work / 30e12)
     given = inputs_of(tmp_path / "run", activation="gelu", expert_shards=1, moe_every=1, sequence_length=4)
-    assert Cost(**layer_of(given)).expert_bytes == 2 * 16 * 32 * 2
+    assert LayerPrices(**layer_of(given)).expert_bytes == 2 * 16 * 32 * 2
     assert attention_seconds(given)[0] == pytest.approx(tokens * (8 * 16**2 + 4 * 4 * 16) / 30e12)
     with pytest.raises(UserError, match=r"--moe_every \(0\) must be at least 1"):
         inputs_of(tmp_path / "run", moe_every=0)

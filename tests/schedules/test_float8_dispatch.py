@@ -17,7 +17,7 @@ from moe_jax.moe.build import check_float8
 from moe_jax.moe.choosers import parm_seconds
 from moe_jax.moe.schedule import LayerSizes, layer_shape, layout_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning.cost import Cost
+from moe_jax.planning.cost import LayerPrices
 
 E4M3 = "float8_e4m3"
 # schedule, (MP, ESP) of eight devices or None for one, more fields
@@ -94,6 +94,6 @@ def test_smaller_rows_are_charged_as_such():
     shapes = [layer_shape("s1", roles, sizes) for sizes in both]
     seconds = [layer_seconds(shape, None, cluster).communication for shape in shapes]
     assert seconds[0] - seconds[1] == pytest.approx(saved)
-    costs = [Cost(cluster=Cluster(inter_bandwidth=1e9), model_dim=768, hidden_dim=1536, dtype_bytes=2, sent_bytes=sent)
-             for sent in (None, 784)]  # fmt: skip
-    assert [cost.exchanged_bytes for cost in costs] == [1536, (3 * 1536 + 784) / 4]
+    layer = {"cluster": Cluster(inter_bandwidth=1e9), "model_dim": 768, "hidden_dim": 1536, "dtype_bytes": 2}
+    both = [LayerPrices(**layer, sent_bytes=sent) for sent in (None, 784)]
+    assert [prices.exchanged_bytes for prices in both] == [1536, (3 * 1536 + 784) / 4]
