@@ -2,11 +2,9 @@
 
 import dataclasses
 import itertools
-import re
 
 import jax
 import pytest
-from support.commands import run_command_here
 
 from moe_jax.analysis import calibrate as measure
 from moe_jax.analysis.calibrate import CalibrationOptions, _cluster, calibrate
@@ -204,38 +202,6 @@ def test_parm_counts_no_exchange_that_the_other_half_hides():
     once, again = (chosen(EXCHANGES, (exchange, exchange, recompute))[1] for recompute in (False, True))
     assert again["s1"] > once["s1"]
     assert chosen(EXCHANGES, (0.0, 0.0, True))[1]["s1"] == pytest.approx(6 * exchange + gathered)
-
-
-@pytest.mark.parametrize(
-    ("deepspeed", "s2", "saa", "gather", "choice"),
-    [
-        (None, 1.0, 0, "auto", ("s1", {"s1": 1.0, "s2": 1.0}, "parts")),
-        (0.5, 1.0, 0, "auto", ("deepspeed", {"s1": 1.0, "s2": 1.0, "deepspeed": 0.5}, "layers")),
-        # s2 was timed with SAA: what its layers take to start is no reason for AAS
-        (2.0, 0.5, 1.0, "auto", ("s1", {"s1": 1.0, "s2": 2.5, "deepspeed": 2.0}, "layers")),
-        (2.0, 0.5, 1.0, "aas", ("s2", {"s1": 1.0, "s2": 0.5, "deepspeed": 2.0}, "layers")),
-    ],
-)
-def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so(deepspeed, s2, saa, gather, choice):
-    """With whole layers timed the baseline is asked too: here a layer of s1 takes a second to start."""
-    fits = {"all_to_all:8": (0, 0), "all_gather:4": (0, 0), "saa:8,4,1": (saa, 0, 0), **PARTS}
-    starts = {"s1": 1.0, "s2": s2, "deepspeed": deepspeed}
-    fits |= {f"layer:{name}": (start, 1.0, 1.0) for name, start in starts.items() if start is not None}
-    assert chosen(fits, capacity=2, top_k=1, gather=gather) == choice
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--largest=5"], "--largest (5) must be above 16384, the smallest message's bytes"),
-        (["--devices_per_node=3"], "--devices_per_node (3) must divide the 8 devices"),
-        (["--out="], "--out is missing"),
-    ],
-)
-def test_mistakes_are_one_line(flags, message):
-    with pytest.raises(UserError, match=re.escape(message)) as error:
-        run_command_here("calibrate", "--out=/nowhere/x.json", *flags)
-    assert "\n" not in str(error.value)
 
 
 def test_file_of_another_machine_is_refused(tmp_path):

@@ -6,14 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from moe_jax.cluster import (
-    Cluster,
-    Fit,
-    Group,
-    Links,
-    fit_alpha_beta,
-    read_cluster,
-)
+from moe_jax.cluster import Cluster, Fit, Group, Links, fit_alpha_beta, read_cluster
 from moe_jax.cluster.fits import fit_layers
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, pairwise_seconds, transfer_seconds, transport_seconds
 from moe_jax.errors import UserError

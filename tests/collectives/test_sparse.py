@@ -18,8 +18,7 @@ from support.placements import random_placement
 from moe_jax.moe.routing import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.sparse_all_gather import PARTS, ReplicaTransfer, empty_replicas, fetch, open_replicas, return_part
-from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.placement import Placement, bank_rows
+from moe_jax.planning.placement import bank_rows
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 
 DEVICES, LAYERS, EXPERTS, SLOTS = 8, 2, 16, 3
@@ -157,14 +156,3 @@ def collective_bytes(text):
     assert not re.search(r"stablehlo\.(collective_permute|all_gather|reduce_scatter|all_reduce)", text)
     sizes = re.findall(r'"?stablehlo\.all_to_all"?.*?: \(tensor<([0-9x]+)xf64>\)', text, re.DOTALL)
     return 8 * sum(int(np.prod([int(d) for d in dims.split("x")])) for dims in sizes)
-
-
-def test_sent_by_hand():
-    """One chunk from device 0 to the 7 others of 4 nodes of 2: X = m = Cp = 1."""
-    sizes = {"devices": 8, "devices_per_node": 2, "offers": 1, "slots": 1}
-    flat, by_node = TransferShape(**sizes), TransferShape(**sizes, by_node=True, crossing=1)
-    assert flat.sent() == (2 / 8, 2 * 6 / 8)  # each device sends 1/8 of one chunk to 7 others, twice
-    assert by_node.sent() == (2 / 2, 3 / 2)  # half a chunk to the neighbour, twice; half a chunk to three nodes
-    placement = Placement(np.zeros((1, 8), int), [(0, 5, d) for d in range(1, 8)], devices=8, devices_per_node=2)
-    assert build_shape(placement, by_node=True).ahead == by_node
-    assert build_shape(placement).ahead == flat

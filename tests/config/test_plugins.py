@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from support.quick_compiles import QUICK
 
-from moe_jax import plugins
-
 ROOT = Path(__file__).parents[2]
 FILES = {
     "__init__": "",
@@ -130,21 +128,3 @@ def test_what_is_wrong_with_a_plugin_is_one_line(started, words, bindings, files
     if words and not bindings and "routers" not in files:  # whose flags are knobs, so that it looks for plugins sooner
         replayed = started(*words, module="moe_jax.replay", **files)
         assert (replayed.returncode, replayed.stderr) == (2, done.stderr)
-
-
-def test_an_error_is_blamed_on_the_plugin_that_raises_it(tmp_path, monkeypatch):
-    """And not on one that calls what raises in this project, whose traceback is wanted."""
-    (tmp_path / "late").mkdir()
-    (file := tmp_path / "late" / "routers.py").write_text(
-        "from moe_jax.plugins import named_in\ndef choose():\n    raise ValueError('no\\ngate')\n"
-        "def ask():\n    named_in([1])\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(plugins, "_chosen", ["late"])
-    (module,) = plugins.load("routers")
-    lines = []
-    for call in (module.choose, module.ask):
-        with pytest.raises((ValueError, AttributeError)) as error:
-            call()
-        lines.append(plugins.blame(error.value))
-    assert lines == [f"--plugin=late: {file}, line 3, in choose, raises ValueError: no gate; correct it", None]

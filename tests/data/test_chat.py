@@ -10,7 +10,7 @@ from support import chat_cases
 from moe_jax.data.cache import build_cache
 from moe_jax.data.chat import ANSWER, FIRST, ID_BITS, ChatTemplate
 from moe_jax.data.corpus import DataConfig, find_documents
-from moe_jax.data.stream import HeldOut, TokenStream, _fit
+from moe_jax.data.stream import HeldOut, TokenStream
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 
@@ -126,22 +126,6 @@ def test_every_conversation_is_in_one_window_and_once_an_epoch(tmp_path):
 def cache_has(span, ids):
     whole = span.read(0, len(span))
     return any(np.array_equal(whole[at : at + ids.size], ids) for at in np.flatnonzero(whole & FIRST))
-
-
-def test_fit_takes_the_fullest_box_with_room():
-    assert sorted(_fit(np.array([5, 3, 8, 2, 7, 1]), 10)) == [[0, 5], [1, 4], [2, 3]]
-    assert _fit(np.array([4, 4]), 0) == [[0], [1]]
-    sizes, space, boxes = np.random.default_rng(0).integers(1, 60, 300), [], []
-    for item in np.argsort(-sizes, kind="stable"):
-        fits = [left for left in space if left >= sizes[item]]
-        box = len(space) - 1 - space[::-1].index(min(fits)) if fits else len(space)
-        if not fits:
-            space, boxes = [*space, 60], [*boxes, []]
-        space[box] -= sizes[item]
-        boxes[box].append(item)
-    got = _fit(sizes, 60)
-    assert sorted(sum(got, [])) == list(range(300)) and len(got) == len(boxes)
-    assert sorted(60 - sizes[box].sum() for box in got) == sorted(space)
 
 
 def test_rows_of_a_table_are_conversations(tmp_path):

@@ -1,4 +1,4 @@
-"""Routing, packing and regrouping, against loops over Python lists."""
+"""Routing and packing against loops over Python lists; rows that move: sums in float32, and empty rows unread."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.moe.routing import Choice, pack, regroup, route
-from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout
+from moe_jax.moe.permute import permute_tokens, unpermute_tokens
+from moe_jax.moe.routing import Choice, Parcel, pack, route
+from moe_jax.parallel.bucket_rows import bucket_layout
 
 ROUTE = jax.jit(route, static_argnames=("num_destinations", "num_groups"))
 PACK = jax.jit(pack, static_argnames=("layout", "top_k", "num_groups"))
-REGROUP = jax.jit(regroup, static_argnames="layout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +71,6 @@ def case(request):
     return CASES[request.param]
 
 
-def choice_of(expert_ids, keep_mask=None):
-    ids = np.array(expert_ids, np.int32)
-    return Choice(
-        expert_ids=ids,
-        weights=np.ones(ids.shape, np.float32),
-        keep_mask=np.ones(ids.shape, bool) if keep_mask is None else np.array(keep_mask, bool),
-    )
-
-
 def sorted_choices(case, choice, destination, group):
     """Return per destination the list of (group, choice index) that this source sends there, in order."""
     buckets = [[] for _ in range(case.destinations)]
@@ -116,63 +107,33 @@ def test_route_and_pack_against_lists(case):
     assert sorted(met) == sorted(flat)
 
 
-def test_regroup_against_lists(case):
-    """Each destination draws the counts of one source; together they are what one destination receives."""
-    rng = np.random.default_rng(1)
-    counts = np.zeros((case.destinations, case.groups), np.int32)
-    for source in range(case.destinations):
-        filled = rng.integers(0, case.rows + 1)
-        np.add.at(counts[source], rng.integers(0, case.groups, filled), 1)
-    total = case.destinations * case.rows
-    rows = []  # (group, source, row) of each row that is filled
-    for source in range(case.destinations):
-        group_of_slot = np.repeat(np.arange(case.groups), counts[source])
-        rows += [(group, source, source * case.rows + slot) for slot, group in enumerate(group_of_slot)]
-    compact = [row for _, _, row in sorted(rows)]
-    place_of_row, row_of_place = np.full(total, total), np.full(total, total)
-    row_of_place[: len(compact)] = compact
-    place_of_row[compact] = np.arange(len(compact))
-    grouping = REGROUP(jnp.asarray(counts), layout=case.layout)
-    np.testing.assert_array_equal(grouping.group_sizes, counts.sum(axis=0))
-    if case.destinations == 1:  # one bucket, whose rows stand in order as they came
-        assert grouping.row_of_place is None and grouping.place_of_row is None and compact == list(range(len(compact)))
-    else:
-        np.testing.assert_array_equal(grouping.row_of_place, row_of_place)
-        np.testing.assert_array_equal(grouping.place_of_row, place_of_row)
+# Two tokens, two choices; five rows. Choice 0 travels in row 3, choice 1 in row 0, choice 2 in no row of this pass,
+# choice 3 in row 4; rows 1 and 2 are empty.
+HAND = Parcel(
+    choice_of_row=np.int32([1, 4, 4, 0, 3]), row_of_choice=np.int32([[3, 0], [5, 4]]), counts=np.int32([[1, 2]])
+)
 
 
-@pytest.mark.parametrize("me", range(4))
-def test_buckets_of_three_lengths_hold_the_same_rows_in_the_same_order(me):
-    """4 members, two a node, two shards each: packed and regrouped, every row is the one of buckets all as long."""
-    layout, groups, each = bucket_layout(BucketRows(own=7, node=4, far=2), 4, 2), 3, 2
-    rng = np.random.default_rng(me)
-    fits = np.array([7 if d == me else 4 if d // 2 == me // 2 else 2 for d in range(4)])
+def test_unpermute_tokens_sums_in_float32():
+    """1 and eight times 2^-9: one after the other in bfloat16 each would be lost, the sum is exact in float32."""
+    rows = jnp.bfloat16([[1]] + [[2**-9]] * 8)
+    parcel = Parcel(
+        choice_of_row=np.arange(9, dtype=np.int32),
+        row_of_choice=np.arange(9, dtype=np.int32)[None],
+        counts=np.int32([[9]]),
+    )
+    y = unpermute_tokens(rows, jnp.ones((1, 9)), parcel)
+    assert y.dtype == jnp.bfloat16 and y[0, 0] == 1 + 2**-6
 
-    def slots(buckets):
-        """Return the (bucket, slot) of each row of a buffer of `buckets` of every member."""
-        found = []
-        for piece in layout.pieces:
-            first = {"far": 0, "node": me // 2 * 2, "own": me}[piece.kind]
-            for bucket in range(first * buckets, (first + piece.count) * buckets):
-                found += [(bucket, slot) for slot in range(piece.begin, piece.end)]
-        return found
 
-    target = np.repeat(np.arange(4), rng.integers(0, fits + 1)).astype(np.int32)[:, None]
-    choice = choice_of(target, np.ones_like(target, bool))
-    routing = route(choice, jnp.asarray(target), jnp.asarray(rng.integers(0, groups, target.shape)), 4, groups)
-    even, three = pack(routing, 0, bucket_layout(7, 4), 1, groups), pack(routing, 0, layout, 1, groups, jnp.int32(me))
-    np.testing.assert_array_equal(three.counts, even.counts)
-    as_even = [bucket * 7 + slot for bucket, slot in slots(1)]
-    np.testing.assert_array_equal(three.choice_of_row, np.asarray(even.choice_of_row)[as_even])
-    np.testing.assert_array_equal(np.asarray(as_even)[three.row_of_choice], even.row_of_choice)
-
-    counts = np.zeros((4 * each, groups), np.int32)
-    for source in range(4 * each):
-        np.add.at(counts[source], rng.integers(0, groups, rng.integers(0, fits[source // each] + 1)), 1)
-    counts = jnp.asarray(counts)
-    even, three = regroup(counts, bucket_layout(7, 4 * each)), regroup(counts, layout, jnp.int32(me))
-    filled = counts.sum()
-    as_even = [source * 7 + slot for source, slot in slots(each)]
-    np.testing.assert_array_equal(np.asarray(as_even)[three.row_of_place[:filled]], even.row_of_place[:filled])
-    np.testing.assert_array_equal(np.asarray(three.place_of_row)[three.row_of_place[:filled]], np.arange(filled))
-    np.testing.assert_array_equal(three.group_sizes, even.group_sizes)
+def test_gradients_do_not_read_empty_rows():
+    """A cotangent may hold anything in the rows that nobody fills, and weights of choices elsewhere get zero."""
+    x = jnp.float32([[1, 2], [3, 4]])
+    d_rows = jnp.float32([[1, 1], [np.nan, np.nan], [np.nan, np.nan], [2, 2], [4, 4]])
+    np.testing.assert_array_equal(jax.vjp(lambda x: permute_tokens(x, HAND), x)[1](d_rows)[0], [[3, 3], [4, 4]])
+    rows = jnp.where(jnp.isnan(d_rows), jnp.nan, 1.0)
+    weights = jnp.float32([[10, 100], [7, 2]])
+    _, pull_back = jax.vjp(lambda rows, weights: unpermute_tokens(rows, weights, HAND), rows, weights)
+    got_rows, got_weights = pull_back(jnp.float32([[1, 2], [3, 4]]))
+    np.testing.assert_array_equal(got_rows, [[100, 200], [0, 0], [0, 0], [10, 20], [6, 8]])
+    np.testing.assert_array_equal(got_weights, [[3, 3], [0, 7]])

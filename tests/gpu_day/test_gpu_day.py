@@ -84,18 +84,6 @@ def test_every_item_runs_and_the_folder_is_small_and_flat(finished):
 
 
 @pytest.mark.slow
-def test_grouped_matmuls_are_checked_and_timed(finished):
-    parts = parts_of(finished[1], 1)
-    assert parts["hopper"]["reason"] == "cpu has no compute capability 9.0"
-    for name in ("ragged", "fused", "blocked"):
-        assert parts[name]["right"] and set(parts[name]["errors"]) >= {"uneven", "empty", "one row", "nothing"}
-    for name in ("ragged", "fused", "blocked"):
-        timed = parts[name]["200 x 128 x 64, 8 groups, 67%"]
-        for product in ("forward", "d-rows", "d-weights"):
-            assert timed[product]["tflops"] > 0 and timed[product]["share_of_dense"] > 0
-
-
-@pytest.mark.slow
 def test_the_whole_model_trains_is_modelled_and_measured(finished):
     out, day, *_ = finished
     ((name, whole),) = parts_of(day, 2).items()
@@ -108,21 +96,6 @@ def test_the_whole_model_trains_is_modelled_and_measured(finished):
     assert "conditional" in day["constants"]
     read_constants(str(out / "gpu_day.json"))
     assert {"profile_report.json", "profile_schedule.hlo.gz"} <= {path.name for path in out.iterdir()}
-
-
-@pytest.mark.slow
-def test_choices_conditionals_routing_and_rules(finished):
-    day = finished[1]
-    choices = parts_of(day, 4)
-    assert all(choices[name]["step_seconds"] > 0 for name in ("overlap = 'halves'", "document_mask = True", "base"))
-    assert choices["base"]["loss"] == pytest.approx(choices["stack = 'unrolled'"]["loss"], rel=1e-4)
-    assert set(parts_of(day, 5)["scan"]["conditional_seconds"]) == {"default", "none"}
-    routing = parts_of(day, 6)
-    assert routing["top_k"]["values_right"] and routing["top_k"]["rows_with_lowest_ids"] == 1
-    assert len(routing["sorts"]["times"]) == 6
-    rules = parts_of(day, 8)
-    assert all(rules[name]["decide_seconds"] > 0 for name in rules)
-    assert all(rules[name]["largest_difference_from_cpu"] == 0 for name in ("fastermoe", "hecate", "balanced"))
 
 
 @pytest.mark.slow
@@ -207,13 +180,3 @@ def test_unless_and_after(workspace):
     lines = day.item_lines(record)
     assert "| what | a \\| result of 1 |" in lines
     assert any(line.startswith("| raises | failed: RuntimeError") for line in lines)
-
-
-def test_time_that_is_spent_skips_parts_and_items(workspace):
-    records, _ = run(workspace, part("hangs"), part("well"), seconds=2)
-    assert [record["status"] for record in records] == ["timed out", "skipped"]
-    assert records[1]["reason"] == "the time of its item was spent"
-    item = Item(number=1, name="a", title="A", budget=10, least=30, parts=(part("well"),))
-    full = children.Workspace(out=workspace.out, scratch=workspace.scratch, tiny=False)
-    record = day.run_item(item, full, time.monotonic() + 10, lambda _: None)
-    assert record["status"] == "skipped" and "it needs at least 30 s" in record["reason"]

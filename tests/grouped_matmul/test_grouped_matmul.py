@@ -98,30 +98,6 @@ def test_kernels_lower_for_cuda(rows=8 * 1003):
     assert text.count("stablehlo.all_reduce") == 1
 
 
-def test_grouped_matmul_leaves_no_bank_gradient_in_a_loop():
-    """A loop over layers carries no gradient of the bank, even where somebody asks for it, and keeps no grad_sink."""
-    layers, groups, rows, dim = 8, 4, 64, 16
-    slots, sizes = jnp.zeros((layers, groups), jnp.int32), jnp.zeros(groups, jnp.int32)
-
-    def loss(lhs, grad_sinks, bank):
-        def layer(x, of_layer):
-            grad_sink, slots = of_layer
-            operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
-            return grouped_matmul(x, sizes, operands, implementation="blocked"), None
-
-        return jnp.sum(jax.lax.scan(layer, lhs, (grad_sinks, slots))[0])
-
-    shapes = (rows, dim), (layers, groups, dim, dim), (layers * groups, dim, dim)
-    values = [jnp.zeros(shape) for shape in shapes]
-    equations = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*values).jaxpr.eqns
-    scans = [equation for equation in equations if equation.primitive.name == "scan"]
-    assert len(scans) == 2
-    for scan in scans:
-        assert shapes[2] not in [variable.aval.shape for variable in scan.outvars]
-    kept = [leaf.shape for leaf in jax.tree.leaves(jax.vjp(loss, *values)[1])]
-    assert shapes[2] in kept and shapes[1] not in kept
-
-
 def test_registry():
     names = ("blocked", "fused", "hopper", "ragged", "reference")
     assert implementations() == names

@@ -92,27 +92,6 @@ def test_published_keys_are_read_and_written(name):
     assert read_config({**newer, "rope_parameters": rope, "head_dim": 64, "qk_head_dim": 192})[1:] == (model, moe)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"q_lora_rank": "absent"}, "config.json has no 'q_lora_rank'; it is null where"),
-        ({"v_head_dim": None}, "config.json has no 'v_head_dim'"),
-        ({"num_key_value_heads": 8}, "num_key_value_heads (8) must be 128 by the other sizes of its attention"),
-        ({"rope_interleave": False}, "rope_interleave (False) must be True or None"),
-        ({"topk_method": "greedy"}, "topk_method ('greedy') must be 'noaux_tc'"),
-        ({"rope_scaling": {**YARN, "mscale": 0}}, "rope_scaling must have both of mscale and mscale_all_dim"),
-        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate (False) is unknown"),
-        ({"rope_scaling": {**YARN, "factor": None}}, "has no 'factor'"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_type ('longrope') must be one of default, linear, yarn"),
-    ],
-)
-def test_what_is_no_such_model_is_one_line(changes, words):
-    keys = {key: value for key, value in {**V3, **changes}.items() if value != "absent"}
-    with pytest.raises(UserError) as error:
-        read_config(keys)
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
 def quantised(tensors, rows, columns):
     """Return matrices in float8 with a scale for each block of so many rows and columns, as DeepSeek's files are."""
     found = {}

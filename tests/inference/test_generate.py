@@ -4,7 +4,6 @@ int8 experts: each weight off by at most half a scale, and a layer that equals t
 """
 
 import dataclasses
-import functools
 from unittest import mock
 
 import jax
@@ -19,7 +18,7 @@ from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference import Generator, Sampling, few_tokens
-from moe_jax.inference.few_tokens import SCALE, multiply_choices, quantize
+from moe_jax.inference.few_tokens import quantize
 from moe_jax.inference.programs import choose_tokens, prompt_keys, settle_transport
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -197,29 +196,6 @@ def test_loss_on_int8_equals_that_on_rounded_weights():
     got = int8.loss(PROMPTS[2:])
     np.testing.assert_allclose(got, exact, rtol=1e-6)
     np.testing.assert_allclose(got, before, rtol=5e-3)
-
-
-def test_the_layer_of_few_tokens_equals_a_loop_over_choices():
-    """Choices of other devices and of padding count nothing; int8 weights are multiplied as float ones are."""
-    rng = np.random.default_rng(0)
-    rows = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32)
-    row, weights = np.array([[4, 7], [7, 5], [6, 4]]), rng.uniform(0.5, 1, (3, 2)).astype(np.float32)
-    weights[1, 1] = 0
-    sizes = {"w_in": (8, 6, 5), "w_gate": (8, 6, 5), "w_out": (8, 5, 6)}
-    plain = {name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in sizes.items()}
-    plain["w_in"] = plain["w_in"].at[5].set(3e38)  # one without a weight overflows, which is nobody's matter
-    small = {}
-    for name, leaf in plain.items():
-        small[name], small[name + SCALE] = quantize(leaf)
-    rounded = {name: np.asarray(small[name] * small[name + SCALE][:, None]) for name in sizes}
-    for bank, exact in ((plain, jax.tree.map(np.asarray, plain)), (small, rounded)):
-        want = np.zeros((3, 6))
-        for token, choice in np.argwhere(weights > 0):
-            w_in, w_gate, w_out = (exact[name][row[token, choice]] for name in sizes)
-            gate = rows[token] @ w_gate
-            want[token] += weights[token, choice] * ((gate / (1 + np.exp(-gate)) * (rows[token] @ w_in)) @ w_out)
-        got = jax.jit(functools.partial(multiply_choices, "swiglu"))(rows, jnp.asarray(row), jnp.asarray(weights), bank)
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_auto_takes_the_shortest(tmp_path):

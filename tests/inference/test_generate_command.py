@@ -6,8 +6,7 @@ import sys
 import jax
 import pytest
 from support.commands import run_command_here
-from support.ports import free_port
-from support.tiny_run import finish, run_here, start
+from support.tiny_run import finish, free_port, run_here, start
 
 from moe_jax.errors import UserError
 from moe_jax.inference import Sampling, load

@@ -169,30 +169,6 @@ def test_fusions_read_their_slices_and_write_their_updates(fusion, flops, bytes_
     assert (found.flops, found.bytes) == (flops, bytes_)
 
 
-def test_kernels_written_by_hand_count_by_their_shapes():
-    # rows [6, 4] by weights [2, 4, 3]: 2 * 6 * 4 * 3 = 144; rows by rows to [2, 4, 3]: 2 * 6 * 4 * 3
-    body = """  %s = s32[2]{0} parameter(0)
-  %x = bf16[6,4]{1,0} parameter(1)
-  %w = bf16[2,4,3]{2,1,0} parameter(2)
-  %y = bf16[6,3]{1,0} parameter(3)
-  %m = bf16[6,3]{1,0} custom-call(%s, %x, %w), custom_call_target="mosaic_gpu_v2"
-  %t = bf16[2,4,3]{2,1,0} custom-call(%s, %x, %y), custom_call_target="mosaic_gpu_v2"
-  %l = s32[4,9]{1,0} parameter(4)
-  %b = bf16[8,4,3]{2,1,0} parameter(5)
-  %n = s32[1]{0} parameter(6)
-  %k = bf16[6,3]{1,0} custom-call(%l, %s, %n, %x, %b, %w), custom_call_target="mosaic_gpu_v2"
-  %p = (f32[5,2,4,3]{3,2,1,0}) custom-call(%l, %x, %y), custom_call_target="mosaic_gpu_v2"
-  %g = (f32[6,3]{1,0}, s8[99]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
-  ROOT %o = f32[6]{0} custom-call(%x), custom_call_target="my_kernel\""""  # noqa: E501
-    assert cost(body, "m").flops == cost(body, "t").flops == cost(body, "g").flops == {"bf16": 144.0}
-    # a table of tiles first, and banks read by slot: two rows of eight, one of two; five sums over parts of the rows
-    assert cost(body, "k").flops == cost(body, "p").flops == {"bf16": 144.0}
-    assert cost(body, "k").bytes == 4 * 36 + 4 * 2 + 4 + 2 * 24 + 2 * 12 * (2 + 1) + 2 * 18
-    assert cost(body, "p").bytes == 4 * 36 + 2 * 24 + 2 * 18 + 4 * 5 * 24
-    unknown = cost(body, "o")
-    assert (unknown.unknown, unknown.flops, unknown.bytes) == ("my_kernel", {}, 48 + 24)
-
-
 def test_products_have_the_sizes_that_prices_ask_for():
     """A batched matmul, grouped ones forward and for rows' gradient, and attention: causal is half of it."""
     mosaic = 'custom-call(%s, %x, %w), custom_call_target="mosaic_gpu_v2"'

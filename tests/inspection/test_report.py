@@ -92,25 +92,6 @@ def test_expected_rows_shorten_transfers_and_matmuls():
         assert own["seconds"] == pytest.approx(48.0) and own["expected_seconds"] == pytest.approx(24.0)
 
 
-def test_fewer_cores_slow_what_runs_next_to_a_transfer():
-    """A matmul of 16 s at half the rate does 8 s of it next to a transfer of 16 s, and the rest in 8 s."""
-    module = parse_module(LOOP)
-    half = play(module, PRICES, taken=0.5)
-    assert half.seconds == half.compute_seconds == pytest.approx(3 * 24.0)
-    assert sum(flight.exposed_seconds for flight in half.flights.values()) == 0
-    slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, next to which the matmul takes 32
-    assert play(module, Prices(slow, MODEL), taken=0.5).seconds == pytest.approx(3 * 40.0)
-    found = what_if(module, PRICES)
-    assert found["cores"] == []  # the toy's cores are not known
-    steps = {level: own["step_seconds"] for level, own in found["range"].items()}
-    assert steps == pytest.approx({"low": 48.0, "middle": 48.0, "high": 48.0})  # nothing is assumed of the toy
-    described = dataclasses.replace(TARGET, config="core_count: 64")
-    records = what_if(parse_module(LOOP, (HALF,)), Prices(described, MODEL))["cores"]
-    assert [record["taken"] for record in records] == [0, 16, 20, 32]
-    assert [record["step_seconds"] for record in records] == pytest.approx([48.0, 3 * 20.0, 3 * 21.0, 3 * 24.0])
-    assert records[3]["expected_rows_step_seconds"] == pytest.approx(3 * 12.0)
-
-
 def test_an_overflow_costs_the_common_step_and_the_complete_one():
     """The branch that is not taken holds one kernel of 64 bytes at 1,000 bytes/s."""
     common, complete = (play(parse_module(text), PRICES) for text in (LOOP, BRANCH))

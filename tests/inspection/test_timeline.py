@@ -18,7 +18,7 @@ from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds, transport_seconds
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
-from moe_jax.cluster.timeline import play, scheduler_profile, unguided_share
+from moe_jax.cluster.timeline import play, scheduler_profile
 
 ALL = ((0, 1, 2, 3),)
 STARTS = dataclasses.replace(MODEL, start=1.0, step=2.0, node_start=10.0, node_step=5.0)
@@ -164,12 +164,3 @@ def test_every_transfer_of_a_real_schedule_has_a_latency(name):
     latencies = dict(re.findall(r'source: "([^"]+)" target: "[^"]+" latency_us: (\S+)', profile))
     assert len(names) == len(starts) > 10 and set(latencies) == names
     assert names <= set(re.findall(r'costs { name: "([^"]+)"', profile)) and min(map(float, latencies.values())) > 0
-
-
-def test_unguided_share_is_that_of_the_seconds_without_a_name():
-    module = parse_module(LOOP)
-    profile = scheduler_profile(module, PRICES)
-    assert unguided_share(module, PRICES, profile) == 0.0
-    # of 16 s of the matmul, 16 s of the exchange and three times both: the loop has another name
-    assert unguided_share(module, PRICES, profile.replace("while.1", "while.2")) == pytest.approx(96 / 128)
-    assert unguided_share(module, PRICES, "") == 1.0

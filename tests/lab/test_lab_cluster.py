@@ -69,20 +69,6 @@ def test_each_host_has_its_name_address_and_output(start_lab, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--hosts=2"], "no command: give it after --"),
-        (["--hosts=0", "--", "true"], r"hosts \(0\) must lie in 1..200"),
-        (["--rate=fast", "--", "true"], r"rate \('fast'\) must be a number and kbit"),
-    ],
-)
-def test_a_mistake_is_one_line_and_code_2(start_lab, arguments, words):
-    code, out, err = start_lab(*arguments).end()
-    assert code == 2 and out == "" and len(err.splitlines()) == 1
-    assert re.search(f"^lab_cluster: {words}", err)
-
-
-@pytest.mark.parametrize(
     ("flag", "script", "code", "said"),
     [
         ("--timeout=0.5", "sleep 100", 124, ["killing all hosts: still running after --timeout=0.5 s"]),

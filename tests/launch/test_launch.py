@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml  # orbax brings it
-from support.ports import free_port
-from support.tiny_run import bindings_of, finish_pair, start
+from support.tiny_run import bindings_of, finish_pair, free_port, start
 
 _LAUNCH = Path(__file__).parents[2] / "scripts" / "launch"
 _SBATCH = _LAUNCH / "train.sbatch"

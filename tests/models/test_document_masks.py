@@ -12,15 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.document_cases import alone, make_mesh_logits, packed_batch
-from support.equality_cases import (
-    assert_close,
-    banks,
-    build,
-    model_config,
-    moe_config,
-    placed,
-    reference_params,
-)
+from support.equality_cases import assert_close, banks, build, model_config, moe_config, placed, reference_params
 from support.marks import slow_but
 from support.reference_model import reference_logits
 
@@ -176,12 +168,3 @@ def test_a_bfloat16_model_keeps_documents_apart():
     before, after = (np.asarray(logits(on_mesh, batch), np.float32)[0] for batch in batches)
     assert np.max(np.abs(before[:2] - after[:2])) > 0
     np.testing.assert_array_equal(before[3:], after[3:])
-
-
-def test_what_does_not_fit_is_refused():
-    without = dataclasses.replace(packed_batch(), documents=None)
-    with jax.enable_x64(True):
-        _, _, model = of_case("one_device")
-        loss = make_loss(model, model.layout(), 8, 8)
-        with pytest.raises(ValueError, match="exactly where ModelConfig.document_mask is set"):
-            loss({}, without, None, None, None, None)

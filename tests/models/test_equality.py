@@ -31,7 +31,6 @@ V3 = {
 # mesh, ZeRO stage, what differs of the layer, of the model
 CASES = {
     "ep4_one_hot": ({"expert": 4}, 0, {}, {}),
-    "ep2_data2_zero0_tokens": ({"data": 2, "expert": 2}, 0, ROOMY, {}),
     "dp8_stage0": (DP8, 0, {"schedule": "dp"}, {}),
     "dp8_stage3_one_hot": (DP8, 3, {"schedule": "dp"}, {}),
     "capacity_position": ({"expert": 4}, 1, {"capacity_factor": 1.0, "min_capacity": 1}, {}),
@@ -55,11 +54,9 @@ CASES = {
     "shared_s1_one_device": (
         {}, 1, {"schedule": "s1", "shared_experts": 2, "shared_hidden_dim": 10}, {"activation": "swiglu"},
     ),
-    "residual_two_devices": ({"expert": 2}, 1, RESIDUAL, {}),
     "residual_hecate_s1_mp2_esp2": (
         MP2_ESP2, 3, {"schedule": "s1", **RESIDUAL, **ROOMY}, {"prefetch": "hecate", "remat": "block"},
     ),
-    "shared_s2_split": (MP2_ESP2, 1, {"schedule": "s2", "shared_experts": 1, **ROOMY}, SPLIT),
     "residual_pairwise": ({"expert": 8}, 1, {"schedule": "pairwise", **RESIDUAL, **ROOMY}, {}),
     "shared_ring_mp2": (
         {"expert": 8, "model": 2}, 1, {"schedule": "ring", "shared_experts": 1}, {"stack": "unrolled", "layers": 1},
@@ -72,7 +69,6 @@ CASES = {
         {"expert": 4, "expert_shard": 2, "model": 4}, 1, {"schedule": "s1", "renormalize": False, **ROOMY},
         {**PUBLISHED, "qk_norm": "width", "prefetch": "hecate", "remat": "block"},
     ),
-    "latent_one_device": ({}, 1, {}, {**V3, "layers": 1}),
     "latent_mp2_split_zero3_pairs": (
         MP2_ESP2, 3, {"schedule": "s1", "shared_experts": 1, **ROOMY},
         {**V3, **SPLIT, "moe_every": 2, "remat": "block"},
@@ -87,7 +83,6 @@ CASES |= {
     "stage2_hecate_unrolled": ({"data": 2, "expert": 4}, 1, ROOMY, {"prefetch": "hecate", **UNROLLED}),
 }  # fmt: skip
 CASES |= {
-    "dp8_stage2_zero_tokens": (DP8, 2, {"schedule": "dp"}, {}),
     "mixtral_one_device": ({}, 1, {}, {**PUBLISHED, "kv_heads": 1, "rotary_base": 1e6, "layers": 1}),
     "width_mp2_split_biases": (
         {"data": 2, "expert": 4, "model": 2}, 3, {"schedule": "s2", "shared_experts": 1},
@@ -95,17 +90,6 @@ CASES |= {
             **PUBLISHED, **SPLIT, "kv_heads": 2, "qk_norm": "width", "attention_bias": True, "tied_head": True,
             "norm": "layer", "rotary_factor": 4.0, "remat": "dots", "kind": "bert",
         },
-    ),
-    "latent_s2_mp4_data2": (
-        {"data": 2, "expert": 4, "model": 4}, 1, {"schedule": "s2", **ROOMY}, {**LATENT, "remat": "dots"},
-    ),
-    "latent_dp_stage3": (DP8, 3, {"schedule": "dp"}, {**V3, "layers": 1}),
-    "latent_parm_split": (MP2_ESP2, 1, {"schedule": "parm", **ROOMY}, {**LATENT, **SPLIT, "kind": "bert"}),
-    "latent_pairwise_mp2": (MP2_ESP2, 1, {"schedule": "pairwise", **ROOMY}, {**V3, **UNROLLED, "layers": 1}),
-    "latent_ring": ({"expert": 8}, 3, {"schedule": "ring"}, {**V3, "remat": "block_but_attention"}),
-    "latent_deduplicated": ({"expert": 2}, 1, {"schedule": "deduplicated"}, {**LATENT, "layers": 1}),
-    "latent_pro_prophet_mp4_split": (
-        {"expert": 8, "model": 4}, 1, ROOMY, {**V3, **SPLIT, "prefetch": "pro_prophet", "remat": "block"},
     ),
     "deepspeed_mp2_esp4_split": ({"expert": 2, "expert_shard": 4, "model": 2}, 1, {"bucket_slack": 0.5}, SPLIT),
     "pairwise_mp2_split": (MP2_ESP2, 1, {"schedule": "pairwise", "bucket_slack": 0.5}, SPLIT),

@@ -9,7 +9,6 @@ Letters: docs/notation.md; t = 64.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,9 @@ from support.prefetch_cases import placements_of
 from support.sums_in_programs import narrow_sums
 
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.kernels.grouped import implementations
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
-from moe_jax.moe import GroupedWeights, MoEConfig
-from moe_jax.moe.experts import expert_ffn
+from moe_jax.moe import MoEConfig
 from moe_jax.moe.routing import even_tables
-from moe_jax.moe.schedule import LayerSizes, build_schedule
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, return_part, zeros_varying
 from moe_jax.planning.placement import Placement
@@ -226,60 +222,5 @@ def test_gradients_of_many_holders_are_rounded_once_a_node(by_node):
     assert relative(got, here + there) < 0.0022  # rounded at every addition 0.0029, one after the other
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_ring_sums_within_its_bound(shards):
-    """Partial results of K experts and Ns shards each, of one sign and of both, next to their sum in float64.
-
-    A CPU adds in float32 inside a collective, other machines may round after each device: added so from any start too.
-    """
-    tokens, top_k = 64, 3
-    roles = build_mesh(MeshConfig(expert=8 // shards, expert_shard=shards), jax.devices())
-    moe = MoEConfig(num_experts=EXPERTS, top_k=top_k, bucket_slack=4.0)
-    schedule = build_schedule("ring", roles, LayerSizes(config=moe, tokens=tokens, groups=shards))
-    rng, rows = np.random.default_rng(0), 8 * tokens
-    members = np.argsort(rng.random((rows, 8 // shards)), axis=1)[:, :top_k]
-    holds = np.repeat(np.any(members[None] == np.arange(8 // shards)[:, None, None], axis=2), shards, axis=0)
-    terms = rng.normal(size=(8, rows, 16)) + np.where(np.arange(rows) % 2, 3, 0)[None, :, None]
-    terms = jnp.asarray(terms * holds[:, :, None], jnp.bfloat16)
-    spec = P(roles.expert + roles.expert_shard)
-    collect = jax.shard_map(lambda y: schedule.leave(y[0]), mesh=roles.mesh, in_specs=spec, out_specs=spec)
-    got, exact = np.asarray(jax.jit(collect)(terms), np.float64), np.asarray(terms, np.float64)
-    want, size = exact.sum(axis=0), np.abs(exact).sum(axis=0)
-    most = ((1 + 2.0**-8) ** (top_k * shards - 1) - 1) * size
-    assert np.all(np.abs(got - want) <= most + 2.0**-8 * np.abs(want))  # the one rounding of a sum in float32
-    ring = np.asarray(terms)
-    for start in range(8):
-        total = functools.reduce(np.add, np.roll(ring, start, axis=0))
-        assert total.dtype == jnp.bfloat16
-        error = np.abs(total.astype(np.float64) - want)
-        assert np.all(error <= most) and np.max(error / np.maximum(most, 1e-9)) > 0.3, start
-
-
 def as_bfloat16(values):
     return values.astype(jnp.bfloat16).astype(np.float64)
-
-
-@pytest.mark.parametrize("implementation", sorted(set(implementations()) - {"hopper"}))
-def test_weights_of_experts_are_summed_over_blocks_in_float32(implementation):
-    """A group of many blocks, and a grad_sink in bfloat16, as of parameters in bfloat16: rounded once, at the end."""
-    rng = np.random.default_rng(0)
-    rows, dim, hidden = 4096, 16, 24
-    x, d = (jnp.asarray(rng.normal(size=(rows, dim)) + 0.5, jnp.bfloat16) for _ in range(2))
-    bank = {"w_in": rng.normal(size=(2, dim, hidden)), "w_out": rng.normal(size=(2, hidden, dim))}
-    bank = {name: jnp.asarray(leaf, jnp.bfloat16) for name, leaf in bank.items()}
-    sizes = jnp.asarray([4000, 96], jnp.int32)
-
-    def ffn(grad_sink, x, bank, d):
-        slots = jnp.arange(2, dtype=jnp.int32)
-        weights = {n: (GroupedWeights(bank=bank[n], slots=slots, grad_sink=grad_sink[n]),) for n in bank}
-        y = expert_ffn(x, sizes, weights, activation="gelu", implementation=implementation)
-        return jnp.sum(y.astype(jnp.float32) * d.astype(jnp.float32))
-
-    bank_float32 = {n: leaf.astype(jnp.float32) for n, leaf in bank.items()}
-    grad = jax.jit(jax.grad(ffn))
-    want = grad(bank_float32, x.astype(jnp.float32), bank_float32, d.astype(jnp.float32))
-    for dtype, limit in ((jnp.float32, 0.004), (jnp.bfloat16, 0.005)):
-        got = grad({n: leaf.astype(dtype) for n, leaf in bank.items()}, x, bank, d)
-        for name in bank:
-            assert got[name].dtype == dtype
-            assert relative(got[name], want[name]) < limit, (name, dtype)

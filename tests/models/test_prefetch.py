@@ -46,22 +46,6 @@ CASES = {
         "by_node": True, "routing": "zero", "rows": WIDE,
     },
 }  # fmt: skip
-CASES |= {
-    "every_second_swiglu": {
-        "prefetch": "pro_prophet", "refetch_replicas": True, "layers": 6, "moe_every": 2, "activation": "swiglu",
-        "stack": "unrolled",
-    },
-    "plain_unrolled_policy": {"prefetch": "none", "stack": "unrolled", "remat": "dots_saveable"},
-    "deduplicated_block": {
-        "prefetch": "pro_prophet", "schedule": "deduplicated", "remat": "block",
-        "mesh": {"expert": 2, "expert_shard": 2},
-    },
-    "deduplicated_unrolled_overflow": {
-        "prefetch": "none", "schedule": "deduplicated", "stack": "unrolled", "rows": FEW, "overlap": "halves",
-        "mesh": {"expert": 2, "expert_shard": 2, "model": 2},
-    },
-    "one_layer": {"prefetch": "pro_prophet", "refetch_replicas": True, "layers": 1},
-}  # fmt: skip
 
 
 # Replicas that come after the gate inside a block-wise schedule, which brings others ahead, as in Hecate: those that
@@ -74,33 +58,10 @@ def calibrated(shape):
     return {"late": late, "after_gate": rule, "candidates": shape.devices}
 
 
-def shadowed(shape):
-    """Shadows alone, flat: nothing is brought ahead."""
-    late = TransferShape(devices=shape.devices, devices_per_node=shape.devices_per_node, offers=1, slots=2)
-    return {
-        "late": late,
-        "ahead": None,
-        "after_gate": LateRule.of("shadow", compute=1.0, exchange=0.5, shadow=8.0),
-    }
-
-
 CASES |= {
     "late_hecate": {"prefetch": "hecate", "late": calibrated, "rows": WIDE},
     "late_halves": {"prefetch": "hecate", "overlap": "halves", "mesh": {"expert": 4}, "late": calibrated, "rows": WIDE},
 }
-CASES |= {
-    "late_shadows_pro_prophet_unrolled": {"prefetch": "pro_prophet", "stack": "unrolled", "late": shadowed},
-    "late_again_block_data2": {
-        "prefetch": "hecate", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
-        "late": calibrated,
-    },
-    "late_split_s1_mp2_esp2": {
-        "prefetch": "pro_prophet", "schedule": "s1", "mesh": {"expert": 4, "expert_shard": 2, "model": 2},
-        "late": calibrated,
-    },
-}  # fmt: skip
-
-
 ALWAYS = (
     "hecate_again_overflow", "split_again_block_data2_halves", "expert_dots_s1_mp2_esp2_one_hot", "late_halves",
 )  # fmt: skip

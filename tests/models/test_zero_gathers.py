@@ -12,16 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.equality_cases import (
-    BATCH,
-    LENGTH,
-    build,
-    data,
-    model_config,
-    moe_config,
-    placed,
-    reference_params,
-)
+from support.equality_cases import BATCH, LENGTH, build, data, model_config, moe_config, placed, reference_params
 from support.marks import slow_but
 from support.traced_programs import equations_of
 

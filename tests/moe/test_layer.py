@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import moe_jax.moe
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig, MoELayer, reference_moe
 from moe_jax.moe.routers.scores import gate_noise
@@ -126,6 +127,14 @@ def test_layer_errors():
         layer_of(roles_of(8), MoEConfig(num_experts=EXPERTS, schedule="teleport"))
     with pytest.raises(ValueError, match=r"activation \('relu'\) is unknown; choose one of gelu, swiglu"):
         layer_of(roles_of(1), MoEConfig(num_experts=EXPERTS), activation="relu")
+
+
+def test_the_public_names_are_these():
+    """A failure here is a question: break other people's programs?"""
+    names = (
+        "GateStats GroupedWeights MoEConfig MoELayer balance_loss choose_experts grouped_matmul make_moe reference_moe"
+    )
+    assert list(moe_jax.moe.__all__) == [*names.split(), "z_loss"]
 
 
 def test_readme_example():

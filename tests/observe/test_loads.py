@@ -3,12 +3,7 @@ import pytest
 
 import moe_jax.observe.loads as loads_module
 from moe_jax.errors import UserError
-from moe_jax.observe.loads import (
-    LoadsOrigin,
-    LoadsRecorder,
-    device_load_max_over_mean,
-    read_loads,
-)
+from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, read_loads
 
 
 def sample(step, sources=2):

@@ -10,12 +10,7 @@ import pytest
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.observe.page import page_of
-from moe_jax.observe.report import (
-    draw_all,
-    load_grid,
-    without_absolute_paths,
-    write_report,
-)
+from moe_jax.observe.report import draw_all, load_grid, without_absolute_paths, write_report
 from moe_jax.storage.run_folder import RunFolder
 
 from .conftest import write_run

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.storage.run_folder import (
-    RunFolder,
-    atomic_file,
-    environment_record,
-    write_atomically,
-)
+from moe_jax.storage.run_folder import RunFolder, atomic_file, environment_record, write_atomically
 
 DEVICES = [{"platform": "cpu", "kind": "cpu", "id": index} for index in range(8)]
 

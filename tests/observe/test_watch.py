@@ -2,9 +2,6 @@
 
 import http.client
 import json
-import signal
-import subprocess
-import sys
 import threading
 from contextlib import closing
 
@@ -117,17 +114,3 @@ def test_only_this_machine_asks_and_only_by_get(server):
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD", "CONNECT"):
         status, headers, _ = ask(server, "/run?at=0", method)
         assert status == 405 and headers["Allow"] == "GET"
-
-
-def test_ctrl_c_ends_the_command_quietly(finished_run):
-    command = [sys.executable, "-m", "moe_jax.watch", str(finished_run.path), "--port=0"]
-    # jobs in the background ignore it, and so would what they start
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline().startswith("http://127.0.0.1:")
-            process.send_signal(signal.SIGINT)
-            assert process.communicate(timeout=20) == ("", "") and process.returncode == 0
-        finally:
-            process.kill()
-            signal.signal(signal.SIGINT, before)

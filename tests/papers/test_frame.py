@@ -1,4 +1,5 @@
-"""What all papers' tables are made of: loads by name, the rule that fits them to a row, a system's step, verdicts."""
+"""What all papers' tables are made of: loads by name, the rule that fits them to a row, a system's step, verdicts; and
+simulation past the papers."""
 
 import dataclasses
 
@@ -12,6 +13,7 @@ from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads
 from moe_jax.papers.pictures import bars
+from moe_jax.papers.scale import PLANNED, TOKENS, costs, step, zipf_loads
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, pipelined, run
 from moe_jax.papers.table import (
     LEVELS,
@@ -179,3 +181,20 @@ def test_a_table_is_printed_and_written(tmp_path, capsys):
     lines = (tmp_path / "pro_prophet_figure_12.csv").read_text().splitlines()
     assert len(lines) == 1 + 3 * 49 and lines[0].startswith("prices,sample,")
     assert "rows: " in (tmp_path / "pro_prophet.md").read_text().splitlines()[-1]
+
+
+def test_loads_repeat_by_seed_and_keep_their_order_from_sample_to_sample():
+    one, two = (zipf_loads(64, 128, TOKENS, 1.5, sample) for sample in (1, 2))
+    np.testing.assert_array_equal(one, zipf_loads(64, 128, TOKENS, 1.5, 1))
+    assert (one != two).any() and one.sum(axis=(0, 1)).argmax() == two.sum(axis=(0, 1)).argmax()
+    np.testing.assert_allclose(one.sum(axis=2).mean(), TOKENS, rtol=0.05)
+
+
+def test_replicas_pay_by_skew_and_a_plan_without_any_costs_nothing():
+    found = {}
+    for skew in (0.0, 1.5):
+        loads = [zipf_loads(64, 128, TOKENS, skew, sample) for sample in (1, 2)]
+        found[skew] = {system: step(system, cost, loads) for system, cost in costs(64, "middle").items()}
+    assert found[0.0]["FasterMoE"][0] == found[0.0]["EP"][0] and found[0.0]["FasterMoE"][2] == 4 * 128
+    for name in PLANNED:
+        assert found[1.5][name][0] < found[1.5]["EP"][0] and found[1.5][name][2] > 4 * 128

@@ -223,33 +223,6 @@ def test_plan_of_another_mesh_is_left_out_and_named():
     assert text.endswith("experts start at even homes, and the planner sees new loads only")
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (
-            {"name": "smartmoe", "cluster": FLAT, "shard_every": None},
-            "plan: PlannerConfig.name was 'hecate' and is 'smartmoe'; homes",
-        ),
-        ({"materialize": False}, "plan: PlannerConfig.materialize was True and is False"),
-        ({"transfer": "by_node"}, "plan: PlannerConfig.transfer was 'flat' and is 'by_node'"),
-    ],
-)
-def test_replicas_of_other_options_are_left_out_and_named(started, changes, text):
-    """A step after a resume sends what its planner asks for, in the form that is set: homes stay, replicas do not."""
-    settings = {"name": "hecate", "shard_every": 4, "devices_per_node": 2, "transfer": "flat"}
-    first = started(**settings)
-    drive(first, list(drifting_loads(12)))
-    state = first.state()
-    assert state["shape"][ONE]["ahead"] is not None
-    engine = started(state, **settings | changes)
-    assert engine.left_out.startswith(text)
-    np.testing.assert_array_equal(engine.stored[ONE].home, first.stored[ONE].home)
-    assert engine.shape[ONE].ahead is None and not len(engine.placement[ONE].replicas)
-    drive(engine, list(drifting_loads(4)), first=12)
-    ahead = (engine.pending or engine).shape[ONE].ahead
-    assert ahead.by_node if "transfer" in changes else ahead is None
-
-
 @pytest.mark.parametrize("saved, asked", [(0.1, True), (0.0, False)])
 def test_a_shape_is_asked_for_only_where_its_plan_gains(started, monkeypatch, saved, asked):
     def seconds(placement, *_):

@@ -11,7 +11,7 @@ from support.commands import run_command_here
 
 from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
-from moe_jax.analysis.replay_inputs import attention_seconds, build_inputs, layer_of
+from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.cluster import HOST, UNNAMED, Cluster, read_cluster
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, LoadsTrace, read_loads
@@ -216,26 +216,6 @@ def test_run_folder_needs_no_other_flag(tmp_path, capsys):
     assert all(own["max_over_mean"] >= 1 and own["layer_seconds"] > 0 for own in answer["planners"].values())
 
 
-def test_the_layer_that_ran_is_priced(tmp_path):
-    """Three matrices with SwiGLU, F over the shards, the dense block between, of the run or of flags that win."""
-    layer = {"activation": "swiglu", "moe_every": 2, "dense_hidden_dim": 20, "sequence_length": 8}
-    mesh = (("data", 2), ("expert", 4), ("expert_shard", 2))
-    write_run(tmp_path / "run", origin=origin(4, mesh=mesh, **layer))
-    given = inputs_of(tmp_path / "run")
-    prices = LayerPrices(**layer_of(given))
-    # M 16, F 32 over 2 shards, bfloat16, float32 at home
-    assert (prices.expert_bytes, prices.state_bytes) == (3 * 16 * 16 * 2, 3 * 16 * 16 * (4 + 8))
-    assert prices.tokens_per_second() == 30e12 / (6 * 16 * 16)
-    tokens = given.trace.loads.sum(axis=(2, 3)).mean() / 4 / 2
-    work = 2 * (8 * 16**2 + 4 * 8 * 16) + 6 * 16 * 20
-    assert attention_seconds(given)[0] == pytest.approx(tokens / 2 * work / 30e12)
-    given = inputs_of(tmp_path / "run", activation="gelu", expert_shards=1, moe_every=1, sequence_length=4)
-    assert LayerPrices(**layer_of(given)).expert_bytes == 2 * 16 * 32 * 2
-    assert attention_seconds(given)[0] == pytest.approx(tokens * (8 * 16**2 + 4 * 4 * 16) / 30e12)
-    with pytest.raises(UserError, match=r"--moe_every \(0\) must be at least 1"):
-        inputs_of(tmp_path / "run", moe_every=0)
-
-
 def test_a_run_on_several_meshes_is_replayed_on_one_at_a_time(tmp_path):
     """Zeros of missing sources are no devices: samples of 4 and of 2 sources are never mixed."""
     write_run(tmp_path / "run", sources=4)
@@ -246,15 +226,3 @@ def test_a_run_on_several_meshes_is_replayed_on_one_at_a_time(tmp_path):
     older = inputs_of(tmp_path / "run", nodes=2, devices_per_node=2)
     assert older.trace.loads.shape == (6, 2, 4, EXPERTS) and older.trace.loads.min() > 0
     assert dict(older.trace.origins[0].mesh)["expert"] == 4
-
-
-def test_trace_file_of_anyone_keeps_its_defaults(tmp_path):
-    np.savez(tmp_path / "t.npz", loads=np.ones((3, 1, 4, EXPERTS), int))
-    with pytest.raises(UserError, match="--cluster is missing; give a path, for t.npz does not say which run it is of"):
-        inputs_of(tmp_path / "t.npz")
-    got = inputs_of(tmp_path / "t.npz", cluster=str(FLAT), nodes=1, devices_per_node=4)
-    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.messages) == (1024, 2048, 4, ())
-    with pytest.raises(UserError, match="--trace is missing"):
-        build_inputs({"trace": None})
-    with pytest.raises(UserError, match="has no loads.npz, so --trace must name another run folder or an npz file"):
-        inputs_of(tmp_path)

@@ -1,13 +1,9 @@
 """How s2 returns under MoEConfig.gather 'auto': by a calibration's fits, without them by AAS; the program has it."""
 
-import logging
-
 import jax
-import jax.numpy as jnp
 import pytest
-from support.layer_cases import draw, make_loss, moe_config
 
-from moe_jax.cluster import Cluster, write_cluster
+from moe_jax.cluster import Cluster
 from moe_jax.moe.schedules.s2 import choose_gather
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -38,18 +34,3 @@ def test_without_fits_it_is_aas_and_a_name_is_obeyed(roles):
     assert other[0] == "aas" and "has no fit 'two_level:8'" in other[1]
     for name in ("saa", "aas"):
         assert choose_gather(name, roles, 8, 4, Cluster(fits={**IN_TURN, "saa:8,2,2": (0, 0, 0)}))[0] == name
-
-
-@pytest.mark.parametrize("start, phases", [(0.0, True), (1e3, False)])
-def test_the_program_follows_the_calibration(roles, tmp_path, caplog, start, phases):
-    """SAA's phases are permutes; AAS has none. Forward and backward, and the log says once which it is."""
-    write_cluster(
-        Cluster(nodes=1, devices_per_node=8, fits={**IN_TURN, "saa:8,2,2": (start, 0.25, 0.5)}), tmp_path / "c.json"
-    )
-    config = moe_config("s2", cluster=str(tmp_path / "c.json"), bucket_slack=100.0)
-    with caplog.at_level(logging.WARNING):
-        step = jax.jit(jax.grad(make_loss(config, roles), has_aux=True))
-        text = step.lower(*draw(False, jnp.float32)).as_text()
-    assert ("collective_permute" in text) == phases
-    said = [record.getMessage() for record in caplog.records if "schedule 's2' returns by" in record.getMessage()]
-    assert len(said) == 1 and f"by {'saa' if phases else 'aas'!r}" in said[0]

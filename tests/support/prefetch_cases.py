@@ -142,8 +142,6 @@ def check(
     mesh = mesh or {"expert": 8}
     placements, shape = placements_of(by_node, config.moe_layers, mesh["expert"])
     shape = dataclasses.replace(shape, bucket_rows=rows, **(late(shape) if late else {}))
-    if shape.ahead is None:
-        placements = [placement.replace(replicas=None, shares=None, rule="home") for placement in placements]
     passes = 1
     with jax.enable_x64(True):
         want = reference(config, routing)

@@ -1,12 +1,12 @@
 """A run small enough to compile in seconds: its bindings, its corpus, and two ways to carry it out."""
 
 import os
+import socket
 import subprocess
 import sys
 
 import jax
 import numpy as np
-from support.ports import free_port
 from support.quick_compiles import QUICK
 
 from moe_jax.config.gin_files import parse_run_config
@@ -113,6 +113,12 @@ def start(arguments, **changes: str) -> subprocess.Popen:
     root, pipe = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), subprocess.PIPE
     environment = {**os.environ, "XLA_FLAGS": QUICK, **changes}
     return subprocess.Popen(arguments, env=environment, cwd=root, stdout=pipe, stderr=pipe, text=True)
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def start_pair(arguments, changes=({}, {})) -> list[subprocess.Popen]:

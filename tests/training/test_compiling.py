@@ -80,19 +80,6 @@ def test_deterministic_run_tells_the_compiler():
     assert compiler_options("cuda", processes=2) == {"xla_gpu_shard_autotuning": "False"}
 
 
-def test_scheduler_reckons_with_what_jax_takes(monkeypatch):
-    """XLA's limit is percent / 100 of (four fifths of the memory - inputs), 95% by default."""
-    name, memory = "xla_gpu_memory_limit_slop_factor", 84942979072
-    (device,), held = gpus("NVIDIA H100 80GB HBM3", 1), 40 * 10**9
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert compiling.scheduler_memory(device, held) == {}  # 0.75 is less than XLA reckons with
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    percent = int(compiling.scheduler_memory(device, held)[name])
-    assert percent * (0.8 * memory - held) / 100 == pytest.approx(0.95 * (0.9 * memory - held), rel=0.01)
-    for other, bytes_held in ((gpus("NVIDIA T4", 1)[0], 0), (device, memory), (jax.devices()[0], 0)):
-        assert compiling.scheduler_memory(other, bytes_held) == {}
-
-
 # The cache.
 
 

@@ -113,27 +113,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(saved, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002.damaged"]
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_an_older_one_goes(saved, tmp_path, monkeypatch):
-    source, state = saved
-    shutil.copytree(source, tmp_path / "checkpoints")
-    done, fsync, replace = [], os.fsync, os.replace
-
-    def noted(descriptor):
-        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(os, "replace", lambda *names: (done.append(f"renamed {names[0]}"), replace(*names)))
-    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=1)
-    checkpointer.save(3, state, {}, {})
-    checkpointer.close()
-    assert checkpointer.steps() == [3]
-    new = tmp_path / "checkpoints" / "00000003"
-    synced = done[: done.index(f"renamed {tmp_path}/checkpoints/00000001")]
-    paths = [new, *new.rglob("*"), new.parent, tmp_path]
-    assert set(map(str, paths)) <= set(synced) and synced.index(str(new)) < synced.index(str(new.parent))
-
-
 # A whole run, and copies of its folder.
 
 

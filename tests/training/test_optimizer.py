@@ -15,12 +15,7 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.storage.bank_order import reshard
 from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.training.optimizer import (
-    build_learning_rate,
-    build_optimizer,
-    decays,
-    muon_dims,
-)
+from moe_jax.training.optimizer import build_learning_rate, build_optimizer, decays, muon_dims
 from moe_jax.training.step import abstract_state, build_state_shardings
 
 LAYERS, EXPERTS, VOCAB = 2, 8, 64

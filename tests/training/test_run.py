@@ -9,19 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import chat_cases
-from support.commands import run_command_here
-from support.tiny_run import assert_same_run, bindings_of, evaluate_here, run_here
+from support.tiny_run import assert_same_run, evaluate_here, run_here
 
 from moe_jax.config.run_config import overridden
-from moe_jax.data.tokenizer import find_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics, summarize_run
-from moe_jax.storage.checkpoint import Checkpointer, run_config
+from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training import program, step
 
-WITHOUT = "DataConfig.add_special_tokens = False"
 EMA = "train.ema_decay = 0.75"
 
 
@@ -141,31 +137,6 @@ def test_steps_and_mesh_may_differ(finished, capsys):
     assert after.iterations.tolist() == [2, 3, 5, 6, 8] and after.sources.tolist() == [8, 8, 8, 8, 4]
     np.testing.assert_array_equal(after.loads[:4], before.loads)
     assert [dict(origin.mesh)["data"] for origin in after.origins] == [1, 1, 1, 1, 2]
-
-
-def test_a_run_begun_before_special_tokens_were_put_goes_on_without_them(tmp_path, monkeypatch):
-    """Its text does not name the binding; a run that begins now puts them, and each says so in run.json."""
-    monkeypatch.setattr("moe_jax.training.run.Loop", lambda *_: types.SimpleNamespace(run=lambda: False))  # no steps
-    changes = [f"DataConfig.tokenizer = '{chat_cases.write_tokenizer(tmp_path / 'words', around='[INST] $A')}'"]
-    work, now = tmp_path / "work", tmp_path / "now"
-    run_here(tmp_path, work, *changes, WITHOUT)
-    for name, line in (
-        ("run.json", r'(, )?"add_special_tokens": false'),
-        ("config.gin", r"DataConfig.add_special_.*\n"),
-    ):
-        text = (work / name).read_text()
-        (work / name).write_text(re.sub(line, "", text))
-        assert "special" in text and "special" not in (work / name).read_text()
-    given = [f"--gin_bindings={line}" for line in bindings_of(tmp_path, *changes)]
-    for folder in (work, now):
-        assert folder == now or find_tokenizer(run_config(folder).data, folder, None).front == ()
-        run_command_here("train", f"--workdir={folder}", *given)
-        puts = folder == now
-        assert json.loads((folder / "run.json").read_text())["add_special_tokens"] is puts
-        assert f"DataConfig.add_special_tokens = {puts}" in (folder / "config.gin").read_text()
-        assert len(find_tokenizer(run_config(folder).data, folder, None).front) == puts
-    with pytest.raises(UserError, match="DataConfig.add_special_tokens was True and is False now"):
-        run_here(tmp_path, now, *changes, WITHOUT)
 
 
 @pytest.mark.parametrize(

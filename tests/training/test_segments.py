@@ -1,12 +1,9 @@
 """A run whose layers differ: steps, metrics, recorded loads, and checkpoints that any number of devices reads."""
 
-import re
-
 import numpy as np
 import pytest
-from support.tiny_run import config_of, one_step, run_here, session_of
+from support.tiny_run import one_step, run_here, session_of
 
-from moe_jax.analysis.dry_run import dry_run
 from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import read_loads
@@ -102,22 +99,3 @@ def test_each_segment_has_a_plan(folder, tmp_path):
     losses = ([record["loss"] for record in records] for records in (got, want))
     np.testing.assert_allclose(*losses, rtol=1e-4)  # float32, sums in another order
     assert any("reshard_seconds" in record for record in got) and got[-1]["replicas"] > 0
-
-
-def test_a_dry_run_has_the_replicas_of_each_segment(tmp_path):
-    """Those of all segments are in memory; dense layers next to one segment with experts do not matter."""
-
-    def text(slots, *layers):
-        planner = ("PlannerConfig.name = 'balanced'", f"PlannerConfig.replica_slots = {slots}")
-        sizes = ("ModelConfig.vocab_size = 64", "ModelConfig.model_dim = 256")
-        return dry_run(config_of(tmp_path, *layers, *planner, *sizes), 8)
-
-    def replicas(slots, *layers):
-        return int(re.search(r"replicas +([\d,]+) ", text(slots, *layers)).group(1).replace(",", ""))
-
-    few, most = (replicas(slots, *PYRAMID) for slots in (1, 7))
-    # the first segment has one expert that is not at home, twice as large as the second's
-    one = 2 * 256 * 16 * 4
-    assert few == one * (1 + 2) + one // 2 * (2 + 2)  # parameters by layer, and gradients twice
-    assert most - few == one // 2 * 6 * (2 + 2)
-    assert "2 MoE layers, 2 of 8 experts" in text(2, "ModelConfig.layers = 3", "ModelConfig.first_dense = 1")

@@ -1,8 +1,0 @@
-"""A port that nothing listens on."""
-
-import socket
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
