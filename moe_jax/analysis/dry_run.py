@@ -11,8 +11,9 @@ from collections.abc import Collection
 import jax.numpy as jnp
 
 from moe_jax.analysis.memory import Needs, count_bytes, lay_out, verdict
-from moe_jax.cluster import cluster_named
+from moe_jax.cluster import cluster_named, cluster_of
 from moe_jax.cluster.layer_seconds import pairwise_seconds
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target
 from moe_jax.config.run_config import BOUND, RunConfig, config_text
 from moe_jax.errors import UserError
@@ -27,11 +28,13 @@ from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import build_schedule, layer_shape
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.parallel.mesh import Roles
+from moe_jax.planning.block_schedule import Prefetch, stage_seconds
+from moe_jax.replan.costs import base_cost, layer_times
 from moe_jax.replan.segments import segment_runs
 from moe_jax.replan.session import PlanSession
-from moe_jax.training.overlap import compare_halves, why_not_halves
-from moe_jax.training.teacher import open_teacher
+from moe_jax.training.frozen_models import open_teacher
 
+MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S, compiled for H200
 OPTIMIZER_STATES = {
     "adamw": "AdamW, two moments",
     "muon": "Muon, momentum of hidden matrices, two moments of the rest",
@@ -106,7 +109,9 @@ def _choice_lines(
         apart = f"a document ends with the id {end_id}" if run.data.kind == "text" else "a document is a conversation"
         lines.append(f"ModelConfig.document_mask True: {apart}; its mask counts as activations")
     lines.append(f"ModelConfig.overlap {wanted.overlap!r}")
-    for name, own in segment_runs(run, roles).items() if target and not why_not_halves(run, roles) else ():
+    # inside a node the compiler hides exchanges by itself; tokens that compete for places have to be gated together
+    halves = roles.members_per_node < roles.size(roles.expert) and run.moe.dropless
+    for name, own in segment_runs(run, roles).items() if target and halves else ():
         in_one_piece, in_halves = compare_halves(*own, target)
         lines.append(
             f"modelled by middle prices, even loads, an MoE block of {name}, forward and backward: "
@@ -118,6 +123,19 @@ def _choice_lines(
         remark = session.planner.remark(session.cost)
         lines += [f"PlannerConfig.name {run.planner.name!r} for {name}: {remark}"] if remark else []
     return lines
+
+
+def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[float, float]:
+    """Return the modelled seconds of one layer of a segment under even loads, forward and backward: in one piece, and
+    in two halves with their launches, as `timeline.Constants` has them. config, roles: `segment_runs`.
+    """
+    prices = Prices(target)
+    times = layer_times(config, roles, base_cost(config, roles, cluster_of(prices)))
+    launches, recompute = MORE_KERNELS * prices.launch, config.model.recomputes
+    in_one_piece, in_halves = (
+        float(stage_seconds(Prefetch(halves=halves), times, recompute)) for halves in (False, True)
+    )
+    return in_one_piece, in_halves + launches
 
 
 def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:

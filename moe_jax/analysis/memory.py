@@ -34,8 +34,8 @@ from moe_jax.replan.costs import most_shapes, settle_memory
 from moe_jax.replan.segments import build_model, initial_placement, segment_runs, sizes_of
 from moe_jax.replan.session import PlanSession
 from moe_jax.training.feed import padded_vocabulary
+from moe_jax.training.frozen_models import mesh_experts, teacher_model
 from moe_jax.training.optimizer import state_bytes
-from moe_jax.training.teacher import mesh_experts, teacher_model
 
 MOST_SHARE = 0.9  # of a GPU's memory that jax may take: NCCL, CUDA and its graphs take theirs besides
 # What is tried where memory is short, in this order: what costs a step little time comes first, what changes its

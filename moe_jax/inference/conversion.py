@@ -47,7 +47,7 @@ from moe_jax.storage.host_data import HostData
 from moe_jax.storage.leaf_store import LeafParts
 from moe_jax.storage.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.feed import padded_vocabulary
-from moe_jax.training.frozen_base import check_base
+from moe_jax.training.frozen_models import checked_base
 
 NOT_NEEDED = (".rotary_emb.inv_freq",)  # tables that are computed
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -212,13 +212,10 @@ def export_folder(
             library().numpy.save_file(arrays, str(out / "adapter_model.safetensors"))
             write_json(out / "adapter_config.json", adapters.peft_config(places))
             return family
-        stored, at = folder.checkpoints, step
-        if adapters is not None:
-            check_base(host.base)
-            stored, at = RunFolder(host.base.folder, create=False).checkpoints, host.base.step
+        whole, at = (checkpoints, step) if adapters is None else checked_base(host.base)
 
         def tensors() -> Iterator[tuple[str, np.ndarray]]:
-            parts = Checkpointer(stored, keep=1).read_parts(at, [(place.leaf, place.index) for place in places])
+            parts = whole.read_parts(at, [(place.leaf, place.index) for place in places])
             for place, part in zip(places, parts, strict=True):
                 tensor = place.to_tensor(part)
                 tensor = tensor if adapters is None else adapters.merged(place, tensor)

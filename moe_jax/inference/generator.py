@@ -47,7 +47,7 @@ from moe_jax.storage.checkpoint import Checkpointer, run_config
 from moe_jax.storage.host_data import HostData
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
-from moe_jax.training.frozen_base import restore_params
+from moe_jax.training.frozen_models import restore_params
 
 
 def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import threading
 from pathlib import Path
 
@@ -83,22 +82,8 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
       UserError: the folder cannot be made.
     """
     if folder == "":
-        jax.config.update("jax_enable_compilation_cache", False)
-        return None
-    asked = folder or jax.config.jax_compilation_cache_dir
-    alone = jax.config.jax_enable_compilation_cache and jax.process_count() == 1
-    if asked and not alone and (platform or jax.default_backend()) == "cpu":
-        _LOG.warning(
-            "compilation cache %s is not used with --host_devices, or with several processes on CPUs: with several CPU "
-            "devices a program from it hangs between two collectives (jax 0.10.2)",
-            asked,
-        )
-        jax.config.update("jax_enable_compilation_cache", False)
-        return None
-    if folder is None and not jax.config.jax_compilation_cache_dir:
-        if (platform or jax.default_backend()) not in ("gpu", "cuda"):
-            return None
-    elif folder is not None and "://" not in folder:  # jax also takes gs://
+        return _switch_off_cache()
+    if folder and "://" not in folder:  # jax also takes gs://
         folder = os.path.abspath(os.path.expanduser(folder))
         try:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,22 +92,34 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
                 f"--compilation_cache={folder} cannot be made ({error.strerror or error}); name another folder, or '' "
                 "for none"
             ) from error
-    folder = folder or jax.config.jax_compilation_cache_dir
+    platform, folder = platform or jax.default_backend(), folder or jax.config.jax_compilation_cache_dir
+    if not folder and platform not in ("gpu", "cuda"):
+        return None
+    alone = jax.config.jax_enable_compilation_cache and jax.process_count() == 1
+    if platform == "cpu" and not alone:
+        return _switch_off_cache(
+            f"compilation cache {folder} is not used with --host_devices, or with several processes on CPUs: with "
+            "several CPU devices a program from it hangs between two collectives (jax 0.10.2)"
+        )
     try:
         folder = folder or str(user_cache_folder("compilation"))
         if os.path.isdir(folder):
             check_own_folder(folder)
     except UserError as reason:
-        _LOG.warning("compiled programs are not kept: %s", reason)
-        jax.config.update("jax_enable_compilation_cache", False)
-        return None
+        return _switch_off_cache(f"compiled programs are not kept: {reason}")
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
     return folder
 
 
+def _switch_off_cache(why: str = "") -> None:
+    """Keep no compiled programs, and log why where nobody asked for that."""
+    if why:
+        _LOG.warning("%s", why)
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 WAIT_SECONDS = 3600  # for process 0's compilation; the watch ends a job that lost process 0
-_MOST_BYTES = 3 << 20  # of a profile; gRPC refuses a message above 4 MiB
 _turns: collections.Counter = collections.Counter()  # how often this process has asked for a program
 _lock = threading.Lock()
 
@@ -151,7 +148,12 @@ def compile_for_all(
         _turns[digest] += 1
     told = {"profile": "", "program": "", "error": ""}
     if index:
-        told = _read(client, key)
+        try:
+            told = json.loads(client.blocking_key_value_get(key, 1000 * WAIT_SECONDS))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise HostLostError(f"process 0 has compiled no program in {WAIT_SECONDS} s; see its log") from error
+            raise
         if told["error"]:
             raise RuntimeError(f"process 0 could not compile this program: {told['error']}")
         guided = bool(told["profile"])
@@ -178,38 +180,6 @@ def program_digest(compiled: jax.stages.Compiled) -> str:
     """Return a hash of an optimised program, without the names of source files, which may lie elsewhere."""
     text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read(client, key: str) -> dict[str, str]:
-    """Return what process 0 says of a program; a HostLostError where it does not, or where it is no such thing."""
-    try:
-        if len(text := client.blocking_key_value_get(key, 1000 * WAIT_SECONDS)) <= _MOST_BYTES:
-            told = json.loads(text)
-            return {name: str(told[name]) for name in ("profile", "program", "error")}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    except Exception as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        raise HostLostError(f"process 0 did not compile its program within {WAIT_SECONDS} s; see its log") from error
-    raise HostLostError("what jax's key-value store holds as process 0's program is none; somebody else writes there")
-
-
-def compared_function(function, options: dict[str, str]):
-    """Return a jitted function as one that all processes compare, as `compile_for_all`, at its first call.
-
-    Args:
-      function: what jax.jit returned; all calls have the same shapes and shardings; options: for the compiler.
-    """
-    executable = None
-
-    def call(*arguments):
-        nonlocal executable
-        if executable is None:
-            executable = compile_for_all(function.lower(*arguments), options, None)
-        return executable(*arguments)
-
-    return call if jax.process_count() > 1 else function
 
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -268,25 +238,14 @@ def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], p
     """Compile a lowered program with a profile for the scheduler.
 
     The profile is a file of the user's cache folder, named after its content, and stays: its name is an option of the
-    compilation, and JAX's compilation cache would not find the program under another one. Where the folder takes no
-    more (a quota, a disk that is full or mounted to be read only), a file for this compilation does.
+    compilation, and JAX's compilation cache would not find the program under another one.
 
     Raises:
-      UserError: the folder is a link or belongs to another user, or no file can be written at all.
+      UserError: the folder is a link or belongs to another user, or takes no more.
     """
     path = user_cache_folder("profiles") / f"{hashlib.sha256(profile.encode()).hexdigest()[:32]}.pbtxt"
-    try:
-        if read_cached(path) != profile.encode():
-            write_cached(path, profile)
-    except UserError as reason:
-        try:
-            with tempfile.NamedTemporaryFile("w", prefix="moe_jax_", suffix=".pbtxt") as file:
-                file.write(profile)
-                file.flush()
-                _LOG.warning("the scheduler's profile is kept for this compilation only: %s", reason)
-                return lowered.compile({**options, PROFILE_OPTION: file.name})
-        except OSError:
-            raise reason from None
+    if read_cached(path) != profile.encode():
+        write_cached(path, profile)
     return lowered.compile({**options, PROFILE_OPTION: str(path)})
 
 

@@ -1,8 +1,9 @@
 """The training loop: steps, checkpoints, evaluations, and a clean end.
 
-Inputs: a `Stepper`, an open run folder, and this process' place in the job. Outputs: files in the folder. The host
-reads a step's metrics `lag` steps after it was dispatched, so the devices never wait for it; a checkpoint or an
-evaluation first reads the metrics of all steps in flight.
+Inputs: a `Stepper`, an open run folder, and this process' place in the job. Outputs: files in the folder; or an error
+that names the first leaf that is not finite, and where the run can go on. The host reads a step's metrics `lag` steps
+after it was dispatched, so the devices never wait for it; a checkpoint or an evaluation first reads the metrics of all
+steps in flight.
 """
 
 from __future__ import annotations
@@ -10,25 +11,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import statistics
 import time
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from moe_jax.data.stream import prefetch, unigram_entropy
+from moe_jax.errors import NonFiniteError
+from moe_jax.jobs.hosts import Hosts
 from moe_jax.jobs.stop import StopSignal
 from moe_jax.models.counts import flops_per_token
 from moe_jax.models.language_model import flatten
 from moe_jax.storage.host_data import HostData
 from moe_jax.training.compiling import compiled_peak, memory_counts
-from moe_jax.training.finite import build_local_finite, check_finite, check_state
 from moe_jax.training.origin import OpenRun
-from moe_jax.training.program import Programs, Session
+from moe_jax.training.program import Session
 from moe_jax.training.recorder import Recorder, step_record
-from moe_jax.training.slow_processes import probe_seconds, slow_processes
 from moe_jax.training.stepper import NoCompleteProgramError, Stepper
 
 SAVE_SECONDS = 1800.0  # that a process waits for the last checkpoint's other parts
+REMEDY = "Lower train.learning_rate, or raise train.warmup_steps"
+_SLOW = 1.5  # times the median
 
 
 class Loop:
@@ -48,9 +54,8 @@ class Loop:
         self.local_finite = build_local_finite(stepper.state, session.roles.mesh)
         self.evaluation_step = session.evaluation_step() if self.engine is None else None
         self.compile_seconds: float | None = None  # of what the next step to finish ran first
-        self.compiled_peak: int | None = None  # bytes of the largest program that ran
+        self.compiled_peak = 0  # bytes of the largest program that ran, on devices that count none
         self.profiling = False
-        self.watched: Programs | None = None  # whose complete program was looked at, once it was compiled
         self.clock = time.monotonic()
         stepper.before_wait = self.before_wait
         is_main = opened.hosts.is_main
@@ -87,7 +92,7 @@ class Loop:
                     self.compile(stepper.leave_teacher)
                     self.note(f"the teacher has left; {self.compile_seconds:.1f} s to compile")
                 self.profile(train.profile_steps is not None and step in range(*train.profile_steps))
-                self.dispatch(batch, int(stop.requested))
+                stepper.dispatch(feed.to_devices(batch), int(stop.requested))
                 for every, do in (train.checkpoint_every, self.save), (train.evaluate_every, self.evaluate):
                     if every and stepper.step % every == 0 and stepper.step < train.steps:
                         self.read_metrics(stop)
@@ -112,9 +117,6 @@ class Loop:
         else:
             check_state(stepper.step, stepper.state, self.local_finite, self.checkpoint)
         self.compile(stepper.compile)
-        self.compiled_peak = compiled_peak(stepper.executable)
-        if stepper.programs.common is not None and self.compiled_peak is not None:
-            self.note(stepper.describe_memory(self.compiled_peak))
 
     def compile(self, work: Callable[[], float]):
         """Compile by `work`, which returns its seconds; it may take long, so no step is due meanwhile."""
@@ -128,13 +130,6 @@ class Loop:
         self.hosts.touch(None)
         self.note("a bucket overflowed, and the complete program is still compiling")
 
-    def dispatch(self, batch, flag: int):
-        """Dispatch the next step on this process' rows of its batch; flag: 1 asks all processes to stop."""
-        stepper, running = self.stepper, self.stepper.executable
-        stepper.dispatch(stepper.session.feed.to_devices(batch), flag)
-        if stepper.executable is not running and self.compiled_peak is not None:
-            self.compiled_peak = max(self.compiled_peak, compiled_peak(stepper.executable) or 0)
-
     def note(self, text: str):
         """Show a line that begins with the number of finished steps."""
         if self.recorder is not None:
@@ -142,11 +137,6 @@ class Loop:
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
         """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
-        programs = self.stepper.programs
-        if programs is not self.watched and programs.common is not None and programs.complete.done():
-            self.watched = programs
-            if why := self.stepper.complete_program_fault():
-                self.note(why)
         for step, metrics in self.stepper.finished(until):
             stop.observe(int(metrics["stop"]), step)
             self.hosts.touch(step)
@@ -189,12 +179,13 @@ class Loop:
             teacher = session.teacher.model
             flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length, teacher.lora)[0]
         # by now the step is done, and grows the peak no more
-        peaks = memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use")
+        if not (peaks := memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use")):
+            self.compiled_peak = max(self.compiled_peak, compiled_peak(self.stepper.executable) or 0)
         measured = {
             "tokens_per_second": tokens / seconds,
             "model_flops_per_second": tokens * flops / seconds,
             "step_seconds": seconds,
-            "peak_device_bytes": max(peaks, default=self.compiled_peak),
+            "peak_device_bytes": max(peaks, default=self.compiled_peak or None),
         }
         if self.compile_seconds is not None:
             measured["compile_seconds"], self.compile_seconds = self.compile_seconds, None
@@ -218,10 +209,8 @@ class Loop:
         home = session.home if self.engine is None else self.engine.home
         self.checkpoints.save(step, session.saved(stepper.state), home, host.to_json())
         self.checkpoint = step
-        if self.hosts.process_count > 1:
-            seconds = self.hosts.gather_text(f"speed at step {step}", str(probe_seconds()))
-            if line := slow_processes(list(map(float, seconds)), self.hosts.names):
-                self.note(line)
+        if line := slow_processes(self.hosts, step):
+            self.note(line)
         self.hosts.touch(step)
 
     def finish_save(self):
@@ -287,3 +276,103 @@ def evaluate(
         if after_batch is not None:
             after_batch()
     return total / max(count, 1)
+
+
+def check_finite(
+    step: int, metrics: dict, names: list[str], last_checkpoint: int | None, *, skipped: int = 0, allowed: int = 0
+):
+    """Raise NonFiniteError if the loss or gradient of step `step` (from 1) is not finite, and it may not be skipped.
+
+    Args:
+      metrics: of the step, as NumPy.
+      names: of the gradient leaves, in the order of metrics['square_norms'].
+      last_checkpoint: step of the last finished checkpoint, or None.
+      skipped: steps that were not finite so far, this one among them, of at most `allowed`.
+    """
+    finite = np.isfinite(metrics["square_norms"])
+    if allowed and skipped <= allowed:
+        return
+    if metrics.get("overflowed", False):
+        return  # of a scaled loss, whose scale is lowered
+    if np.isfinite(metrics["loss"]) and finite.all() and not metrics.get("skipped", False):
+        return
+    gradient = "every gradient is finite"
+    if not finite.all():
+        gradient = f"gradient leaf {names[int(np.argmin(finite))]!r} is the first that is not finite"
+    beyond = f"; {skipped} such steps are more than train.max_skipped_steps ({allowed})" if allowed else ""
+    tolerate = "" if allowed else ", or let train.max_skipped_steps leave out a few such steps"
+    raise NonFiniteError(
+        f"step {step}: the loss is {float(metrics['loss'])}, and {gradient}{beyond}; "
+        f"{last_finite(last_checkpoint)}. {REMEDY}{tolerate}"
+    )
+
+
+def build_local_finite(state: dict, mesh: jax.sharding.Mesh) -> Callable:
+    """Return jitted (leaves of a state) -> bool [devices, leaves]: whether a device's part of a leaf is finite."""
+
+    # no collective, so that it may be dispatched behind steps in flight
+    def check(leaves):
+        return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])[None]
+
+    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(state)]
+    rows = jax.sharding.PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(check, mesh=mesh, in_specs=(specs,), out_specs=rows))
+
+
+def check_state(step: int, state: dict, local_finite: Callable, last_checkpoint: int | None):
+    """Raise NonFiniteError where this process' part of a state is not finite; one that raises ends the others too.
+
+    What no step can go on from would push out, as a checkpoint, what one can.
+
+    Args:
+      step: of the state; local_finite: of `build_local_finite`; last_checkpoint: its step, or None.
+    """
+    shards = local_finite(jax.tree.leaves(state)).addressable_shards
+    finite = np.all([np.asarray(shard.data)[0] for shard in shards], axis=0)
+    if finite.all():
+        return
+    name, hint = list(flatten(state))[int(np.argmin(finite))], f"{last_finite(last_checkpoint)}. {REMEDY}"
+    if last_checkpoint == step:  # from which it was read
+        hint = "move the checkpoint of this step away, and the one before it is taken"
+    raise NonFiniteError(
+        f"step {step}: {name!r} is the first leaf of the state that is not finite, so it is not saved; {hint}"
+    )
+
+
+def last_finite(checkpoint: int | None) -> str:
+    """Return in words where a run that ends now can go on; only finite states are saved."""
+    if checkpoint is None:
+        return "there is no checkpoint yet"
+    return f"the checkpoint of step {checkpoint} is the last finite one"
+
+
+def slow_processes(hosts: Hosts, step: int) -> str:
+    """Return in words which processes of a job are slow, '' where none is; all of them call it, after the same `step`.
+
+    Each times the same work on its first device. A step tells nothing: in it all wait for the slowest.
+    """
+    if hosts.process_count == 1:
+        return ""
+    seconds = list(map(float, hosts.gather_text(f"speed at step {step}", str(probe_seconds()))))
+    median = statistics.median_low(seconds)  # of two the faster one
+    slow = [
+        f"process {index} ({name}) takes {own / median:.1f} times as long as the median"
+        for index, (own, name) in enumerate(zip(seconds, hosts.names, strict=True))
+        if own > _SLOW * median
+    ]
+    return f"{', '.join(slow)} for the same work on its device: all wait for it" if slow else ""
+
+
+def probe_seconds() -> float:
+    """Return how long this process' first device takes for a product of matrices, at best; other devices do not count.
+
+    At best of three runs, after one that compiles.
+    """
+    device, seconds = jax.local_devices()[0], []
+    side = 512 if device.platform == "cpu" else 4096  # 64 MiB: a training run leaves little memory
+    matrix = jax.device_put(np.ones((side, side), np.float32), device)
+    for _ in range(4):
+        began = time.monotonic()
+        jax.block_until_ready(jnp.matmul(matrix, matrix))
+        seconds.append(time.monotonic() - began)
+    return min(seconds)

@@ -1,26 +1,30 @@
-"""Where a run's state comes from, chosen by what checkpoints hold beside their arrays, before anything is built.
+"""An open run folder, and where its run's state comes from: chosen by host data alone, before anything is built.
 
-Inputs: an open run folder, and what a command asks for. Outputs: the step to go on from, or the model to start from,
-with the config to train with and the host data to go on with. What may differ between a checkpoint and the command that
-resumes it is decided in `moe_jax.config.run_config`.
+Inputs: a path, what a command asks for, and this process' place in the job. Outputs: a folder that all processes see,
+with its lock where the job writes; the step to go on from, or the model to start from, with the config to train with
+and the host data to go on with. What may differ between a checkpoint and the command that resumes it is decided in
+`moe_jax.config.run_config`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.data.tokenizer import with_kept_file
-from moe_jax.errors import UserError
+from moe_jax.errors import HostLostError, UserError
 from moe_jax.jobs.hosts import Hosts
+from moe_jax.jobs.lock import FolderLock
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.storage.host_data import HostData
-from moe_jax.storage.run_folder import RunFolder, read_text
-from moe_jax.training.frozen_base import settle_base
-from moe_jax.training.shared_folder import say
-from moe_jax.training.teacher import settle_teacher
+from moe_jax.storage.run_folder import RunFolder, environment_record, read_text
+from moe_jax.training.frozen_models import settle_base, settle_teacher
+
+FOLDER_SECONDS = 60.0  # until a network file system shows what another host has made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,76 @@ class Origin:
     step: int | None  # of the checkpoint in the folder to go on from, None for a new run
     parent: int | None  # of the checkpoint in `Start.init_from` from whose parameters a new run starts
     host: HostData  # of that first checkpoint, with what this command changes
+
+
+def say(hosts: Hosts, text: str) -> None:
+    """Print a line, on the main process."""
+    if hosts.is_main:
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def open_run(
+    config: RunConfig, config_text: str, hosts: Hosts, workdir: str, start: Start | None = None
+) -> Iterator[OpenRun]:
+    """Yield a run folder with its checkpoints, once all processes agree on config and versions.
+
+    Args:
+      start: of a run that trains, which holds the folder's lock; None: nothing is trained, and the folder must exist.
+
+    Raises:
+      UserError: the folder cannot be opened, another job has it, or the processes of this one were started with
+        different configs or versions.
+      HostLostError: a process does not see process 0's folder.
+    """
+    hosts.agree("config", config_text, differing_binding)
+    versions = ", ".join(f"{name} {version}" for name, version in environment_record()["packages"].items())
+    hosts.agree("versions", versions, lambda first, other: f"process {{index}} has {other}, and process 0 {first}")
+    with shared_folder(workdir, hosts, writes=start is not None) as folder:
+        checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
+        with contextlib.closing(checkpoints):
+            yield OpenRun(config, config_text, start or Start(), folder, checkpoints, hosts)
+
+
+def differing_binding(first: str, other: str) -> str:
+    """Return in words the first binding in which process 0's config text and this process' differ."""
+    for binding, old, new in config_differences(first, other):
+        return f"{binding} is {old} on process 0 and {new} on process {{index}}; start all with the same flags"
+    return ""
+
+
+@contextlib.contextmanager
+def shared_folder(workdir: str, hosts: Hosts, *, writes: bool) -> Iterator[RunFolder]:
+    """Yield a run folder that all processes see; a job that writes makes it, and holds its lock.
+
+    Process 0 makes the folder before any other looks for it; at the end an empty one that it made goes.
+
+    Raises:
+      UserError: the folder cannot be opened, or another job has it.
+      HostLostError: a process does not see process 0's folder.
+    """
+    with contextlib.ExitStack() as stack:
+        if hosts.is_main:
+            folder = RunFolder(workdir, create=writes)
+            stack.callback(folder.remove_if_unused)
+            if writes:
+                stack.enter_context(FolderLock(folder, hosts.fail))
+        seen = hosts.gather_text("run folder", str(folder.seen()) if hosts.is_main else "")[0]
+        yield folder if hosts.is_main else _await_folder(workdir, hosts, seen)
+
+
+def _await_folder(workdir: str, hosts: Hosts, seen: str) -> RunFolder:
+    """Return process 0's run folder, as another process sees it, once it does; seen: as of `RunFolder.seen`."""
+    deadline = time.monotonic() + FOLDER_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(UserError):
+            if str((folder := RunFolder(workdir, create=False)).seen()) == seen:
+                return folder
+        time.sleep(0.5)
+    raise HostLostError(
+        f"process {hosts.process_index} does not see process 0's run folder {workdir}; give a --workdir that all hosts "
+        "share"
+    )
 
 
 def newest_checkpoint(

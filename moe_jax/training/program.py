@@ -37,17 +37,11 @@ from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
 from moe_jax.replan.segments import build_model, stated_buckets
-from moe_jax.training.compiling import (
-    compared_function,
-    compile_for_all,
-    compiler_options,
-    find_target,
-    scheduler_memory,
-)
+from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, scheduler_memory
 from moe_jax.training.feed import Feed, padded_vocabulary
+from moe_jax.training.frozen_models import mesh_experts, teacher_model
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, first_state, make_train_step
-from moe_jax.training.teacher import mesh_experts, teacher_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +147,20 @@ class Program:
         return options | scheduler_memory(self.devices[0], held)
 
     def compared(self, function: Callable) -> Callable:
-        """Return a jitted function as one that all processes compare at its first call (`compared_function`)."""
-        return compared_function(function, self.compiler_options())
+        """Return a jitted function as one that all processes compare, as `compile_for_all`, at its first call.
+
+        Args:
+          function: what jax.jit returned; all calls have the same shapes and shardings.
+        """
+        executable = None
+
+        def call(*arguments):
+            nonlocal executable
+            if executable is None:
+                executable = compile_for_all(function.lower(*arguments), self.compiler_options(), None)
+            return executable(*arguments)
+
+        return call if jax.process_count() > 1 else function
 
     def compile_step(self, shape: Shapes | None = None, common: bool = False):
         """Return (executable, seconds) of what `trace_step` traces."""
@@ -235,21 +241,18 @@ class Session(Program):
 
     def fresh_state(self, params=None) -> dict:
         """Return the state of step 0, from given parameters or from new ones; adapters are new ones always."""
-        start = jax.random.key(self.config.train.seed) if params is None else params
-        return self.state_maker(params is None)(start)
-
-    def state_maker(self, of_key: bool = True) -> Callable:
-        """Return make(start) -> the state of step 0, jitted; start: a random key, or else parameters."""
+        key = jax.random.key(self.config.train.seed)
 
         def make(start):  # traced: each device makes its own part
-            made = self.model.init(start) if of_key else start
-            if not of_key and self.model.lora.rank:
-                key = jax.random.fold_in(jax.random.key(self.config.train.seed), 1)
-                made = joined(start, self.model.init_adapters(key, start))
+            made = self.model.init(start) if params is None else start
+            if params is not None and self.model.lora.rank:
+                made = joined(start, self.model.init_adapters(jax.random.fold_in(key, 1), start))
             return first_state(made, self.model, self.optimizer, self.state_shardings)
 
         # parameters that were read become the state's own: a base that fills half of a device is not there twice
-        return jax.jit(make, out_shardings=self.state_shardings.state, donate_argnums=() if of_key else 0)
+        donated = () if params is None else 0
+        maker = jax.jit(make, out_shardings=self.state_shardings.state, donate_argnums=donated)
+        return maker(key if params is None else params)
 
     def evaluation_step(self, shape: Shapes | None = None):
         """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, `rows`, Sq], jitted.

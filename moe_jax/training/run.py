@@ -6,14 +6,12 @@ lines that state the result.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from moe_jax.config.run_config import RunConfig, config_differences
+from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data.tokenizer import find_tokenizer, with_kept_file
 from moe_jax.errors import UserError
@@ -23,13 +21,12 @@ from moe_jax.observe.report import has_report, report_run
 from moe_jax.parallel.nodes import node_size
 from moe_jax.replan.engine import RejitEngine, build_engine
 from moe_jax.storage.checkpoint import Checkpointer, DamagedCheckpointError
-from moe_jax.storage.run_folder import RunFolder, environment_record
-from moe_jax.training.frozen_base import load_base, restore_params
+from moe_jax.storage.run_folder import RunFolder
+from moe_jax.training.frozen_models import load_base, restore_params
 from moe_jax.training.loop import Loop, evaluate
-from moe_jax.training.origin import OpenRun, Origin, Start, choose_origin, newest_checkpoint
+from moe_jax.training.origin import OpenRun, Origin, Start, choose_origin, newest_checkpoint, open_run, say
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.recorder import banner, write_beginning
-from moe_jax.training.shared_folder import say, shared_folder
 from moe_jax.training.stepper import Stepper
 
 RESTORE_SECONDS = 1800.0  # from the first process that has read a checkpoint, or its text, to the last
@@ -88,36 +85,6 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
         bits = session.feed.bits_per_byte(losses[0])
         by_bytes = "" if bits is None else f"; {bits:.4f} bits per byte"
         say(hosts, f"step {step}: held-out loss {losses[0]:.4f}{averaged}{by_bytes}")
-
-
-@contextlib.contextmanager
-def open_run(
-    config: RunConfig, config_text: str, hosts: Hosts, workdir: str, start: Start | None = None
-) -> Iterator[OpenRun]:
-    """Yield a run folder with its checkpoints, once all processes agree on config and versions.
-
-    Args:
-      start: of a run that trains, which holds the folder's lock; None: nothing is trained, and the folder must exist.
-
-    Raises:
-      UserError: the folder cannot be opened, another job has it, or the processes of this one were started with
-        different configs or versions.
-      HostLostError: a process does not see process 0's folder.
-    """
-    hosts.agree("config", config_text, differing_binding)
-    versions = ", ".join(f"{name} {version}" for name, version in environment_record()["packages"].items())
-    hosts.agree("versions", versions, lambda first, other: f"process {{index}} has {other}, and process 0 {first}")
-    with shared_folder(workdir, hosts, writes=start is not None) as folder:
-        checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
-        with contextlib.closing(checkpoints):
-            yield OpenRun(config, config_text, start or Start(), folder, checkpoints, hosts)
-
-
-def differing_binding(first: str, other: str) -> str:
-    """Return in words the first binding in which process 0's config text and this process' differ."""
-    for binding, old, new in config_differences(first, other):
-        return f"{binding} is {old} on process 0 and {new} on process {{index}}; start all with the same flags"
-    return ""
 
 
 def tell_finished(opened: OpenRun, step: int):

@@ -38,9 +38,9 @@ def make_gradients(
     model: LanguageModel, config: TrainConfig, length: int, plan: Shapes | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
-    """Return gradients(params, batch, tables, key, *teacher_params, scale=None) -> (gradients, StepStats [Nm, ...]).
+    """Return gradients(params, batch, tables, key, taught=None, scale=None) -> (gradients, StepStats [Nm, ...]).
 
-    They are of what is trained, `LanguageModel.trained`.
+    They are of what is trained, `LanguageModel.trained`; `taught`: the parameters of a teacher.
     With `scale`, float [], the backward starts from it instead of from 1, and what it returns is divided by it.
     """
     microbatches = config.grad_accum_steps
@@ -58,7 +58,8 @@ def make_gradients(
 
     value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
 
-    def gradients(params, batch, tables, key, *frozen, scale=None):
+    def gradients(params, batch, tables, key, taught=None, scale=None):
+        frozen = () if taught is None else (taught,)
         normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
         if apart != "none":
             params = with_own_leaves(params, layout, roles)
@@ -179,8 +180,9 @@ def make_train_step(
     model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
     plan: Shapes | None = None, teacher: Teacher | None = None, common: bool = False,
 ) -> Callable:  # fmt: skip
-    """Return train_step(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), jitted; the state is
-    donated. See `make_update` for metrics and arguments.
+    """Return train_step(state, batch, tables, host_signals[, taught]) -> (state, metrics), jitted.
+
+    The state is donated. See `make_update` for metrics and arguments.
 
     It is the complete program, with all passes that an overflow may need; or the `common` one, train_step(state,
     halted, batch, ...), for a step without overflow: pass 0 alone, so it has no conditional. `halted` is bool [], and
@@ -195,8 +197,8 @@ def make_train_step(
         teacher = None if teacher is None else dataclasses.replace(teacher, model=first_pass_model(teacher.model))
     update = make_update(model, config, length, plan, teacher)
 
-    def common_step(state, halted, *inputs):
-        new_state, metrics = update(state, *inputs)
+    def common_step(state, halted, batch, tables, host_signals, taught=None):
+        new_state, metrics = update(state, batch, tables, host_signals, taught)
         halted = halted | (metrics["most_passes"] > 1)
         chosen = jax.tree.map(functools.partial(jnp.where, halted), state, new_state)
         return chosen, {**metrics, "halted": halted}
@@ -211,13 +213,13 @@ def make_update(
     model: LanguageModel, config: TrainConfig, length: int, plan: Shapes | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
-    """Return train_step(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), one optimizer step.
+    """Return train_step(state, batch, tables, host_signals[, taught]) -> (state, metrics), one optimizer step.
 
-    A pure function of global arrays, to be jitted. Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float [];
-    square_norms float [leaves], squared norm of each gradient leaf in the order of `flatten(params)`; loads int32
-    [L, sources, E], as in `StepStats`; gate_entropy float [L]; dropped, passes int32 [L]; most_passes int32 [], of all
-    layers, a teacher's among them; stop int32 [], 1 if any host asked to stop; under the router `base` also completed
-    int32 [L], tokens that it placed after its auction.
+    A pure function of global arrays, to be jitted; `taught`: a teacher's parameters. Metrics: loss, aux_loss, z_loss,
+    grad_norm, learning_rate float []; square_norms float [leaves], squared norm of each gradient leaf in the order of
+    `flatten(params)`; loads int32 [L, sources, E], as in `StepStats`; gate_entropy float [L]; dropped, passes int32
+    [L]; most_passes int32 [], of all layers, a teacher's among them; stop int32 [], 1 if any host asked to stop; under
+    the router `base` also completed int32 [L], tokens that it placed after its auction.
 
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
     of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
@@ -229,11 +231,11 @@ def make_update(
     gradients = make_gradients(model, config, length, plan, teacher)
     moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), model.trained(model.layout().state))
 
-    def train_step(state, batch, tables, host_signals, *frozen):
+    def train_step(state, batch, tables, host_signals, taught=None):
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
         scaling = state.get("loss_scale")
         scale = None if scaling is None else scaling.scale
-        grads, stats = gradients(state["params"], batch, tables, key, *frozen, scale=scale)
+        grads, stats = gradients(state["params"], batch, tables, key, taught, scale)
         grads = lax.with_sharding_constraint(grads, moments)
 
         # The state after the optimizer, the routers and the moving average.

@@ -17,15 +17,11 @@ import numpy as np
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
-from moe_jax.models.counts import device_bytes
-from moe_jax.observe.progress import with_prefix
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.replan.engine import RejitEngine, build_engine
-from moe_jax.replan.segments import sizes_of
 from moe_jax.storage.host_data import Overflows
-from moe_jax.training.compiling import compiled_peak, memory_counts
+from moe_jax.training.frozen_models import load_teacher
 from moe_jax.training.program import Programs, Session, build_session
-from moe_jax.training.teacher import load_teacher
 
 # An optimistic step runs a common program, which has pass 0 of the exchanges alone and no conditional for an overflow;
 # where a bucket overflows it leaves the state as it was and says so. The same batch then goes through the complete
@@ -84,30 +80,6 @@ class Stepper:
         self.programs = programs = self.session.compile_programs() if self.engine is None else self.engine.start()
         self.executable = programs.complete.result() if programs.common is None else programs.common
         return programs.seconds
-
-    def describe_memory(self, common: int) -> str:
-        """Return in words what memory a step takes whose common program needs so many bytes, and where it overflows."""
-        session, shape = self.session, None if self.engine is None else self.engine.shape
-        limits = memory_counts(session.roles.mesh.local_devices, "bytes_limit")
-        there = f" of {with_prefix(min(limits))}B" if limits else ""
-        sizes = sizes_of(session.config, session.roles, session.model.vocab_size)
-        complete = common + device_bytes(sizes, shape).overflow
-        return (
-            f"optimistic steps take {with_prefix(common)}B of a device's memory{there}, and where a bucket overflows "
-            f"about {with_prefix(complete)}B, by a program that is being compiled"
-        )
-
-    def complete_program_fault(self) -> str:
-        """Return why a step that overflows could not run the complete program, which is compiled; '' where it can."""
-        complete = self.programs.complete
-        limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
-        if (error := complete.exception()) is not None:
-            why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
-        elif limits and (needed := compiled_peak(complete.result()) or 0) > min(limits):
-            why = f"needs {with_prefix(needed)}B of each device's memory, which has {with_prefix(min(limits))}B"
-        else:
-            return ""
-        return f"the complete program {why}, so the first bucket that overflows ends the run"
 
     def teacher_leaves(self) -> bool:
         """Say whether the next step is the first without the teacher; then `leave_teacher` comes before it."""

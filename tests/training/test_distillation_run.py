@@ -15,8 +15,8 @@ from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.storage.host_data import HostData
+from moe_jax.training.frozen_models import settle_teacher
 from moe_jax.training.stepper import build_stepper
-from moe_jax.training.teacher import settle_teacher
 
 MESH = "MeshConfig.data = 4"
 FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")

@@ -17,7 +17,7 @@ from moe_jax.parallel.mesh import to_devices
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training import loop
 from moe_jax.training.feed import Feed
-from moe_jax.training.finite import check_finite
+from moe_jax.training.loop import check_finite
 from moe_jax.training.recorder import step_record
 from moe_jax.training.step import first_scale, make_gradients
 from moe_jax.training.stepper import build_stepper

@@ -1,7 +1,8 @@
-"""The teacher of a student: read from its run folder, checked against the student, and put on the student's mesh.
+"""The frozen models of a run: the teacher of a student, and the base under adapters.
 
-Inputs: a `RunConfig` whose `DistillationConfig.teacher` names a run folder. Outputs: the model that teaches, its
-parameters on the devices, and its identity, which the student's checkpoints hold instead of its weights.
+Inputs: a `RunConfig` whose `DistillationConfig.teacher` names a run folder, or which has a `LoraConfig.rank`, whose
+base --init_from names, or a checkpoint remembers. Outputs: the model that teaches; a frozen model's parameters, checked
+and put on the run's mesh; and its identity, which the run's checkpoints hold instead of its weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 from collections.abc import Iterator
 
 import jax
@@ -22,14 +24,18 @@ from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import expert_counts
 from moe_jax.models.language_model import Teacher
+from moe_jax.models.lora import base_of, joined
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import make_schedule
 from moe_jax.parallel.mesh import Roles, mesh_axes, replace_leaf
 from moe_jax.replan.segments import build_model
+from moe_jax.storage.bank_order import Homes
 from moe_jax.storage.checkpoint import Checkpointer, run_config
-from moe_jax.storage.host_data import ModelIdentity
+from moe_jax.storage.host_data import HostData, ModelIdentity
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
+
+_HASHING_SECONDS = 1800.0  # that the others wait while process 0 reads a model: about a GB a second
 
 
 @contextlib.contextmanager
@@ -207,3 +213,92 @@ def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
         return replace_leaf(lambda leaf: leaf.astype(wanted.dtype), leaf, wanted.sharding)
 
     return {**params, "bank": jax.tree.map(cast, params["bank"], teacher.held_params()["bank"])}
+
+
+def settle_base(config: RunConfig, init_from: str, before: ModelIdentity | None, hosts: Hosts) -> ModelIdentity | None:
+    """Return the identity of the model that a run adapts; None without LoRA.
+
+    Args:
+      init_from: run folder that the command names, or ''; it wins over the one that the checkpoint remembers.
+      before: the base as the checkpoint names it that the run goes on from, None for a new run.
+
+    Raises:
+      UserError: no such folder, or not the model that the run adapted so far.
+    """
+    if not config.lora.rank:
+        return None
+    folder = os.path.abspath(os.path.expanduser(init_from)) if init_from else before.folder if before else ""
+    if not folder:
+        raise UserError(
+            f"LoraConfig.rank ({config.lora.rank}) adapts a model that is there already; name its run folder with "
+            "--init_from=DIR, or set LoraConfig.rank = 0"
+        )
+    checkpoints, step = _open_base(folder, before.step if before else None)
+    hosts.agree("base", f"{folder}, step {step}", lambda *_: f"{folder} is not the same run on all processes; name one "
+        "folder that all machines share")  # fmt: skip
+    parameters = hosts.gather_text("hash of base", checkpoints.digest(step) if hosts.is_main else "", _HASHING_SECONDS)
+    identity = ModelIdentity(folder=folder, step=step, parameters=parameters[0])
+    if before is not None:
+        _check_base(before, identity)
+    return identity
+
+
+def _check_base(before: ModelIdentity, now: ModelIdentity) -> None:
+    """Raise a UserError where a base is not the one that adapters were trained on."""
+    if now.parameters != before.parameters:
+        raise UserError(
+            f"{now.folder}, step {now.step}, is not the model that these adapters are for: its parameters have the "
+            f"hash {now.parameters:.8}, and {before.folder} had {before.parameters:.8}; put it back, or give its "
+            "folder with --init_from"
+        )
+
+
+def _open_base(folder: str, step: int | None) -> tuple[Checkpointer, int]:
+    """Return the checkpoints of a base and the step of the one that is meant, the newest for None.
+
+    Raises:
+      UserError: one of them is gone; it says what they are needed for.
+    """
+    try:
+        checkpoints = Checkpointer(RunFolder(folder, create=False).checkpoints, keep=1)
+    except UserError as error:
+        raise UserError(
+            f"the model under the adapters: {error}; put it back there, or resume the run with --init_from=DIR"
+        ) from error
+    if step is not None and step not in (there := checkpoints.steps()):
+        raise UserError(
+            f"{checkpoints.folder} has the steps {', '.join(map(str, there)) or 'none'}, and these adapters are for "
+            f"step {step}: put that one back"
+        )
+    return checkpoints, checkpoints.choose(step)
+
+
+def checked_base(base: ModelIdentity) -> tuple[Checkpointer, int]:
+    """Return the checkpoints of a base and its step; a UserError where it is not what adapters were trained on."""
+    checkpoints, step = _open_base(base.folder, base.step)
+    _check_base(base, dataclasses.replace(base, parameters=checkpoints.digest(step)))
+    return checkpoints, step
+
+
+def load_base(model: LanguageModel, abstract_params: dict, base: ModelIdentity, home: Homes) -> dict:
+    """Return the frozen parameters {'dense', 'bank'} on the devices, in the dtypes in which a run keeps them.
+
+    Args:
+      model: with adapters; abstract_params: its parameters as ShapeDtypeStructs with shardings.
+      home: where the experts are to be stored.
+    """
+    checkpoints, step = _open_base(base.folder, base.step)
+    stored = model.config.param_dtype
+    return checkpoints.restore_params(step, base_of(abstract_params), home, stored_dtype=stored)
+
+
+def restore_params(
+    checkpoints: Checkpointer, step: int, model: LanguageModel, abstract_params: dict, home: Homes, part: str = "params"
+) -> dict:
+    """Return the parameters of a checkpoint; where it holds adapters, with the model under them, which is checked."""
+    if not model.lora.rank:
+        return checkpoints.restore_params(step, abstract_params, home, part)
+    adapters = checkpoints.restore_params(step, model.trained(abstract_params), home, part)
+    base = HostData.from_json(checkpoints.read_host(step)).base
+    checked_base(base)
+    return joined(load_base(model, abstract_params, base, home), adapters)
