@@ -29,8 +29,7 @@ from moe_jax.moe.build import check_router, make_schedule
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.replan.build import build_sessions
-from moe_jax.replan.costs import most_shapes, settle_memory
+from moe_jax.replan.costs import build_sessions, most_shapes, settle_memory
 from moe_jax.replan.segments import build_model, initial_placement, segment_runs, sizes_of
 from moe_jax.replan.session import PlanSession
 from moe_jax.training.feed import padded_vocabulary

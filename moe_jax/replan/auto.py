@@ -48,60 +48,61 @@ EXACT_DEVICES = 1024  # up to which every pair of devices is counted
 SHOWN = 8  # settings in the table of a decision
 
 
-class Setting:
+class Setting(PlanSession):
     """One planner with so many slots, under one schedule; its splits share the planner's work.
 
     Attributes:
-      names: of its splits, 'SCHEDULE PLANNER SLOTS SPLIT'.
+      splits: of `PlannerConfig.split`, those that there are plans for; names: theirs, 'SCHEDULE PLANNER SLOTS SPLIT'.
       ahead: the transfer that its step is compiled for by now.
       moved: seconds of homes that moved with the newest plan, in one step.
+      plans: the newest, of each split.
     """
 
     def __init__(self, config, start: Placement, cost: Cost, exchanges: int = 1):
         """Take a `PlannerConfig` with the planner's name and slots, and a cost with the schedule's name."""
-        self.session = PlanSession(config, start, cost, exchanges)
+        super().__init__(config, start, cost, exchanges)
         plain = not cost.replica_slots and cost.schedule in ("", *(line.name for line in cost.schedules[:1]))
         self.program = "" if plain else f"{cost.schedule}/{cost.replica_slots}"  # a run starts with ''
         title = f"{cost.schedule or 'as configured'} {config.name} {cost.replica_slots}"
         several = config.split == "auto" and cost.replica_slots
         self.splits = SPLITS if several else (config.split.replace("auto", "plan"),)
         self.names = tuple(f"{title} {split}" for split in self.splits)
-        self.session.config = dataclasses.replace(self.session.config, split="plan", must_pay=False)
+        self.config = dataclasses.replace(self.config, split="plan", must_pay=False)
         self.ahead: TransferShape | None = None
         self.moved = 0.0
         self.plans: tuple[Placement, ...] = ()
 
     def begin(self, placement: Placement):
         """Start from the homes of a placement, without replicas, as a change to this setting would."""
-        self.session.restart(placement)
+        bare = placement.replace(replicas=None, shares=None, rule="home")
+        self.proposal, self.last_planned = dataclasses.replace(self.proposal, placement=bare), None
         self.ahead, self.plans = None, ()
 
-    def propose(self, iteration: int) -> None:
+    def make_plans(self, iteration: int) -> None:
         """Plan for a step, a plan for each split."""
-        session, before = self.session, self.session.placement
-        plan = session.propose(iteration)
+        before, plan = self.placement, self.propose(iteration)
         self.moved = 0.0
         if plan is before and self.plans:
             return
         if self.plans and (plan.home != before.home).any():
-            self.moved = float(home_seconds(plan.home, before.home, plan.devices, session.cost.prices).sum())
+            self.moved = float(home_seconds(plan.home, before.home, plan.devices, self.cost.prices).sum())
         plan = plan.replace(program=self.program)
-        loads = session.predictor.predict() / session.exchanges_per_step
+        loads = self.predictor.predict() / self.exchanges_per_step
         self.plans = tuple(split_evenly(plan, loads) if split == "even" else plan for split in self.splits)
         shape = dataclasses.replace(build_shape(plan), ahead=self.ahead)
-        self.ahead = grown(session.planner, shape, plan, session.cost).ahead
+        self.ahead = grown(self.planner, shape, plan, self.cost).ahead
 
     def state(self) -> dict:
         """Return what a checkpoint must hold, but for the predictor."""
-        own = {name: value for name, value in self.session.state().items() if not name.startswith("predictor_")}
+        own = {name: value for name, value in super().state().items() if not name.startswith("predictor_")}
         plans = [{"shares": plan.shares, "rule": list(plan.rule)} for plan in self.plans]
         ahead = None if self.ahead is None else dataclasses.asdict(self.ahead)
         return {"session": own, "plans": plans, "ahead": ahead, "moved": self.moved}
 
     def restore(self, state: dict) -> None:
         """Continue from what `state` returned; the predictor is restored."""
-        self.session.restore({**state["session"], **self.session.predictor.state()})
-        plan = self.session.placement.replace(program=self.program)
+        super().restore({**state["session"], **self.predictor.state()})
+        plan = self.placement.replace(program=self.program)
         self.plans = tuple(
             plan.replace(shares=np.asarray(own["shares"]), rule=tuple(own["rule"])) for own in state["plans"]
         )
@@ -109,8 +110,7 @@ class Setting:
 
     def seconds(self, loads: np.ndarray) -> list[float]:
         """Return what the layers take under each split's plan for one exchange's loads [L, S, E], moves included."""
-        cost = self.session.cost
-        return [step_seconds(plan, loads, cost, self.ahead) + self.moved for plan in self.plans]
+        return [step_seconds(plan, loads, self.cost, self.ahead) + self.moved for plan in self.plans]
 
 
 def step_seconds(plan: Placement, loads: np.ndarray, cost: Cost, ahead: TransferShape | None) -> float:
@@ -185,9 +185,8 @@ class AutoSession(PlanSession):
         self.settings = build_settings(config, placement, cost, exchanges_per_step)
         self.predictors: dict[tuple, Predictor] = {}  # settings that look back alike share one
         for setting in self.settings:
-            own = setting.session.config
-            key = (own.predictor, own.window)
-            setting.session.predictor = self.predictors.setdefault(key, setting.session.predictor)
+            key = (setting.config.predictor, setting.config.window)
+            setting.predictor = self.predictors.setdefault(key, setting.predictor)
         self.current = (0, 0)  # places of the setting and the split in force
         self.judged: dict[int, list[list[float]]] = {}  # {place of a setting in a round: each step's seconds by split}
         self.even: list[float] = []  # of the same steps, the least that any setting could take
@@ -208,7 +207,7 @@ class AutoSession(PlanSession):
         self.judged, self.even = {place: [] for place in range(len(self.settings))}, []
         for place, setting in enumerate(self.settings):
             if place != self.current[0]:
-                setting.begin(self.in_force.session.placement)
+                setting.begin(self.in_force.placement)
 
     def observe(self, loads: np.ndarray, apart: int = 1) -> None:
         """Take in a step's loads [L, S, E]: what it took under the plans made before; then as the past of others.
@@ -217,29 +216,32 @@ class AutoSession(PlanSession):
         """
         began, seen = time.perf_counter(), np.asarray(loads) / self.exchanges_per_step
         if self.in_force.plans and apart == 1:
-            even = even_seconds(seen, self.base_cost)
-            places = self.current[:1] if self.settling or not self.judged else self.judged
-            taken = {place: self.settings[place].seconds(seen) for place in places}
-            ratio = taken[self.current[0]][self.current[1]] / max(even, 1e-30)
-            self.recent = [*self.recent, ratio][-self.config.auto_steps :]
-            if self.judged:
-                self.even.append(even)
-                for place, own in taken.items():
-                    self.judged[place].append(own)
-                if self.settling and len(self.even) == self.config.auto_steps:
-                    self.settling, self.even, self.judged = False, [], {place: [] for place in self.judged}
+            self._judge(seen)
         super().observe(loads, apart)
         for predictor in self.predictors.values():
             predictor.observe(loads, apart)
         self.spent += time.perf_counter() - began
+
+    def _judge(self, seen: np.ndarray) -> None:
+        """Note what one exchange's loads [L, S, E] took under the plans that were made for their step."""
+        even = even_seconds(seen, self.base_cost)
+        places = self.current[:1] if self.settling or not self.judged else self.judged
+        taken = {place: self.settings[place].seconds(seen) for place in places}
+        ratio = taken[self.current[0]][self.current[1]] / max(even, 1e-30)
+        self.recent = [*self.recent, ratio][-self.config.auto_steps :]
+        if self.judged:
+            self.even.append(even)
+            for place, own in taken.items():
+                self.judged[place].append(own)
+            if self.settling and len(self.even) == self.config.auto_steps:
+                self.settling, self.even, self.judged = False, [], {place: [] for place in self.judged}
 
     def ask(self, iteration: int) -> Asked:
         """Take the placement of the setting in force for `iteration`; decide first, where a round has ended."""
         began = time.perf_counter()
         if self.judged:
             self._drop_losers()
-            steps, judged = self.config.auto_steps, len(self.even)
-            if len(self.judged) == 1 or judged >= LONGEST * steps or (judged >= steps and self._is_clear()):
+            if self._has_ended():
                 self._decide(iteration)
         else:
             self.wait -= 1
@@ -247,11 +249,19 @@ class AutoSession(PlanSession):
             if self.wait <= 0 or (worse and len(self.recent) == self.config.auto_steps):
                 self._begin_round()
         for place in self.judged or self.current[:1]:
-            self.settings[place].propose(iteration)
+            self.settings[place].make_plans(iteration)
         self.proposal = dataclasses.replace(self.proposal, placement=self.in_force.plans[self.current[1]])
-        self.cost, self.planner = self.in_force.session.cost, self.in_force.session.planner
+        self.cost, self.planner = self.in_force.cost, self.in_force.planner
         self.last_planned, self.spent = iteration, self.spent + time.perf_counter() - began
         return self.asked()
+
+    def _taken(self) -> dict[tuple[int, int], np.ndarray]:
+        """Return {places of a setting and a split: the seconds that it took in each step of the round}."""
+        return {
+            (place, split): np.array(own)
+            for place, rows in self.judged.items()
+            for split, own in enumerate(zip(*rows, strict=True))
+        }
 
     def _drop_losers(self) -> None:
         """Every eight steps stop judging what is dearer than the best, beyond chance and two margins.
@@ -260,43 +270,32 @@ class AutoSession(PlanSession):
         """
         if not self.even or len(self.even) % 8:
             return
-        now = self._taken(*self.current)
-        if now.mean() <= (1 + MARGIN) * np.mean(self.even):
+        taken = self._taken()
+        if taken[self.current].mean() <= (1 + MARGIN) * np.mean(self.even):
             self.judged = {self.current[0]: self.judged[self.current[0]]}
-            return
-        if self.settling:
-            return
-        best = min((self._taken(*at) for at in self._alive()), key=np.mean)
-        for place in set(self.judged) - {self.current[0]}:
-            own = min((self._taken(place, split) for split in range(len(self.settings[place].splits))), key=np.mean)
-            if (own - best).mean() > 2 * MARGIN * best.mean() + 2 * _error(own - best):
-                del self.judged[place]
+        elif not self.settling:
+            best = min(taken.values(), key=np.mean)
+            for place in set(self.judged) - {self.current[0]}:
+                own = min((seconds for at, seconds in taken.items() if at[0] == place), key=np.mean)
+                if (own - best).mean() > 2 * MARGIN * best.mean() + 2 * _error(own - best):
+                    del self.judged[place]
 
-    def _alive(self) -> list[tuple[int, int]]:
-        return [(place, split) for place in self.judged for split in range(len(self.settings[place].splits))]
-
-    def _taken(self, place: int, split: int) -> np.ndarray:
-        """Return the seconds that a setting took in each step of the round."""
-        return np.array([row[split] for row in self.judged[place]])
-
-    def _best(self) -> tuple[tuple[int, int], np.ndarray]:
-        """Return the places of the cheapest setting of the round, and what it saved of the one in force by step."""
-        best = min(self._alive(), key=lambda at: self._taken(*at).mean())
-        return best, self._taken(*self.current) - self._taken(*best)
-
-    def _is_clear(self) -> bool:
-        """Say whether chance alone would not turn the answer to whether the best saves a margin."""
-        gain, least = self._best()[1], MARGIN * self._taken(*self.current).mean()
-        return abs(gain.mean() - least) > 2 * _error(gain)
+    def _has_ended(self) -> bool:
+        """Say whether a round has: chance alone would not turn whether the best saves a margin, or it lasts long."""
+        judged, steps = len(self.even), self.config.auto_steps
+        if len(self.judged) == 1 or judged >= LONGEST * steps or judged < steps:
+            return len(self.judged) == 1 or judged >= steps
+        taken = self._taken()
+        gain = taken[self.current] - min(taken.values(), key=np.mean)
+        return abs(gain.mean() - MARGIN * taken[self.current].mean()) > 2 * _error(gain)
 
     def _decide(self, iteration: int) -> None:
         """End a round: change to the best setting where that pays, and say what each one took."""
-        now, steps = self._taken(*self.current), self.config.auto_steps
-        taken = {at: self._taken(*at) for at in self._alive()}
-        best, gain = self._best()
-        new = self.settings[best[0]]
-        home, there = new.session.placement.home, self.in_force.session.placement.home
-        moves = float(home_seconds(home, there, new.session.placement.devices, self.base_cost.prices).sum())
+        taken, steps = self._taken(), self.config.auto_steps
+        now, best = taken[self.current], min(taken, key=lambda at: taken[at].mean())
+        gain, new = now - taken[best], self.settings[best[0]]
+        home, there = new.placement.home, self.in_force.placement.home
+        moves = float(home_seconds(home, there, new.placement.devices, self.base_cost.prices).sum())
         ahead = self.base_cost.microbatches * steps * gain.mean()  # until the next round, which comes at once if later
         changes = gain.mean() > MARGIN * now.mean() and ahead > moves
         if changes or len(taken) > 1:
@@ -318,20 +317,11 @@ class AutoSession(PlanSession):
             f"{len(self.even)} steps ({self.spent:.3g} s of planning)"
         ]
         order = sorted(taken, key=lambda at: taken[at].mean())
-        shown = order[:SHOWN] + [at for at in {self.current: 0, chosen: 0} if at not in order[:SHOWN]]
-        for place, split in shown:
-            at = place, split
+        for at in dict.fromkeys([*order[:SHOWN], self.current, chosen]):
             note = (" in force" if at == self.current else "") + (" chosen" if at == chosen else "")
-            name = self.settings[place].names[split]
-            lines.append(f"  {name:36}{taken[place, split].mean():12.6f} +- {_error(taken[place, split]):.6f}{note}")
+            name = self.settings[at[0]].names[at[1]]
+            lines.append(f"  {name:36}{taken[at].mean():12.6f} +- {_error(taken[at]):.6f}{note}")
         _LOG.warning("\n".join(lines))
-
-    def drop_replicas(self) -> None:
-        """Go on plain, from the homes in force, and judge anew."""
-        super().drop_replicas()
-        self.current, homes = (0, 0), self.placement.replace(program="")
-        self.in_force.begin(homes)
-        self._begin_round()
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""
@@ -345,10 +335,8 @@ class AutoSession(PlanSession):
         }
 
     def restore(self, state: dict) -> None:
-        """Continue from what `state` returned, on the same devices; from the homes alone where it is not of `auto`."""
+        """Continue from what `state` returned, on the same devices and with the same planners."""
         super().restore(state)
-        if "settling" not in state.get("auto", ()) or len(state["predictors"]) != len(self.predictors):
-            return self.drop_replicas()
         for predictor, own in zip(self.predictors.values(), state["predictors"], strict=True):
             predictor.restore(own)
         for place, own in state["settings"].items():
@@ -357,7 +345,7 @@ class AutoSession(PlanSession):
             setattr(self, name, value)
         self.current = tuple(self.current)
         self.judged = {int(place): rows for place, rows in self.judged.items()}
-        self.cost, self.planner = self.in_force.session.cost, self.in_force.session.planner
+        self.cost, self.planner = self.in_force.cost, self.in_force.planner
 
 
 def _error(values: np.ndarray) -> float:

@@ -24,30 +24,29 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import json
 import logging
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import to_devices
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.plan import Placements, Plan, look_back, make_plan
-from moe_jax.planning.plan_shape import Shapes, Tables, build_shape, fill_tables, fits
-from moe_jax.replan.build import build_sessions
-from moe_jax.replan.saved import (
-    as_json,
-    options_of,
-    other_mesh,
-    placement_data,
-    read_placements,
-    read_shapes,
-    shape_data,
-)
+from moe_jax.planning.plan_shape import PlanShape, Shapes, Tables, build_shape, fill_tables
+from moe_jax.replan.costs import build_sessions
 from moe_jax.replan.session import PlanSession
 from moe_jax.storage.bank_order import reshard
 
 _LOG = logging.getLogger(__name__)
+_ARRAYS = ("home", "replicas", "shares")
+_SIZES = ("layers", "experts", "devices", "devices_per_node", "bank_rows")  # that a mesh and a config fix
+_OPTIONS = ("name", "when", "replica_slots", "overlap_degree", "bounded", "transfer")  # besides a planner's own knobs
 EXECUTABLES = 4  # compiled steps that are kept, the running one included: loads drift back to shapes of a while ago
 
 
@@ -273,79 +272,96 @@ class RejitEngine:
     # In a checkpoint.
 
     def state(self) -> dict:
-        """Return what a checkpoint holds of the plan, as JSON data."""
+        """Return what a checkpoint holds of the plan, as JSON data: lists instead of arrays."""
         pending = None
         if self.pending is not None:
-            pending = {
-                "number": self.pending.number,
-                "step": self.pending.step,
-                "shape": shape_data(self.pending.shape),
-                "placement": placement_data(self.pending.placement),
-            }
-        return as_json(
-            {
-                "session": {name: plans.state() for name, plans in self.plans.items()},
-                "placement": placement_data(self.placement),
-                "bank": placement_data(self.stored),
-                "shape": shape_data(self.shape),
-                "pending": pending,
-                "options": options_of(next(iter(self.plans.values())).config),
-                "asked": self.asked,
-                "plan_id": self.plan_id,
-                "waiting": {str(step): loads for step, loads in sorted(self.waiting.items())},
-            }
-        )
+            shape, placement = shape_data(self.pending.shape), placement_data(self.pending.placement)
+            pending = {**vars(self.pending), "shape": shape, "placement": placement}
+        held = {
+            "session": {name: plans.state() for name, plans in self.plans.items()},
+            "placement": placement_data(self.placement),
+            "bank": placement_data(self.stored),
+            "shape": shape_data(self.shape),
+            "pending": pending,
+            "options": self._options(),
+            "asked": self.asked,
+            "plan_id": self.plan_id,
+            "waiting": {str(step): loads for step, loads in sorted(self.waiting.items())},
+        }
+        return json.loads(json.dumps(held, default=operator.methodcaller("tolist")))
 
     def restore(self, state: dict | None) -> str | None:
-        """Continue from what `state` returned, if it was on as many devices; else from even homes.
+        """Continue from what `state` returned, if it was of this mesh and of these options; else from even homes.
 
-        Under other options of the planner homes and seen loads stay, and replicas start anew: a step has the slots and
-        the form of the planner that runs, not of an earlier one. Returns a line that says what of the state is left
-        out, and why; None where all of it is used.
+        A step has the slots and the form of the planner that runs, not of an earlier one. Returns a line that says what
+        differs; None where the state is used, and where there is none.
         """
         if state is None:
             return None
-        if changed := other_mesh(state["shape"], self.first):
-            return (
-                f"plan: the checkpoint's is of another mesh or planner ({', '.join(changed)}); experts start at even "
-                "homes, and the planner sees new loads only"
-            )
+        if changed := self._changes(state):
+            return f"plan: {', '.join(changed)}; experts start at even homes, and the planner sees new loads only"
         for name, plans in self.plans.items():
             plans.restore(state["session"][name])
         self.placement, self.stored = (read_placements(state[of], self.placement) for of in ("placement", "bank"))
-        self.shape = self._with_rules(read_shapes(state["shape"], self.first))
-        if not all(fits(own, self.placement[name]) for name, own in self.shape.items()):
-            self.placement = self._homes_alone()  # another planner's replicas, this one decides on the device
+        self.shape = self._read_shapes(state["shape"])
         if (pending := state["pending"]) is not None:
-            shape = self._with_rules(read_shapes(pending["shape"], self.first))
-            placement = read_placements(pending["placement"], self.placement)
+            shape, placement = self._read_shapes(pending["shape"]), read_placements(pending["placement"], self.stored)
             self.pending = Pending(number=pending["number"], step=pending["step"], shape=shape, placement=placement)
         self.asked, self.plan_id = state["asked"], state["plan_id"]
         for step, loads in state["waiting"].items():
             self.waiting[int(step)] = {name: np.asarray(own, np.int64) for name, own in loads.items()}
-        return self._drop_other_replicas(state["options"])
+        return None
 
-    def _drop_other_replicas(self, before: dict[str, str]) -> str | None:
-        """Leave out replicas, and sizes of transfers, that were planned under other options; say which options."""
-        now = options_of(next(iter(self.plans.values())).config)
-        changed = [name for name in now if name in before and before[name] != now[name]]
-        replicated = any(own.ahead is not None or own.program for own in self.shape.values())
-        if not changed or (not replicated and self.pending is None):
-            return None
-        self.placement, self.pending = self._homes_alone(), None
-        bare = {"ahead": None, "spare": None, "program": ""}
-        self.shape = self._with_rules({n: dataclasses.replace(own, **bare) for n, own in self.shape.items()})
-        for plans in self.plans.values():
-            plans.drop_replicas()
-        words = ", ".join(f"PlannerConfig.{name} was {before[name]} and is {now[name]}" for name in changed)
-        return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
+    def _changes(self, state: dict) -> list[str]:
+        """Return in which sizes and options a saved plan is of another run, '... was THAT and is THIS' each."""
+        found = []
+        for name, own in self.first.items():
+            there = state["shape"][name]
+            sizes = [(size, there[size], getattr(own, size)) for size in _SIZES]
+            found += [f"{size} was {before} and is {now}" for size, before, now in sizes if before != now]
+        before, now = state["options"], self._options()
+        names = [name for name in now if name in before and before[name] != now[name]]
+        return found + [f"PlannerConfig.{name} was {before[name]} and is {now[name]}" for name in names]
 
-    def _with_rules(self, shape: Shapes) -> Shapes:
-        return {name: self.plans[name].with_rule(own) for name, own in shape.items()}
+    def _options(self) -> dict[str, str]:
+        """Return what decides which replicas there are and how they travel, as text by field of `PlannerConfig`."""
+        config = next(iter(self.plans.values())).config
+        names = (*_OPTIONS, *BALANCERS[config.name].knobs)
+        return {name: repr(getattr(config, name)) for name in names}
 
-    def _homes_alone(self) -> Placements:
-        bare = {"replicas": None, "shares": None, "rule": "home", "program": ""}
-        return {name: stored.replace(**bare) for name, stored in self.stored.items()}
+    def _read_shapes(self, data: dict) -> Shapes:
+        """Return saved shapes, with this run's slots and rule for what is decided after the gate."""
+        found = {}
+        for name, first in self.first.items():
+            own = data[name]
+            parts = {part: own.get(part) and TransferShape(**own[part]) for part in ("ahead", "spare")}
+            rows = own["bucket_rows"] and BucketRows(**own["bucket_rows"])
+            shape = PlanShape(**{**own, **parts, "bucket_rows": rows, "late": first.late, "after_gate": None})
+            found[name] = self.plans[name].with_rule(shape)
+        return found
+
+
+def shape_data(shapes: Shapes) -> dict:
+    """Return the sizes of shapes as data for JSON; the rule after the gate follows from the config."""
+    return {name: dataclasses.asdict(dataclasses.replace(own, after_gate=None)) for name, own in shapes.items()}
+
+
+def placement_data(placements: Placements) -> dict:
+    """Return what distinguishes placements from others on the same devices."""
+    fields = (*_ARRAYS, "rule", "program")
+    return {name: {field: getattr(own, field) for field in fields} for name, own in placements.items()}
+
+
+def read_placements(data: dict, like: Placements) -> Placements:
+    """Return saved placements, on the devices of `like`."""
+    return {
+        name: own.replace(
+            **{field: np.asarray(data[name][field], np.int32) for field in _ARRAYS},
+            rule=tuple(data[name]["rule"]),
+            program=data[name].get("program", ""),
+        )
+        for name, own in like.items()
+    }
 
 
 def build_engine(session: Any) -> RejitEngine | None:

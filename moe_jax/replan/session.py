@@ -127,15 +127,6 @@ class PlanSession:
         """The newest one, from which the planner goes on."""
         return self.proposal.placement
 
-    def restart(self, placement: Placement):
-        """Go on with the homes of a placement alone, and plan again as soon as asked."""
-        bare = placement.replace(replicas=None, shares=None, rule="home")
-        self.proposal, self.last_planned = dataclasses.replace(self.proposal, placement=bare), None
-
-    def drop_replicas(self):
-        """Go on with the newest homes alone."""
-        self.restart(self.placement)
-
     def observe(self, loads: np.ndarray, apart: int = 1) -> None:
         """Take in the loads [L, S, E] of the newest step, `apart` steps after those before."""
         self.predictor.observe(loads, apart)

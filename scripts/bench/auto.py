@@ -87,15 +87,15 @@ def steps_of(trace: LoadsTrace) -> list[Step]:
 
 def run_fixed(setting: Setting, steps: list[Step]) -> dict[str, float]:
     """Return {split's name: seconds of all steps} of a setting that never changes."""
-    plain, cost, period = setting.session.placement, setting.session.cost, len(steps)
-    seconds, every = [], setting.session.planner.reshard_every
+    plain, cost, period = setting.placement, setting.cost, len(steps)
+    seconds, every = [], setting.planner.reshard_every
     repeats = 2 + -(-every // period)  # homes have been moved before the last
     for step in range(repeats * period):
         seen, now = steps[step % period]
         for loads, apart in seen if step else ():
-            setting.session.observe(loads, apart)
+            setting.observe(loads, apart)
         if step:
-            setting.propose(step)
+            setting.make_plans(step)
         seconds.append(setting.seconds(now) or [step_seconds(plain, now, cost, None)] * len(setting.splits))
     *early, last = np.array(seconds).reshape(repeats, period, -1).sum(axis=1)
     return dict(zip(setting.names, sum(early) + last * (_STEPS.value / period - len(early)), strict=True))
@@ -123,7 +123,7 @@ def run_auto(config: PlannerConfig, start: Placement, cost: Cost, steps: list[St
             changes.append(f"{step}: {setting.names[session.current[1]]}")
         if ready_at is None or clock >= ready_at[0]:
             moves = float(home_seconds(plan.home, running.home, plan.devices, cost.prices).sum())
-            running, ahead, under, ready_at = plan, setting.ahead, setting.session.cost.schedule, None
+            running, ahead, under, ready_at = plan, setting.ahead, setting.cost.schedule, None
             most = most if same_homes else homes
         own = dataclasses.replace(cost, schedule=under)
         seconds.append(step_seconds(running, now, own, ahead) + moves)

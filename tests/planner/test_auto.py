@@ -60,8 +60,8 @@ def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
     taken = [step_seconds(START, loads[0], COST, None)]
     for setting in build_settings(PlannerConfig(name="auto"), START, COST):
         for now in loads[:8]:
-            setting.session.observe(now)
-            setting.propose(1)
+            setting.observe(now)
+            setting.make_plans(1)
         taken += setting.seconds(loads[0])
     assert chosen <= min(taken) * 1.01 < taken[0] * 0.9
     (table,) = [record.message for record in caplog.records]
@@ -144,12 +144,12 @@ def test_a_setting_pays_for_homes_that_move():
     for step in range(2):
         now = np.full((L, D, E), 100)
         now[:, :, homes[-1][0] == 0] = 4000  # all that are together on the first device of layer 0
-        setting.session.observe(now)
-        setting.propose(1000 * step)
+        setting.observe(now)
+        setting.make_plans(1000 * step)
         homes.append(setting.plans[0].home)
         paid = float(home_seconds(*homes[-2:], D, cost.prices).sum())
         assert paid > 0 and setting.moved == (paid if step else 0.0)  # the first move is part of a change
     want = step_seconds(setting.plans[0], now, cost, None) + paid
     assert setting.seconds(now) == [want]
-    setting.propose(1001)
+    setting.make_plans(1001)
     assert setting.moved == 0.0
