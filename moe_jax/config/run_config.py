@@ -38,7 +38,7 @@ MAY_DIFFER = (
     "ModelConfig.attention", "ModelConfig.remat", "ModelConfig.overlap", "ModelConfig.prefetch",
     "ModelConfig.prefetch_case", "ModelConfig.refetch_replicas", "ModelConfig.sequence_parallel", "ModelConfig.stack",
     "ModelConfig.loss_chunk",
-    # by its path: that it is the same teacher is checked (`training/teacher.py`)
+    # by its path: that it is the same teacher is checked (`training/frozen_models.py`)
     "DistillationConfig.teacher", "DistillationConfig.teacher_step",
     "train.steps", "train.decay_steps", "train.max_skipped_steps", "train.ema_decay", "train.guide_scheduler",
     "train.optimistic", "train.deterministic", "train.zero_stage", "train.expert_zero_stage",
