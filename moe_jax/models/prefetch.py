@@ -21,22 +21,22 @@ Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 # received     h   rows that came for the experts here [R, M]         send                   experts
 # done         h   the experts' results, in the same order [R, M]     experts                send_back
 # returned     h   results of own rows [R, M]                         send_back              unpack
-# sent         h   of the packing, what the stages below read         route                  unpack; all between read it
-# context      h   of the gate, what unpack reads: (floats, the rest) route                  unpack
-# late         h   replicas that came after the gate, a tuple of none route                  unpack; where it ran again,
-#                  or one {name: [m, ...]}; left out if none                                 experts of the backward
+# context      h   of the gate, the floats that unpack needs          route                  unpack
+# packing      h   of the packing, what the stages below read, with   route                  unpack; all between read it
+#                  the rest of what unpack needs of the gate
+# late         h   replicas that came after the gate {name: [m, ...]} route                  unpack; where it ran again,
+#                  {} without any                                                            experts of the backward
 # ahead        l   replicas that came ahead of it {name: [m, ...]}    Trans                  forward: the last unpack
 #                                                                                            backward: the last experts
 # top_replicas s   `ahead` of the last layer so far                   forward: last unpack   kept for the backward
 #
-# In the backward d and one of these names is its cotangent, which goes the other way: made by the stage that took the
-# value, taken by the one that made it. da is made by unpack, and route adds its own. Further
-# dreplicas    h   cotangent of what unpack used, (ahead, late)       unpack                 experts, with its own:
-# dahead       l   of both halves, and so of `dlate`, a tuple         experts                the last part of Agg
+# In the backward d and one of these names is its cotangent, which goes the other way: made by the stages that read the
+# value, which add to each other, taken by the one that made it. dahead is of both halves. Further
 # dmix, dgate  l   gradients of parameters, as `Stages.gathered`      attention, route       `close`, at the last half
 #                  returned them
 # dhome        l   gradient of home experts {name: [Hs, ...]}         unpack, experts,       `close`, after the stage in
 #                                                                     late: route, Agg       `whole_after`
+# travelled    l   the same as the bank has it, not in its sum yet    `write`                `add_home`
 # gradients    s   of all layers: {'mix', 'gate'}, leaves [L, ...],   `write`                returned
 #                  written out {layer: leaves [...]}; 'home', [Rb, ...]
 # the name of  h   the `Residuals` of a stage that ran again          `again`                that stage
@@ -54,8 +54,6 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,7 +62,7 @@ from jax import lax
 
 from moe_jax.models.lora import adapters_of, base_of, joined
 from moe_jax.models.residuals import Residuals, residuals_of
-from moe_jax.models.stages import LayerInputs, StackConstants, Stages, join_floats
+from moe_jax.models.stages import StackConstants, Stages, join_floats
 from moe_jax.moe.bank import add_rows
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, return_part
@@ -73,11 +71,18 @@ from moe_jax.planning.block_schedule import Move, Window, WindowLoop
 
 Key = tuple[str, int | None, int | None]  # (name, layer, half)
 Live = dict[Key, Any]
-STAGES = {  # of a layer, in the order of the forward: the live value that each goes on from, and the one that it makes
-    "attention": ("x", "a"), "route": ("a", "packed"), "send": ("packed", "received"),
-    "experts": ("received", "done"), "send_back": ("done", "returned"), "unpack": ("returned", "x"),
-}  # fmt: skip
-GOES_ON_FROM = {reads for reads, _ in STAGES.values()} | {"d" + makes for _, makes in STAGES.values()}
+# Of a layer, in the order of the forward: what a stage reads that has a cotangent (live values, of which it goes on
+# from the first; parameters and grad_sinks of the layer) and what it makes that has one, the first for the next stage.
+STAGES = {
+    "attention": (("x",), ("mix",), ("a",)),
+    "route": (("a",), ("gate", "home"), ("packed", "context", "stats", "late")),
+    "send": (("packed",), (), ("received",)),
+    "experts": (("received",), ("home", "ahead", "late"), ("done",)),
+    "send_back": (("done",), (), ("returned",)),
+    "unpack": (("returned", "a", "context"), ("home", "ahead", "late"), ("x",)),
+}
+GOES_ON_FROM = {reads[0] for reads, _, _ in STAGES.values()} | {"d" + makes[0] for _, _, makes in STAGES.values()}
+SHARED = ("mix", "gate", "home", "ahead")  # by both halves
 OF_WINDOW = {  # the stages of windows that have several of them, in the order of the forward
     "dispatch": ("route", "send"),
     "combine": ("send_back", "unpack"),
@@ -120,14 +125,14 @@ def run_stack(how: Stages, carry, units, constants: StackConstants):
     bank = how.whole_bank(constants.bank, constants.tables)
     constants = dataclasses.replace(constants, bank=cast_varying(bank, how.roles.all))
     if how.adapters:  # the others have no gradient
-        constants = dataclasses.replace(constants, frozen=tuple(map(base_of, params)))
-        params = tuple(map(adapters_of, params))
+        constants = dataclasses.replace(constants, params={name: base_of(own) for name, own in params.items()})
+        params = {name: adapters_of(own) for name, own in params.items()}
     (x, (bank, sinks)), in_place = carry, carry[1][1] is not None
     if how.segment.config.stack == "scan" and halves and not in_place:
         # one sum over devices after the loop, not one in each turn
         params = cast_varying(params, varying_axes(constants.token_ids))
     x, counted, (bank, sinks) = stack(x, params, (bank, of_moe(sinks) if in_place else None), constants)
-    carry = x, (bank, {**sinks[0], **sinks[1]} if in_place else None)
+    carry = x, (bank, {**sinks["mix"], **sinks["gate"]} if in_place else None)
     if not halves:
         return carry, counted[0]
     stats, passes = zip(*counted, strict=True)
@@ -138,20 +143,21 @@ def run_stack(how: Stages, carry, units, constants: StackConstants):
     return carry, (sums, jnp.maximum(*passes))
 
 
-def of_moe(units: dict) -> tuple[dict, dict]:
-    """Return a unit's leaves by name: (of what precedes the MoE layer, of the layer: its gate and shared experts)."""
+def of_moe(units: dict) -> dict[str, dict]:
+    """Return a unit's leaves in two parts: 'mix' precedes the MoE layer, 'gate' is its gate and shared experts."""
     inside = {name: leaf for name, leaf in units.items() if name in ("gate", "shared")}
-    return {name: leaf for name, leaf in units.items() if name not in inside}, inside
+    return {"mix": {name: leaf for name, leaf in units.items() if name not in inside}, "gate": inside}
 
 
 class Direction(abc.ABC):
     """What both directions share: the loop, windows, moves, the inputs of a stage, and stages of the forward.
 
     Attributes:
-      params: (mix, gate), leaves [L, ...] as each device holds them.
+      params: {'mix', 'gate'}, leaves [L, ...] as each device holds them.
       turn: int32 [], the turn of the loop that is traced; None outside, where layers are absolute.
       saved: {key: value} that the forward left, of the same turn or, outside the loop, of windows outside; the forward
         itself has none.
+      transfers: {'ahead', 'late': how many replicas come and how}, of those there are.
       last_half: which half of a layer this direction runs last.
     """
 
@@ -161,8 +167,8 @@ class Direction(abc.ABC):
         self.how, self.params, self.constants = how, params, constants
         self.scan, self.grad_sink = how.segment.config.stack == "scan", grad_sink
         self.layers, self.halves = how.block_schedule.layers, (0, 1) if how.block_schedule.halves else (None,)
-        self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
-        self.grad_sink_axes = {name: varying_axes(leaf) for name, leaf in grad_sink.items()}
+        transfers = {"ahead": how.transfer, "late": how.late}
+        self.transfers = {name: part for name, part in transfers.items() if part is not None}
         self.turn: jax.Array | None = None
         self.saved: Live = {}
 
@@ -176,7 +182,7 @@ class Direction(abc.ABC):
 
     def key_read(self, stage: str, window: Window) -> Key:
         """Return the key of the live value that a stage of a window goes on from."""
-        return STAGES[stage][0], window.layer, window.half
+        return STAGES[stage.removesuffix("_again")][0][0], window.layer, window.half
 
     def fence_pair(self, live: Live, values: tuple) -> tuple:
         """Fence what the two sides of a pair of windows read."""
@@ -243,7 +249,7 @@ class Direction(abc.ABC):
             if one in sides:
                 # what the next windows of the other half will read, as far as it is there
                 others = [v for (name, _, half), v in live.items() if half == 1 - one.half and name in GOES_ON_FROM]
-                live[sides[one]] = self.after(live[sides[one]], *others)
+                live[sides[one]] = self.after(live[sides[one]], others)
                 if self.how.segment.config.recomputes and not window.others:  # one that stands alone, on all platforms
                     live[sides[one]] = fence((live[sides[one]], others))[0]
             for stage in self.stages_of(one):
@@ -290,48 +296,40 @@ class Direction(abc.ABC):
         live.update(arrived)
         return value
 
-    def compute(self, stage: str, window: Window, live: Live, value, save: bool) -> tuple[Any, Residuals | None]:
-        """Run a stage of the forward on the value that it goes on from, the window's moves next to it.
+    def compute(self, stage: str, window: Window, live: Live, save: bool) -> Residuals | None:
+        """Run a stage of the forward on live values, the window's moves next to it; what it makes goes to `live`.
 
         Returns:
-          (what it makes, as in `Stages`; what its backward needs, if that is to be saved).
+          what its backward needs, if that is to be saved.
         """
-        how, at, inputs = self.how, (window.layer, window.half), self.inputs(stage, window, live)
-        if stage in ("attention", "route"):
-            run, further = getattr(how, stage)(inputs)
-        elif stage == "experts":
-            run, further = how.experts(inputs, live["sent", *at])
-        elif stage == "unpack":
-            run, further = how.unpack(inputs, live.pop(("sent", *at)), *live.pop(("context", *at)))
-        else:  # an exchange
-            run, further = functools.partial(getattr(how.moe.schedule, stage), sent=live["sent", *at]), ()
-        value, moves = self.start_moves(window, live, value)
+        (layer, half), (reads, _, makes) = (window.layer, window.half), STAGES[stage]
+        constants, own = self.inputs(stage, window, live)
+        take = live.pop if stage != "route" else live.get  # unpack takes a
+        read = {name: take((name, layer, half)) for name in reads}
+        packing = live.pop(("packing", layer, half)) if stage == "unpack" else live.get(("packing", layer, half))
+        read[reads[0]], moves = self.start_moves(window, live, read[reads[0]])
+        run, residuals = self.how.bind(stage, constants, packing), None
         if save:
-            made, pull_back, *aux = jax.vjp(run, value, *further, has_aux=stage == "route")
-            made, residuals = (made, *aux) if aux else made, residuals_of(pull_back, inputs)
+            made, pull_back, rest = jax.vjp(run, {**read, **own}, has_aux=True)
+            residuals = residuals_of(pull_back, (constants, own))
         else:
-            made, residuals = run(value, *further), None
-        return self.end_moves(moves, live, made), residuals
+            made, rest = run({**read, **own})
+        made = made | {makes[0]: self.end_moves(moves, live, made[makes[0]])} | rest
+        live.update({(name, layer + (name == "x"), half): value for name, value in made.items()})
+        return residuals
 
-    def put_routed(self, window: Window, live: Live, made):
-        """Put what `route` made to `live`; returns the rest, (stats' floats, stats' other leaves, passes)."""
-        at = window.layer, window.half
-        (rows, context, stats, _), (sent, (context_rest, stats_rest), passes, late) = made
-        live["sent", *at], live["context", *at], live["packed", *at] = sent, (context, context_rest), rows
-        if late:
-            live["late", *at] = late
-        return stats, stats_rest, passes
+    def inputs(self, stage: str, window: Window, live: Live) -> tuple[StackConstants, dict]:
+        """Return what a stage reads besides activations: (constants, of its layer what has a gradient, by name).
 
-    def inputs(self, stage: str, window: Window, live: Live) -> LayerInputs:
-        """Return what a stage reads besides activations; replicas only where it uses them, alive or saved."""
+        The backward has the same arrays again. Replicas are there only where the stage uses them, alive or saved.
+        """
         layer, half, known = window.layer, window.half, collections.ChainMap(live, self.saved)
-        replicas: tuple = ()
-        if stage in ("experts", "unpack"):
-            if self.how.transfer is not None:
-                replicas += (known["ahead", layer, None],)
-            if self.how.late is not None:
-                replicas += known["late", layer, half]
-        mix, gate = self.gathered(*self.of_layer(self.params, layer), layer)
+        params = self.gathered(self.of_layer(self.params, layer), layer)
+        with_gradient = params | self.grad_sinks()
+        own = {name: with_gradient[name] for name in STAGES[stage][1] if name in with_gradient}
+        if stage == "route" and self.how.late is None:
+            del own["home"]
+        replicas = {n: known[n, layer, None if n in SHARED else half] for n in self.transfers if n in own}
         key, token_ids, documents = self.constants.key, self.constants.token_ids, self.constants.documents
         if key is not None:
             first = self.how.segment.first_layer
@@ -343,31 +341,31 @@ class Direction(abc.ABC):
         if isinstance(bank, tuple):
             slots = jnp.arange(tables.home_row.shape[0], dtype=jnp.int32)
             bank, tables = bank[self.index(layer)], dataclasses.replace(tables, home_row=slots)
-        constants = StackConstants(bank, tables, token_ids, key, documents)
-        return LayerInputs(mix, gate, replicas, self.grad_sinks(), constants)
+        return StackConstants(bank, tables, token_ids, key, documents, params=params, replicas=replicas), own
 
-    def grad_sinks(self):
+    def grad_sinks(self) -> dict[str, dict]:
         """Return zeros that nothing reads, through which gradients of one layer leave: of homes and of replicas."""
         bank, tables = self.constants.bank, self.constants.tables
         bank = bank[0] if isinstance(bank, tuple) else bank
+        slots = {"home": tables.home_row.shape[-1]} | {name: part.slots for name, part in self.transfers.items()}
+        found: dict[str, dict] = {name: {} for name in slots}
+        for name, number in slots.items():
+            for weight, leaf in self.grad_sink.items():
+                axes = varying_axes(leaf) if name == "home" else varying_axes(bank, tables)
+                zeros = jnp.zeros((number, *bank[weight].shape[1:]), leaf.dtype)
+                found[name][weight] = cast_varying(zeros, axes)
+        return found
 
-        def zeros(slots: int, axes):
-            shapes = {name: (slots, *bank[name].shape[1:]) for name in self.grad_sink_dtypes}
-            return {n: cast_varying(jnp.zeros(shape, self.grad_sink_dtypes[n]), axes[n]) for n, shape in shapes.items()}
-
-        home = zeros(tables.home_row.shape[-1], self.grad_sink_axes)
-        axes = dict.fromkeys(self.grad_sink, varying_axes(bank, tables))
-        return home, tuple(zeros(part.slots, axes) for part in (self.how.transfer, self.how.late) if part is not None)
-
-    def gathered(self, mix, gate, layer: int):
-        """Return one layer's parameters as its stages take them.
+    def gathered(self, params: dict, layer: int) -> dict:
+        """Return one layer's parameters, {'mix', 'gate'} or one of the two, as its stages take them.
 
         Where two halves use them they vary over the data-parallel devices, so that their gradients are added before
         they are summed over devices.
         """
-        if self.constants.frozen is not None:
-            mix, gate = map(joined, self.of_layer(self.constants.frozen, layer), (mix, gate))
-        whole = self.how.gathered(mix, gate)
+        if self.constants.params is not None:
+            frozen = self.of_layer(self.constants.params, layer)
+            params = {name: joined(frozen[name], own) for name, own in params.items()}
+        whole = self.how.gathered(params)
         return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.block_schedule.halves else whole
 
     def index(self, layer: int):
@@ -383,7 +381,7 @@ class Direction(abc.ABC):
             return jax.tree.map(lambda leaf: leaf[index], tree)
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), tree)
 
-    def after(self, value, *others):
+    def after(self, value, others):
         """Return value; on XLA:CPU it waits for `others`, whose collectives may be in branches."""
         return wait_for_tree(value, self.constants.token_ids[0], others) if jax.tree.leaves(others) else value
 
@@ -423,33 +421,27 @@ class Forward(Direction):
         return (x, tuple(counted)), (outside, stacked, live.get(TOP_REPLICAS))
 
     def run_stage(self, stage: str, window: Window, live: Live, emit: Live):
-        at = window.layer, window.half
-        # the rest of a layer runs again where `remat` is on
-        save = self.save_residuals and (stage == "attention" or not self.how.segment.config.recomputes)
-        key = self.key_read(stage, window)
-        value = live[key] if stage == "route" else live.pop(key)  # unpack takes a
-        made, residuals = self.compute(stage, window, live, value, save)
+        at, recomputes = (window.layer, window.half), self.how.segment.config.recomputes
+        if stage == "route" and self.save_residuals and recomputes:  # the rest of the layer runs again
+            emit["a", *at] = live["a", *at]
+        save = self.save_residuals and (stage == "attention" or not recomputes)
+        residuals = self.compute(stage, window, live, save)
+        if save:
+            emit[stage, *at] = residuals
         if stage == "route":
-            stats, stats_rest, passes = self.put_routed(window, live, made)
+            stats, (counts, passes) = live.pop(("stats", *at)), live.pop(("counted", *at))
             live["packed", *at] = self.after(live["packed", *at], stats)
-            emit["counted", *at] = join_floats(stats, stats_rest), passes
+            emit["counted", *at] = join_floats(stats, counts), passes
         elif stage == "unpack":
-            late, a = live.pop(("late", *at), None), live.pop(("a", *at))
-            live["x", window.layer + 1, window.half] = a + made.reshape(a.shape)
+            late = live.pop(("late", *at))
             if save and late:
                 emit["late", *at] = late
-            if self.save_residuals and not save:
-                emit["a", *at] = a
             if self.closes_layer(window):
                 replicas = live.pop(("ahead", window.layer, None), None)
                 if TOP_REPLICAS in live:
                     live[TOP_REPLICAS] = replicas
                 elif self.save_residuals and replicas is not None:
                     emit["ahead", window.layer, None] = replicas
-        else:
-            live[STAGES[stage][1], *at] = made
-        if save:
-            emit[stage, *at] = residuals
 
 
 def _pop_counted(emitted: Live, half: int | None) -> list:
@@ -461,16 +453,12 @@ def _pop_counted(emitted: Live, half: int | None) -> list:
 class Backward(Direction):
     """The backward direction: cotangents, gradients, and the replicas fetched a second time.
 
-    A stage has a method of its name; both exchanges have one.
-
     Attributes:
-      sums: what gradients are added to: of home experts {name: [Rb, ...]}, of params (mix, gate), None for zeros.
+      sums: what gradients are added to: of home experts {name: [Rb, ...]}, of params {'mix', 'gate'}, None for zeros.
       in_place: whether those of params are added layer by layer.
       dstats: by half, cotangents of stats [L, ...].
       whole_after: {gradient: the stage of a layer's last half, or Agg, that adds the last part of it}.
-      unwritten: whole gradients that `fence_pair` will write, (name, layer, value).
-      travelled: gradients of home experts that were written, (layer, value), and not added to their sum yet. Those of
-        experts that are split over `data` are fenced before: one layer's travel after the other's, on the same links.
+      unwritten: keys of whole gradients that `fence_pair` will write.
     """
 
     last_half = 0
@@ -481,8 +469,7 @@ class Backward(Direction):
         home = "agg" if how.transfer is not None else "route" if how.late is not None else "experts"
         self.whole_after = {"mix": "attention", "gate": "route", "home": home}
         self.dstats = dstats
-        self.unwritten: list[tuple] = []
-        self.travelled: list[tuple] = []
+        self.unwritten: list[Key] = []
 
     def run(self, dx: tuple, saved: tuple):
         """Return (halves of dx, dparams, of home experts); dx: the cotangent, by half; saved: as `Forward.run` says."""
@@ -490,23 +477,23 @@ class Backward(Direction):
         live: Live = {("dx", self.layers, half): part for half, part in zip(self.halves, dx, strict=True)}
         if top_replicas is not None:
             live["ahead", self.layers - 1, None] = top_replicas
-        zeros = lambda leaf: cast_varying(jnp.zeros(leaf.shape, leaf.dtype), varying_axes(leaf))  # noqa: E731
-        home, params = self.sums
-        mix, gate = jax.tree.map(zeros, self.params) if params is None else params
-        whole = {"mix": mix, "gate": gate}
+        home, whole = self.sums
+        if whole is None:
+            zeros = lambda leaf: cast_varying(jnp.zeros(leaf.shape, leaf.dtype), varying_axes(leaf))  # noqa: E731
+            whole = jax.tree.map(zeros, self.params)
         live[GRADIENTS] = {**(whole if self.in_place else {name: {} for name in whole}), "home": home}
         live, _, _ = self.run_loop(self.how.block_schedule.backward, live, stacked)
-        for gradient in self.unwritten:
-            self.write(*gradient, live)
-        self.add_travelled([value for _, value in self.travelled], live)
+        for key in self.unwritten:
+            self.write(key, live)
+        self.add_home(live)
         dx = tuple(live["dx", 0, half] for half in self.halves)
-        dx = tuple(self.after(part, *dx) for part in dx)
+        dx = tuple(self.after(part, dx) for part in dx)
         gradients = live[GRADIENTS]
         if not self.in_place:  # layers that are written out are put together once
             for name, like in whole.items():
                 values = (gradients[name][layer] for layer in range(self.layers))
                 gradients[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
-        return dx, (gradients["mix"], gradients["gate"]), gradients["home"]
+        return dx, {name: gradients[name] for name in whole}, gradients["home"]
 
     def stages_of(self, window: Window) -> tuple[str, ...]:
         stages = super().stages_of(window)
@@ -514,96 +501,52 @@ class Backward(Direction):
 
     def key_read(self, stage: str, window: Window) -> Key:
         if stage.endswith("_again"):
-            return super().key_read(stage.removesuffix("_again"), window)
-        return "d" + STAGES[stage][1], window.layer + (stage == "unpack"), window.half
+            return super().key_read(stage, window)
+        return "d" + STAGES[stage][2][0], window.layer + (stage == "unpack"), window.half
 
     def run_stage(self, stage: str, window: Window, live: Live, emit: Live):
         if stage.endswith("_again"):
             self.again(stage.removesuffix("_again"), window, live)
-        elif stage in ("send", "send_back"):
-            self.exchange(stage, window, live)
         else:
-            getattr(self, stage)(window, live)
+            self.pull_back(stage, window, live)
         for move in self.moves_of(window):
             if move.kind == "agg" and move.stop == 1.0:
                 del live["dahead", move.layer, None]
                 self.close("home", move.layer, live)
 
-    def unpack(self, window: Window, live: Live):
-        """From dx: dreturned, dcontext, dreplicas, and da, the residual connection's."""
-        at = window.layer, window.half
-        # what is made again of the number of passes: the branch of later passes
-        dx, pull_back = self.begin("unpack", window, live, waits=lambda leaf: leaf.ndim == 0)
-        dreturned, dcontext, (dhome, dreplicas) = pull_back(dx.reshape(-1, dx.shape[-1]))
-        live["dreturned", *at], live["dcontext", *at], live["dreplicas", *at] = dreturned, dcontext, dreplicas
-        self.add_gradient("home", "unpack", window, dhome, live)
-        live["da", *at] = dx
-
-    def exchange(self, stage: str, window: Window, live: Live):
-        """From ddone the rows that go back again: dreturned -> ddone, or dreceived -> dpacked."""
-        d, pull_back = self.begin(stage, window, live)
-        (live["d" + STAGES[stage][0], window.layer, window.half],) = pull_back(d)
-
-    def experts(self, window: Window, live: Live):
-        """From ddone and dreplicas: dreceived, dahead and dlate. The replicas are used no more."""
-        at, layer = (window.layer, window.half), window.layer
-        ddone, pull_back = self.begin("experts", window, live)
-        live["dreceived", *at], (dhome, dreplicas) = pull_back(ddone)
-        self.add_gradient("home", "experts", window, dhome, live)
-        dreplicas = jax.tree.map(jnp.add, live.pop(("dreplicas", *at)), dreplicas)
-        live.pop(("late", *at), None)
-        if self.how.transfer is not None:
-            add(live, ("dahead", layer, None), dreplicas[0])
-        if self.how.late is not None:
-            live["dlate", *at] = dreplicas[-1:]
-        if self.closes_layer(window):
-            live.pop(("ahead", layer, None), None)
-
-    def route(self, window: Window, live: Live):
-        """From dpacked, dcontext, dlate and the cotangents of stats: the rest of da."""
-        at, layer = (window.layer, window.half), window.layer
-        dpacked, pull_back = self.begin("route", window, live)
-        # cotangents of integers have no dtype
-        own = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
-        dstats = jax.tree.map(own, self.dstats[window.half or 0])
-        da, dgate, dhome = pull_back((dpacked, live.pop(("dcontext", *at)), dstats, live.pop(("dlate", *at), ())))
-        if self.how.late is not None:  # what the replicas that came late add
-            self.add_gradient("home", "route", window, dhome, live)
-        da = live["da", *at] + da
-        written = self.add_gradient("gate", "route", window, dgate, live)
-        live["da", *at] = self.after(da, written)
-
-    def attention(self, window: Window, live: Live):
-        """From da: dx."""
-        # what is made again of activations: the tokens that an MP group gathers
-        floats = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
-        da, pull_back = self.begin("attention", window, live, waits=floats)
-        dx, dmix = pull_back(da)
-        if self.moves_of(window):  # else the sum of dmix over devices, and so all of attention, would run before them
-            dx, dmix = fence((dx, dmix))
-        written = self.add_gradient("mix", "attention", window, dmix, live)
-        live["dx", window.layer, window.half] = self.after(dx, written)
-
-    def begin(self, stage: str, window: Window, live: Live, waits: Callable | None = None):
-        """Return the cotangent that a stage goes on from, and its pull-back, next to which the window's moves run.
-
-        Args:
-          waits: whether a leaf of the residuals waits for the cotangent on XLA:CPU. What is made again of those could
-            hold collectives, and would run as soon as they are there, next to anything.
-        """
-        inputs = self.inputs(stage, window, live)
-        residuals = self.take(live, (stage, window.layer, window.half))
-        d = live.pop(self.key_read(stage, window))
-        if waits is not None:
-            residuals = jax.tree.map(lambda leaf: self.after(leaf, d) if waits(leaf) else leaf, residuals)
-        restored = residuals.restore(inputs)
-        d, moves = self.start_moves(window, live, d)
-
-        def pull_back(cotangents):
-            dread, *others = restored(cotangents)
-            return self.end_moves(moves, live, dread), *others
-
-        return d, pull_back
+    def pull_back(self, stage: str, window: Window, live: Live):
+        """Run a stage the other way, the window's moves next to it: cotangents of what it made -> of what it read."""
+        (layer, half), (reads, _, makes) = (window.layer, window.half), STAGES[stage]
+        constants, own = self.inputs(stage, window, live)
+        residuals = self.take(live, (stage, layer, half))
+        d = {name: live.pop(("d" + name, layer + (name == "x"), half), {}) for name in makes}
+        if stage == "route":  # cotangents of integers have no dtype
+            of_layer = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
+            d["stats"] = jax.tree.map(of_layer, self.dstats[half or 0])
+        # What is made again of residuals could hold collectives, and would run as soon as they are there, next to
+        # anything: the branch of later passes, of their number; the tokens that an MP group gathers, of activations.
+        if stage in ("unpack", "attention"):
+            leaves, tree = jax.tree.flatten(residuals)
+            for place, leaf in enumerate(leaves):
+                if leaf.ndim == 0 if stage == "unpack" else jnp.issubdtype(leaf.dtype, jnp.floating):
+                    leaves[place] = self.after(leaf, d[makes[0]])
+            residuals = jax.tree.unflatten(tree, leaves)
+        restored = residuals.restore((constants, own))
+        d[makes[0]], moves = self.start_moves(window, live, d[makes[0]])
+        (read,) = restored(d)
+        # else the sum of dmix over devices, and so all of attention, would run before the moves
+        late = (reads[0], "mix") if stage == "attention" else reads[:1]
+        read |= self.end_moves(moves, live, {name: read[name] for name in late})
+        for name, value in read.items():
+            add(live, ("d" + name, layer, None if name in SHARED else half), value)
+        if stage == "experts":  # the replicas are used no more
+            live.pop(("late", layer, half), None)
+            if self.closes_layer(window):
+                live.pop(("ahead", layer, None), None)
+        whole = [name for name, last in self.whole_after.items() if last == stage and self.closes_layer(window)]
+        written = [self.close(name, layer, live) for name in whole]
+        key = "d" + reads[0], layer, half
+        live[key] = self.after(live[key], written)
 
     def take(self, live: Live, key: Key):
         """Return a value that is alive, which it is no longer, or was saved."""
@@ -611,105 +554,88 @@ class Backward(Direction):
 
     def again(self, stage: str, window: Window, live: Live):
         """Run a stage of the forward again, and keep what its backward needs."""
-        at = layer, half = window.layer, window.half
-        dx = "dx", layer + 1, half
+        at, dx = (window.layer, window.half), ("dx", window.layer + 1, window.half)
         if stage == "route":  # nothing is computed again before its cotangent is there
-            value = self.after(self.take(live, ("a", *at)), live[dx])
-            if half is not None:
-                value, live[dx] = fence((value, live[dx]))
-        else:
-            value = live.pop(self.key_read(stage + "_again", window))
-        made, live[stage, *at] = self.compute(stage, window, live, value, save=True)
+            live["a", *at] = self.after(self.take(live, ("a", *at)), live[dx])
+            if window.half is not None:
+                live["a", *at], live[dx] = fence((live["a", *at], live[dx]))
+        live[stage, *at] = self.compute(stage, window, live, save=True)
         if stage in ("experts", "send_back") and not self.how.moe.reads_results:
             # no backward reads the results: with zeros in their place the last product and the way home are not made
-            made = self.after(cast_varying(jnp.zeros_like(made), varying_axes(made)), made)
+            key = STAGES[stage][2][0], *at
+            live[key] = self.after(cast_varying(jnp.zeros_like(live[key]), varying_axes(live[key])), live[key])
             if stage == "experts":  # what is kept is there before the backward of the layer begins
                 live[dx] = fence((live[stage, *at].arrays, live[dx]))[1]
         if stage == "route":
-            self.put_routed(window, live, made)
+            del live["stats", *at], live["counted", *at]
         elif stage == "unpack":  # what was computed again ends before the backward of the layer begins
-            live[dx] = self.after(live[dx], made)
-        else:
-            live[STAGES[stage][1], *at] = made
-
-    def add_gradient(self, name: str, stage: str, window: Window, value, live: Live):
-        """Add what a stage gives to its layer's gradient `name`, and close that if nothing more will come.
-
-        Returns:
-          what was written, () if nothing.
-        """
-        add(live, ("d" + name, window.layer, None), value)
-        whole = stage == self.whole_after[name] and self.closes_layer(window)
-        return self.close(name, window.layer, live) if whole else ()
+            live[dx] = self.after(live[dx], live.pop(("x", window.layer + 1, window.half)))
 
     def close(self, name: str, layer: int, live: Live):
-        """Take a layer's whole gradient and write it; written out with halves, when the next pair starts.
+        """Write a layer's whole gradient; written out with halves, when the next pair starts.
 
         Returns:
           what was written, () if that is put off.
         """
-        value = live.pop(("d" + name, layer, None))
+        key = "d" + name, layer, None
         if self.how.block_schedule.halves and not self.scan:
-            self.unwritten.append((name, layer, value))
+            self.unwritten.append(key)
             return ()
-        return self.write(name, layer, value, live)
+        return self.write(key, live)
 
-    def write(self, name: str, layer: int, value, live: Live):
+    def write(self, key: Key, live: Live):
         """Put a layer's gradient among those of all; mix and gate come as cotangents of what `gathered` returned."""
+        value, (name, layer, _), gradients = live.pop(key), key, live[GRADIENTS]
+        name = name.removeprefix("d")
         if name == "home":
             slots, dims = self.constants.tables.home_row.shape[-1], self.how.split_gradients
-            own = {name: jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype) for name, leaf in self.grad_sink.items()}
-            own = {name: cast_varying(leaf, self.grad_sink_axes[name]) for name, leaf in own.items()}
+            zeros = {n: jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype) for n, leaf in self.grad_sink.items()}
+            own = {n: cast_varying(leaf, varying_axes(self.grad_sink[n])) for n, leaf in zeros.items()}
             value = jax.vjp(lambda own: self.how.whole_experts(own, dims), own)[1](value)[0]
+            live["travelled", layer, None] = value
+            if self.scan or max(dims.values(), default=-1) < 0:
+                self.add_home(live)
+            return value
+        own = self.of_layer(self.params[name], layer)
+        value = jax.vjp(lambda own: self.gathered({name: own}, layer)[name], own)[1](value)[0]
+        if self.in_place:
+            live[GRADIENTS] = {**gradients, name: add_rows(gradients[name], self.index(layer), value)}
         else:
-            mix, gate = self.of_layer(self.params, layer)
-            if name == "mix":
-                value = jax.vjp(lambda p: self.gathered(p, gate, layer)[0], mix)[1](value)[0]
-            else:
-                value = jax.vjp(lambda p: self.gathered(mix, p, layer)[1], gate)[1](value)[0]
-        index, gradients = self.index(layer), live[GRADIENTS]
-        if name == "home":
-            self.travelled.append((layer, value))
-            if self.scan or max(self.how.split_gradients.values(), default=-1) < 0:
-                self.add_travelled([value], live)
-        elif self.in_place:
-            live[GRADIENTS] = {**gradients, name: add_rows(gradients[name], index, value)}
-        else:
-            gradients[name][index] = value
+            gradients[name][self.index(layer)] = value
         return value
 
-    def add_travelled(self, values: list, live: Live):
-        """Add the gradients of home experts that have been written, as `values`, to the sum."""
-        for (layer, _), value in zip(self.travelled, values, strict=True):
-            home, rows = live[GRADIENTS]["home"], self.of_layer(self.constants.tables.home_row, layer)
-            rows_of = {name: cast_varying(rows, axes) for name, axes in self.grad_sink_axes.items()}
-            home = {name: add_rows(leaf, rows_of[name], value[name]) for name, leaf in home.items()}
+    def add_home(self, live: Live):
+        """Add the gradients of home experts that have been written to their sum."""
+        for key in [key for key in live if key[0] == "travelled"]:
+            value, rows = live.pop(key), self.of_layer(self.constants.tables.home_row, key[1])
+            home = {
+                name: add_rows(leaf, cast_varying(rows, varying_axes(self.grad_sink[name])), value[name])
+                for name, leaf in live[GRADIENTS]["home"].items()
+            }
             live[GRADIENTS] = {**live[GRADIENTS], "home": home}
-        self.travelled = []
 
     def fence_pair(self, live: Live, values: tuple) -> tuple:
         """Fence what the windows read; where layers are written out, with all gradients of parameters so far.
 
         Nothing reads those before the end of the step, and the compiler would compute most of them next to the last
-        exchanges, and nothing next to the first. Small ones are left to it: fenced, each is a kernel of its own.
+        exchanges, and nothing next to the first. Small ones are left to it: fenced, each is a kernel of its own. Of
+        experts that are split over `data`, one layer's gradient travels after the other's, on the same links.
         """
         if self.scan:  # each turn of a loop computes its own
             return fence(values)
-        keys = [key for key in live if key[0] in ("dhome", "dmix", "dgate")]
-        leaves, tree = jax.tree.flatten(([value for *_, value in self.unwritten], [live[key] for key in keys]))
+        names, follows = {"dhome", "dmix", "dgate"}, any(name == "dhome" for name, _, _ in self.unwritten)
+        names |= {"travelled"} if follows else set()
+        keys = [key for key in live if key[0] in names]
+        leaves, tree = jax.tree.flatten([live[key] for key in keys])
         large = [place for place, leaf in enumerate(leaves) if leaf.size >= MATRIX]
-        follows = any(name == "home" for name, *_ in self.unwritten)  # the gradient of the next layer travels then
-        above = [value for _, value in self.travelled] if follows else []
-        values, fenced, above = fence((values, [leaves[place] for place in large], above))
-        if follows:
-            self.add_travelled(above, live)
+        values, fenced = fence((values, [leaves[place] for place in large]))
         for place, leaf in zip(large, fenced, strict=True):
             leaves[place] = leaf
-        whole, sums = jax.tree.unflatten(tree, leaves)
-        live.update(zip(keys, sums, strict=True))
+        live.update(zip(keys, jax.tree.unflatten(tree, leaves), strict=True))
+        if follows:
+            self.add_home(live)
         waiting, self.unwritten = self.unwritten, []
-        written = [self.write(name, layer, value, live) for (name, layer, _), value in zip(waiting, whole, strict=True)]
-        return self.after(values, written)
+        return self.after(values, [self.write(key, live) for key in waiting])
 
 
 def add(live: Live, key: Key, value):

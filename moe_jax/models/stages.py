@@ -42,7 +42,9 @@ class StackConstants:
       key: PRNG key of the gates' noise; None where they have none.
       documents: int32 [b, Sq], or None.
       choices: int32 [L, t, K], recorded expert ids to replay, or None.
-      frozen: parameters of the units that are not trained, (mix, gate) as in `LayerInputs`, leaves [L, ...], or None.
+      params: {'mix', 'gate'}, as `of_moe` parts a unit: of a stack those that are not trained, leaves [L, ...], or
+        None; of one layer all of them, whole.
+      replicas: of one layer those that a stage uses, {'ahead' of the gate or 'late', after it: {name: [m, ...]}}.
     """
 
     bank: dict | tuple[dict, ...]
@@ -51,34 +53,18 @@ class StackConstants:
     key: jax.Array | None
     documents: jax.Array | None = None
     choices: jax.Array | None = None
-    frozen: Any = None
-
-
-@record
-class LayerInputs:
-    """All inputs of a layer but activations; the backward has the same arrays again.
-
-    Attributes:
-      mix: parameters of what precedes the MoE layer, gathered; gate: of its gate and its shared experts.
-      replicas: a tuple with {name: [m, ...]} for each transfer, ahead of the gate and after it.
-      grad_sinks: (home {name: [Hs, ...]}, a tuple of grad_sinks next to `replicas`).
-      constants: of this layer and, where there are two, this half.
-    """
-
-    mix: Any
-    gate: Any
-    replicas: tuple[dict, ...]
-    grad_sinks: tuple[dict, tuple[dict, ...]]
-    constants: StackConstants
+    params: dict | None = None
+    replicas: dict | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """A stack of layers, and each one's stages.
 
-    A stage returns (function, its arguments but the first, which is what the stage before made). Between `route` and
-    `experts` is an exchange alone, `send` of the schedule, between `experts` and `unpack` another, `send_back`. Where
-    the schedule has halves, the stages are those of half as many tokens.
+    A stage takes `read`, by name what its backward gives a cotangent to: values that stages before it made, and
+    parameters and grad_sinks of its layer. It returns (what it made that has a cotangent, what it made that has none),
+    both by name. `constants` are those of the layer and, where the schedule has halves, of the half; a stage is then
+    of half as many tokens. `packing` is what `route` says of the rows, and the same of all stages after it.
 
     Attributes:
       segment: the layers; roles, group: where they run; graph: a unit's modules without their parameters.
@@ -86,7 +72,7 @@ class Stages:
       block_schedule: the windows, and which transfers of parameters run next to them.
       transfer: how parameters move; with None the windows have no moves.
       late: of replicas that come after the gate, inside the stage `route`; None for none.
-      dims, wires: as `gather_tree` takes them, (of what precedes the MoE layer, of the layer).
+      dims, wires: as `gather_tree` takes them, {'mix', 'gate'}.
       split_bank, split_gradients: {name: dim} that `data` splits of experts' weights, and of their gradients, or -1.
       adapters: as in `Layout`.
     """
@@ -99,8 +85,8 @@ class Stages:
     block_schedule: BlockSchedule
     transfer: ReplicaTransfer | None
     late: TransferShape | None
-    dims: tuple[dict, dict]
-    wires: tuple[dict, dict]
+    dims: dict[str, dict]
+    wires: dict[str, dict]
     split_bank: dict[str, int]
     split_gradients: dict[str, int]
     adapters: bool = False
@@ -120,81 +106,77 @@ class Stages:
             return self.whole_experts(bank, dims)
         return tuple(self.whole_experts({n: leaf[rows] for n, leaf in bank.items()}, dims) for rows in tables.home_row)
 
-    def gathered(self, mix, gate):
-        """Return (mix, gate) of one layer with whole leaves."""
-        trees, axes = zip((mix, gate), self.dims, self.wires, strict=True), self.roles.dense
-        return tuple(gather_merged(tree, dims, axes, self.roles.size(axes), wires) for tree, dims, wires in trees)
+    def gathered(self, params: dict) -> dict:
+        """Return one layer's parameters, {'mix', 'gate'} or one of the two, with whole leaves."""
+        axes, parts = self.roles.dense, self.roles.size(self.roles.dense)
+        return {n: gather_merged(own, self.dims[n], axes, parts, self.wires[n]) for n, own in params.items()}
 
-    def _checkpointed(self, run: Callable) -> Callable:
-        """Return a stage of the MoE half; where the schedule runs it again in the backward, no checkpoint does."""
+    def bind(self, stage: str, constants: StackConstants, packing) -> Callable:
+        """Return run(read) of a stage, which keeps for its backward what `ModelConfig.remat` says."""
+        run = functools.partial(getattr(self, stage), constants=constants, packing=packing)
         config = self.segment.config
-        return run if config.recomputes else checkpointed(run, config, self.roles.model)
+        # what the schedule runs again in the backward, no checkpoint does
+        whole = stage in ("send", "send_back") or (config.recomputes and stage != "attention")
+        return run if whole else checkpointed(run, config, self.roles.model)
 
-    def attention(self, inputs: LayerInputs):
-        """Everything before the gate: [b, Sq, M] -> [b, Sq, M]."""
+    def attention(self, read: dict, constants: StackConstants, packing):
+        """Run everything before the gate: x [b, Sq, M] -> a [b, Sq, M]."""
+        unit = nnx.merge(self.graph, {**read["mix"], **constants.params["gate"]})
+        return {"a": unit.attend(read["x"], self.group, constants.documents)}, {}
 
-        def run(x, mix):
-            unit = nnx.merge(self.graph, {**mix, **inputs.gate})
-            return unit.attend(x, self.group, inputs.constants.documents)
+    def route(self, read: dict, constants: StackConstants, packing):
+        """Run the gate on a, and pack rows into buckets.
 
-        return checkpointed(run, self.segment.config, self.roles.model), (inputs.mix,)
-
-    def route(self, inputs: LayerInputs):
-        """Gate and pack: (what has gradients, what has none).
-
-        Those are (rows, context, stats, late_grad_sinks): the floats of `context`, which is what `unpack` needs of the
-        gate, and of stats, and the grad_sinks through which gradients of late replicas enter. The others are (sent,
-        (context, stats), passes, late): the rest of both, and replicas that come after the gate, a tuple of {name:
-        [m, ...]}.
+        Of what `unpack` needs of the gate, and of the stats, the floats have cotangents: `context` and `stats`. So has
+        the grad_sink of late replicas, whose values have none. The others: `packing` is (sent, the rest of what
+        `unpack` needs), `counted` (the rest of the stats, passes).
         """
+        unit = nnx.merge(self.graph, {**constants.params["mix"], **read["gate"]})
+        tokens, shared = unit.enter_moe(read["a"], self.group)
+        router_params = {name: leaf for name, leaf in read["gate"]["gate"].items() if name != "norm"}
+        given = RouterInputs(constants.key, constants.token_ids, constants.tables, padded=self.group.padded)
+        home_sink = read.get("home", {})
+        routed, stats, _, late = self.moe.route(tokens, router_params, given, constants.bank, home_sink)
+        rows, sent = self.moe.schedule.pack(routed, 0)
+        before, passes = None, routed.passes
+        if self.moe.schedule.run_passes > 1:  # later passes wait for them
+            before = lax.stop_gradient(stats)
+        else:  # the combine needs the weights alone
+            routed = dataclasses.replace(routed, tokens=None, routing=None)
+        leaves, tree = jax.tree.flatten(((routed, before, shared), stats))
+        floats = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None for leaf in leaves]
+        rest = [leaf if own is None else None for leaf, own in zip(leaves, floats, strict=True)]
+        (context, stats), (whole, counts) = (jax.tree.unflatten(tree, part) for part in (floats, rest))
+        values, late_sink = late[0] if late else ({}, {})
+        made = {"packed": rows, "context": context, "stats": stats, "late": late_sink}
+        return made, {"packing": (sent, whole), "counted": (counts, passes), "late": values}
 
-        def run(a, gate, home_sink):
-            tokens, shared = nnx.merge(self.graph, {**inputs.mix, **gate}).enter_moe(a, self.group)
-            router_params = {name: leaf for name, leaf in gate["gate"].items() if name != "norm"}
-            schedule = self.moe.schedule
-            of_layer = inputs.constants
-            given = RouterInputs(of_layer.key, of_layer.token_ids, of_layer.tables, padded=self.group.padded)
-            routed, stats, _, late = self.moe.route(tokens, router_params, given, of_layer.bank, home_sink)
-            rows, sent = schedule.pack(routed, 0)
-            before, passes = None, routed.passes
-            if schedule.run_passes > 1:  # later passes wait for them
-                before = lax.stop_gradient(stats)
-            else:  # the combine needs the weights alone
-                routed = dataclasses.replace(routed, tokens=None, routing=None)
-            leaves, tree = jax.tree.flatten(((routed, before, shared), stats))
-            floats = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None for leaf in leaves]
-            rest = [leaf if own is None else None for leaf, own in zip(leaves, floats, strict=True)]
-            (context, stats), whole = (jax.tree.unflatten(tree, part) for part in (floats, rest))
-            values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
-            return (rows, context, stats, late_grad_sinks), (sent, whole, passes, values)
+    def send(self, read: dict, constants: StackConstants, packing):
+        """Exchange packed rows for those that come for the experts here."""
+        return {"received": self.moe.schedule.send(read["packed"], packing[0])}, {}
 
-        return self._checkpointed(run), (inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
-
-    def experts(self, inputs: LayerInputs, sent):
+    def experts(self, read: dict, constants: StackConstants, packing):
         """Compute received rows, which leave in the order in which they came."""
+        return {"done": self.moe.schedule.compute(read["received"], packing[0], self._experts(read, constants))}, {}
 
-        def run(received, grad_sinks):
-            experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
-            return self.moe.schedule.compute(received, sent, experts)
+    def send_back(self, read: dict, constants: StackConstants, packing):
+        """Exchange the experts' results for those of own rows."""
+        return {"returned": self.moe.schedule.send_back(read["done"], packing[0])}, {}
 
-        return self._checkpointed(run), (inputs.grad_sinks,)
+    def unpack(self, read: dict, constants: StackConstants, packing):
+        """Bring returned rows to their tokens, run the later passes, and add a: x of the next layer."""
+        sent, whole = packing
+        routed, stats, shared = join_floats(read["context"], whole)
+        y = self.moe.schedule.unpack(read["returned"], sent, routed.weights)
+        y = add_shared(self.moe.finish(y, routed, stats, self._experts(read, constants)), *shared)
+        return {"x": read["a"] + y.reshape(read["a"].shape)}, {}
 
-    def unpack(self, inputs: LayerInputs, sent, context, whole):
-        """Bring returned rows to their tokens and run the later passes: [t, M]."""
-
-        def run(returned, context, grad_sinks):
-            routed, stats, shared = join_floats(context, whole)
-            y = self.moe.schedule.unpack(returned, sent, routed.weights)
-            experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
-            y = self.moe.finish(y, routed, stats, experts)
-            return add_shared(y, *shared)
-
-        return self._checkpointed(run), (context, inputs.grad_sinks)
-
-    def _weights(self, inputs: LayerInputs, grad_sinks) -> ExpertWeights:
-        home, of_replicas = grad_sinks
-        replicas = tuple(zip(inputs.replicas, of_replicas, strict=True))
-        return ExpertWeights(inputs.constants.bank, home, inputs.constants.tables.home_row, replicas, constant=True)
+    def _experts(self, read: dict, constants: StackConstants) -> Callable:
+        """Return `MoE.experts` with the weights of the layer, whose gradients leave through the grad_sinks read."""
+        replicas = tuple((values, read[name]) for name, values in constants.replicas.items())
+        home_row = constants.tables.home_row
+        weights = ExpertWeights(constants.bank, read["home"], home_row, replicas, constant=True)
+        return functools.partial(self.moe.experts, weights=weights)
 
 
 def join_floats(floats, rest):
