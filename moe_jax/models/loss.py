@@ -112,7 +112,7 @@ def make_loss(
         frozen_specs = its_specs, teacher.model.tables_specs
     stats_specs = StepStats(
         cross_entropy=P(), aux_loss=P(), z_loss=P(), gate_entropy=P(), dropped=P(), passes=P(), kl=P(), completed=P(),
-        loads=tuple(P(None, model.roles_of(segment).expert) for segment in model.expert_segments),
+        loads=tuple(P(None, segment.roles(model.roles).expert) for segment in model.expert_segments),
         choices=P(None, roles.dense + roles.model), teacher_passes=P(),
     )  # fmt: skip
     stack, specs = _make_stack(model, layout, batch_size, length, microbatches, plan, teacher), own_specs(layout, roles)
@@ -205,10 +205,9 @@ def _make_stack(
             x, found, taught = _run_teacher(teacher_trunk, frozen, batch, first_row, x, found)
             with jax.named_scope("loss"):
                 student, its_teacher = (jnp.concatenate(x), table), (jnp.concatenate(taught[0]), taught[1])
-                total, kl = chunked_distillation(student, its_teacher, targets, counts, config.loss_chunk)
-            cross_entropy = lax.psum(total, roles.all) / normalizer
-            kl = lax.psum(kl, roles.all) / normalizer
-            token_loss, teacher_passes = cross_entropy + teacher.alpha * kl, passes_of(taught[2])
+                sums = chunked_distillation(student, its_teacher, targets, counts, config.loss_chunk, teacher.alpha)
+            token_loss, cross_entropy, kl = (own / normalizer for own in lax.psum(sums, roles.all))
+            teacher_passes = passes_of(taught[2])
         tokens = global_tokens
         if model.padded:
             real = jnp.sum(batch.token_ids != PADDING, dtype=jnp.int32)

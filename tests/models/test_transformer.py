@@ -38,8 +38,8 @@ def test_chunked_cross_entropy(chunk, ends):
             parts = [tuple(jnp.split(array, ends)) for array in (x, targets, weights)]
             return chunked_cross_entropy(parts[0], table, *parts[1:], chunk)
 
-        got = jax.jit(jax.value_and_grad(chunked, (0, 1, 2)))(x, table, weights)
-        wanted = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(x, table, weights)
+        got = jax.jit(jax.value_and_grad(chunked, (0, 1)))(x, table, weights)
+        wanted = jax.jit(jax.value_and_grad(plain, (0, 1)))(x, table, weights)
         jax.tree.map(assert_close, got, wanted)
 
 
