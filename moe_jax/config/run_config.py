@@ -58,6 +58,10 @@ REMOVED = {
     "train.copy_every": ("0", "set train.checkpoint_every lower: checkpoints are written beside the steps"),
     "MoEConfig.expert_dtype": ("'compute'", "experts multiply in ModelConfig.dtype; MoEConfig.dispatch_dtype stays"),
     "train.decay_shape": ("'linear'", "leave it out: 'wsd' decays in a line"),
+    "ModelConfig.experts_per_layer": (
+        "()",
+        "set ModelConfig.segments, such as ('layers=4 num_experts=8', 'layers=4 num_experts=16')",
+    ),
     "ModelConfig.mask_rate": ("0.15", "leave it out: 0.15 of the tokens are masked, as by BERT"),
     "MoEConfig.topology_release": ("False", "leave it out: only MoEConfig.remote_fraction of the tokens leave a node"),
     "PlannerConfig.headroom": ("2.0", "leave it out: 'balanced' has two replicas a device after the gate"),

@@ -251,7 +251,7 @@ class Generator:
         """Expect the experts where placements {segment: its own} say; programs are built for that."""
         shapes, tables, self._slot_expert = {}, {}, {}
         for segment in self.model.expert_segments:
-            name, axes = segment.name, self.model.roles_of(segment).expert
+            name, axes = segment.name, segment.roles(self.model.roles).expert
             shapes[name], arrays, self._slot_expert[name] = reside(placements[name])
             tables[name] = to_devices(arrays, self.model.roles.sharding(axes))
         self.tables, self._programs = tables, {}

@@ -83,7 +83,7 @@ def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> C
     graph = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     few = {}  # {segment: whether its layers are those of few tokens}
     for segment in model.expert_segments:
-        plan, its_roles = serving.shapes[segment.name], model.roles_of(segment)
+        plan, its_roles = serving.shapes[segment.name], segment.roles(model.roles)
         few[segment] = not cache_rows and few_tokens.serves(rows, segment.moe.top_k, plan, its_roles)
     in_place = any(few.values())
     group = (FewTokensGroup if in_place else ModelGroup)(roles.model, rows, False)
@@ -161,7 +161,7 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, few: bool) -> C
 
     With `few` it is that of `few_tokens.py`.
     """
-    roles = serving.model.roles_of(segment)
+    roles = segment.roles(serving.model.roles)
     whole = tokens + -tokens % roles.size(roles.model)  # the devices of an MP group share them evenly
     row_bytes = segment.config.model_dim * jnp.dtype(segment.config.dtype).itemsize
     config = settle_transport(segment.moe, roles, whole, row_bytes)

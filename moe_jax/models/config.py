@@ -7,10 +7,8 @@ Source: DeepSpeed-MoE (Rajbhandari et al. 2022), section 4.2, "flexible multi-ex
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from moe_jax.errors import UserError
@@ -34,15 +32,12 @@ CHOICES = {
     "qk_norm": ("none", "head", "width"),
     "attention": ("auto", "xla", "blocks", "cudnn"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
-    "remat": (
-        "none", "block", "block_but_attention", "dots", "everything_saveable", "nothing_saveable", "dots_saveable",
-        "dots_with_no_batch_dims_saveable",
-    ),
+    "remat": ("none", "block", "block_but_attention", "dots"),
     "prefetch": SCHEDULES,
     "prefetch_case": CASES,
     "overlap": ("none", "halves"),
     "stack": ("scan", "unrolled"),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +52,6 @@ class ModelConfig:
         moe_every=2 num_experts=32', 'layers=4 moe_every=2 num_experts=64'). A text may say layers, moe_every,
         hidden_dim, dense_hidden_dim, num_experts, top_k and router; what it does not say is as bound here and in
         MoEConfig. () is one segment. See `Segment`.
-      experts_per_layer: the same in short, the number of experts of each MoE layer; () is MoEConfig.num_experts.
       first_dense: the same in short, this many dense blocks before all others.
       model_dim: M; heads: H, attention heads.
       kv_heads: heads of keys and values, each of which heads / kv_heads query heads share (grouped-query attention,
@@ -93,10 +87,9 @@ class ModelConfig:
         (`models/attention.py`).
       dtype: compute dtype, 'float32', 'bfloat16', 'float16' or 'float64'; parameters are float32 (float64 where this is
         float64). In float16 the loss is scaled, dynamically (`training/step.py`).
-      remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything),
-        'block_but_attention' (all but what cuDNN's attention made of queries, keys and values), or the name of a policy
-        in `jax.checkpoint_policies`. With a `prefetch` or `overlap` it is applied to each stage:
-        'block' saves the inputs of attention and of the MoE layer.
+      remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything) or
+        'block_but_attention' (all but what cuDNN's attention made of queries, keys and values). With a `prefetch` or
+        `overlap` it is applied to each stage: 'block' saves the inputs of attention and of the MoE layer.
       prefetch: when replicas travel: 'none' (before attention, in the compiler's order), or a block-wise schedule,
         'hecate' or 'pro_prophet', with a backward of its own.
       prefetch_case: of 'pro_prophet', what transfers run next to: 'attention', 'expert' or 'split' over both.
@@ -118,7 +111,6 @@ class ModelConfig:
     layers: int = 4
     moe_every: int = 1
     segments: tuple[str, ...] = ()
-    experts_per_layer: tuple[int, ...] = ()
     first_dense: int = 0
     model_dim: int = 128
     heads: int = 4
@@ -235,61 +227,44 @@ class ModelConfig:
         Raises:
           UserError: texts that cannot be read, runs that do not add up to the layers, or two ways to say it at once.
         """
-        segments, experts_per_layer, first_dense = self.segments, self.experts_per_layer, self.first_dense
-        layers, moe_every = self.layers, self.moe_every
-        if segments:
-            if experts_per_layer or first_dense:
+        if not self.segments:
+            if not 0 <= self.first_dense < self.layers:
                 raise UserError(
-                    f"ModelConfig.segments {segments} says all that experts_per_layer {experts_per_layer} and "
-                    f"first_dense ({first_dense}) could say; leave out the one or the others"
+                    f"ModelConfig.first_dense ({self.first_dense}) must be at least 0 and below ModelConfig.layers "
+                    f"({self.layers}); some layers must have experts"
                 )
-            runs = []
-            for index, text in enumerate(segments):  # such as 'layers=4 moe_every=2 num_experts=16'
-                place, run = f"ModelConfig.segments[{index}] ({text!r})", {}
-                for word in text.split():
-                    name, _, value = word.partition("=")
-                    readable = bool(value) if name in WORDS else value.isascii() and value.isdecimal()
-                    if name not in FIELDS or not readable:
-                        known = ", ".join(f"{field}=NAME" if field in WORDS else f"{field}=N" for field in FIELDS)
-                        raise UserError(
-                            f"{place}: {word!r} is none of {known}; write such as 'layers=4 moe_every=2 num_experts=16'"
-                        )
-                    if name in run:
-                        raise UserError(f"{place} says {name} twice; leave one of them out")
-                    run[name] = value if name in WORDS else int(value)
-                if run.get("layers", 0) < 1:
-                    raise UserError(f"{place} must say how many layers it has, at least 1, such as 'layers=4'")
-                runs.append(run)
-            total = sum(run["layers"] for run in runs)
-            if total != layers:
-                added = " + ".join(str(run["layers"]) for run in runs)
-                raise UserError(
-                    f"ModelConfig.segments have {added} = {total} layers, but ModelConfig.layers is {layers}; make "
-                    f"them equal, for instance by ModelConfig.layers = {total}"
-                )
-            return tuple(runs)
-        if not 0 <= first_dense < layers:
+            dense = ({"layers": self.first_dense, "moe_every": 0},) if self.first_dense else ()
+            return (*dense, {"layers": self.layers - self.first_dense})
+        if self.first_dense:
             raise UserError(
-                f"ModelConfig.first_dense ({first_dense}) must be at least 0 and below ModelConfig.layers ({layers}); "
-                "some layers must have experts"
+                f"ModelConfig.segments {self.segments} says all that first_dense ({self.first_dense}) could say; leave "
+                "out the one or the other"
             )
-        rest = layers - first_dense
-        dense = ({"layers": first_dense, "moe_every": 0},) if first_dense else ()
-        if not experts_per_layer:
-            return (*dense, {"layers": rest})
-        if not moe_every:
+        runs = []
+        for index, text in enumerate(self.segments):  # such as 'layers=4 moe_every=2 num_experts=16'
+            place, run = f"ModelConfig.segments[{index}] ({text!r})", {}
+            for word in text.split():
+                name, _, value = word.partition("=")
+                readable = bool(value) if name in WORDS else value.isascii() and value.isdecimal()
+                if name not in FIELDS or not readable:
+                    known = ", ".join(f"{field}=NAME" if field in WORDS else f"{field}=N" for field in FIELDS)
+                    raise UserError(
+                        f"{place}: {word!r} is none of {known}; write such as 'layers=4 moe_every=2 num_experts=16'"
+                    )
+                if name in run:
+                    raise UserError(f"{place} says {name} twice; leave one of them out")
+                run[name] = value if name in WORDS else int(value)
+            if run.get("layers", 0) < 1:
+                raise UserError(f"{place} must say how many layers it has, at least 1, such as 'layers=4'")
+            runs.append(run)
+        total = sum(run["layers"] for run in runs)
+        if total != self.layers:
+            added = " + ".join(str(run["layers"]) for run in runs)
             raise UserError(
-                "ModelConfig.experts_per_layer gives experts to layers, and ModelConfig.moe_every (0) says that none "
-                "has any; set moe_every to 1 or 2"
+                f"ModelConfig.segments have {added} = {total} layers, but ModelConfig.layers is {self.layers}; make "
+                f"them equal, for instance by ModelConfig.layers = {total}"
             )
-        if len(experts_per_layer) * moe_every != rest:
-            counted = f" - first_dense ({first_dense})" if first_dense else ""
-            raise UserError(
-                f"ModelConfig.experts_per_layer has {len(experts_per_layer)} numbers for ModelConfig.layers ({layers})"
-                f"{counted} with moe_every = {moe_every}; give {rest // moe_every}, one for each MoE layer"
-            )
-        alike = ((experts, len(list(same))) for experts, same in itertools.groupby(experts_per_layer))
-        return (*dense, *({"layers": moe_every * number, "num_experts": experts} for experts, number in alike))
+        return tuple(runs)
 
     @property
     def moe_layers(self) -> int:
@@ -316,7 +291,7 @@ class ModelConfig:
     @property
     def recomputes(self) -> bool:
         """Whether the backward computes a layer, with its exchanges, again."""
-        return self.remat in ("block", "block_but_attention", "nothing_saveable")
+        return self.remat in ("block", "block_but_attention")
 
     @property
     def replica_layers(self) -> int:
@@ -431,13 +406,15 @@ def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
     Raises:
       UserError: a segment whose sizes do not fit together, or a model without experts.
     """
-    runs = config.runs
-    whole = dict.fromkeys(("segments", "experts_per_layer"), ()) | {"first_dense": 0}
     found: list[Segment] = []
-    for index, run in enumerate(runs):
-        with _named(index, run):
-            part = dataclasses.replace(config, **whole, **{name: run[name] for name in MODEL_FIELDS if name in run})
+    for index, run in enumerate(config.runs):
+        own = {name: run[name] for name in MODEL_FIELDS if name in run}
+        try:
+            part = dataclasses.replace(config, segments=(), first_dense=0, **own)
             layer = dataclasses.replace(moe, **{name: run[name] for name in MOE_FIELDS if name in run})
+        except UserError as error:
+            words = " ".join(f"{name}={value}" for name, value in run.items())
+            raise UserError(f"segment {index} of the model ({words}): {error}") from error
         first = sum(segment.config.moe_layers for segment in found)
         name = f"segment_{index}"
         found.append(Segment(name=name, config=part, moe=layer, first_layer=first, depth=config.layers))
@@ -454,16 +431,6 @@ def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
         )
     check_knobs(moe, {segment.moe.router for segment in with_experts(found)})
     return tuple(found)
-
-
-@contextlib.contextmanager
-def _named(index: int, run: dict[str, Any]) -> Iterator[None]:
-    """Say in a UserError which segment it is of; run: what `ModelConfig.runs` has of it."""
-    try:
-        yield
-    except UserError as error:
-        words = " ".join(f"{name}={value}" for name, value in run.items())
-        raise UserError(f"segment {index} of the model ({words}): {error}") from error
 
 
 def with_experts(segments: Iterable[Segment]) -> tuple[Segment, ...]:

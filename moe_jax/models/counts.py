@@ -118,13 +118,6 @@ def half_work(config: ModelConfig, moe: MoEConfig, tokens: int, length: int) -> 
 
 
 MOMENTS = 2  # of AdamW
-# policies of jax.checkpoint, and which value of `ModelConfig.remat` saves about as much
-LIKE = {
-    "everything_saveable": "none",
-    "nothing_saveable": "block",
-    "dots_saveable": "dots",
-    "dots_with_no_batch_dims_saveable": "dots",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -383,7 +376,7 @@ def _activations(sizes: Sizes, plan: Shapes | None) -> int:
             "dots": item * (dense + has_experts) * (dim + own + qkv)
             + (item * (dim + config.ffn_dim / model) if dense else 0)
             + (item * (dim + shared) if shared and has_experts else 0),
-        }[LIKE.get(config.remat, config.remat)]
+        }[config.remat]
         saved, running = saved + segment.config.units * residual, max(running, unit + masks)
     logits = 2 * max(4, item) * min(whole.loss_chunk, tokens) * sizes.model.vocab_size
     return int(tokens * (saved + running)) + logits

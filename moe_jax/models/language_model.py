@@ -196,7 +196,7 @@ class LanguageModel:
                 )
             check_hidden_dim("ModelConfig.hidden_dim", segment.config.hidden_dim, self.roles)
             check_float8(segment.moe, segment.config.model_dim)
-            layer_sizes(segment.moe, self.roles_of(segment), 1)
+            layer_sizes(segment.moe, segment.roles(self.roles), 1)
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -211,18 +211,14 @@ class LanguageModel:
     @property
     def tables_specs(self) -> dict[str, P]:
         """{segment: PartitionSpec} of the plan's tables."""
-        return {segment.name: P(self.roles_of(segment).expert) for segment in self.expert_segments}
-
-    def roles_of(self, segment: Segment) -> Roles:
-        """Return the roles of a segment on this model's mesh."""
-        return segment.roles(self.roles)
+        return {segment.name: P(segment.roles(self.roles).expert) for segment in self.expert_segments}
 
     @functools.cached_property
     def even_placements(self) -> dict[str, Placement]:
         """{segment with experts, first layers first: even homes on its expert-parallel group, with its nodes}."""
         found = {}
         for segment in self.expert_segments:
-            layers, experts, roles = segment.config.moe_layers, segment.moe.num_experts, self.roles_of(segment)
+            layers, experts, roles = segment.config.moe_layers, segment.moe.num_experts, segment.roles(self.roles)
             found[segment.name] = Placement.even(layers, experts, roles.size(roles.expert), roles.members_per_node)
         return found
 
@@ -266,7 +262,7 @@ class LanguageModel:
         model = Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(dense_key))
         banks = {}
         for segment in self.expert_segments:
-            config, roles = segment.config, self.roles_of(segment)
+            config, roles = segment.config, segment.roles(self.roles)
             own_key = jax.random.fold_in(expert_key, segment.first_layer) if segment.first_layer else expert_key
             sizes = config.moe_layers, segment.moe.num_experts, roles.size(roles.expert)
             banks[segment.name] = init_bank(
@@ -328,7 +324,7 @@ class LanguageModel:
         dp_stage = None if moves and self.expert_zero_stage < 2 else self.expert_zero_stage
         bank_params, grad_sink, bank_state = {}, {}, {}
         for segment in self.expert_segments:
-            name, roles = segment.name, self.roles_of(segment)
+            name, roles = segment.name, segment.roles(self.roles)
             bank = {key: leaf.shape for key, leaf in banks[name].items()}
             specs = expert_specs(bank, roles, self.zero_stage, dp_stage)
             bank_params[name], grad_sink[name], bank_state[name] = specs[0], self.trained(specs[1]), specs[2]
@@ -357,7 +353,7 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: Shapes | None = No
       plan: as `make_loss` takes it.
     """
     x, own = jax.ShapeDtypeStruct((tokens, model.config.model_dim), model.config.dtype), plan or {}
-    schedules = (make_schedule(s.moe, model.roles_of(s), x, own.get(s.name)) for s in model.expert_segments)
+    schedules = (make_schedule(s.moe, s.roles(model.roles), x, own.get(s.name)) for s in model.expert_segments)
     return any(schedule.most_passes > 1 for schedule in schedules)
 
 

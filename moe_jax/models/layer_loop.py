@@ -66,7 +66,7 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
     transformer = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     for segment in model.segments:
         own_plan = plan[segment.name] if plan is not None and segment.has_experts else None
-        own_roles, block_wise = model.roles_of(segment), segment.has_experts and segment.config.is_block_wise
+        own_roles, block_wise = segment.roles(model.roles), segment.has_experts and segment.config.is_block_wise
         data = own_roles.size(own_roles.data)
         if own_plan is not None and own_plan.replica_slots and layout.dp_stage is not None and data > 1:
             raise UserError(
@@ -87,7 +87,9 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
             token_ids = jnp.where(token_ids < (first_row + batch_size) * length, token_ids, PADDING)
         tables = local(tables)
         bank = {
-            segment.name: _as_read(bank[segment.name], segment, model.roles_of(segment), plans[segment], layout, dtype)
+            segment.name: _as_read(
+                bank[segment.name], segment, segment.roles(model.roles), plans[segment], layout, dtype
+            )
             for segment in model.expert_segments
         }
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}

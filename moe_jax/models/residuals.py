@@ -105,5 +105,4 @@ def checkpointed(function: Callable, config: ModelConfig, model_axes: tuple[str,
         "block_but_attention": lambda primitive, *_, **params: "dot_product_attention_fwd" in primitive.name,
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }
-    policy = policies[config.remat] if config.remat in policies else getattr(jax.checkpoint_policies, config.remat)
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+    return jax.checkpoint(function, policy=policies[config.remat], prevent_cse=False)

@@ -107,7 +107,7 @@ def teacher_model(
         tokens = make_model_group(model, roles, rows, length).rows * length
         for segment in built.expert_segments:
             x = jax.ShapeDtypeStruct((tokens, model.model_dim), model.dtype)
-            make_schedule(segment.moe, built.roles_of(segment), x, split_tokens=model.sequence_parallel)
+            make_schedule(segment.moe, segment.roles(built.roles), x, split_tokens=model.sequence_parallel)
         return built
 
 

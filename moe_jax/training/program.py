@@ -218,7 +218,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     program = Program(config, roles, model, optimizer, state_shardings, teacher)
     tokens = program.group_rows * length
     for segment in model.expert_segments:
-        check_router(segment.moe, model.roles_of(segment), tokens, length, config.planner)
+        check_router(segment.moe, segment.roles(model.roles), tokens, length, config.planner)
         program.grouped_matmul_of(segment)  # for its check
     return program
 

@@ -96,7 +96,7 @@ def test_parse_finds_files_by_search_path_and_next_to_the_package(tmp_path, monk
         ("ModelConfig.layers = 2\nModelConfig.segments = ('layers=2 num_experts=9999999',)", ["make 19999998 experts"]),
         ("train.learning_rate = 1e999", ["must be a finite number"]),
         ("train.profile_steps = (1, 2, 3)", ["must be a tuple of 2 entries, each a whole number or None"]),
-        ("ModelConfig.experts_per_layer = (2, '4')", ["must be a tuple, each a whole number"]),
+        ("ModelConfig.rotary_yarn = (2, '4')", ["must be a tuple, each a finite number"]),
         ("MoEConfig.renormalize = 1", ["MoEConfig.renormalize (1) must be True or False"]),
         ("PlannerConfig.skipped_devices = 1.5", ["must be a whole number or text in quotes"]),
         ("DataConfig.path = corpus.txt", ["'DataConfig.path = corpus.txt'", "'corpus' is no value", "text stands in"]),

@@ -79,7 +79,7 @@ FACTORS = {
         ("pro_prophet", "expert"),
     ),
     "refetch_replicas": (False, True),
-    "remat": ("none", "block", "dots", "nothing_saveable"),
+    "remat": ("none", "block", "dots"),
     "stack": ("scan", "unrolled"),
     "by_node": (False, True),
     "layout": (

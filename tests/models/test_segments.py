@@ -77,18 +77,18 @@ def test_one_segment_lowers_to_the_same_program():
         arguments = (model.shapes(), batch, model.even_tables(), jax.random.key(0), np.int32(0), np.float32(1))
         return jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*arguments).as_text()
 
-    assert program() == program(segments=("layers=2",)) == program(experts_per_layer=(4, 4))
+    assert program() == program(segments=("layers=2",))
 
 
 def test_short_forms():
     def runs(**changes):
-        config = ModelConfig(layers=9, first_dense=1, moe_every=2, experts_per_layer=(4, 4, 4, 8), **changes)
+        config = ModelConfig(layers=9, first_dense=1, moe_every=2, **changes)
         return [
             (s.config.layers, s.config.moe_every, s.moe.num_experts, s.first_layer, s.depth)
             for s in segments_of(config, MoEConfig(num_experts=16))
         ]
 
-    assert runs() == [(1, 0, 16, 0, 9), (6, 2, 4, 0, 9), (2, 2, 8, 3, 9)]
+    assert runs() == [(1, 0, 16, 0, 9), (8, 2, 16, 0, 9)]
 
 
 BAD = {
@@ -99,11 +99,13 @@ BAD = {
     "odd": ({"segments": ("layers=1 moe_every=2", "layers=3")}, r"layers of segment 0 \(1\) must be divisible by"),
     "router": ({"segments": ("layers=1 router=topks", "layers=3")}, r"segment 0 .*topks"),
     "nameless": ({"segments": ("layers=1 router=", "layers=3")}, r"'router=' is none of layers=N.* router=NAME"),
-    "both": ({"segments": ("layers=4",), "first_dense": 1}, "leave out the one or the others"),
+    "both": ({"segments": ("layers=4",), "first_dense": 1}, "leave out the one or the other"),
     "dense": ({"first_dense": 4}, r"first_dense \(4\) must be at least 0 and below ModelConfig.layers \(4\)"),
-    "short": ({"experts_per_layer": (2, 4)}, r"has 2 numbers for ModelConfig.layers \(4\) .*; give 4, one for each"),
     "none": ({"moe_every": 0}, "leaves no layer with experts"),
-    "top_k": ({"experts_per_layer": (2, 1, 1, 1)}, r"segment 1 of the model .*top_k \(2\) must lie between 1 and"),
+    "top_k": (
+        {"segments": ("layers=1", "layers=3 num_experts=1")},
+        r"segment 1 of the model .*top_k \(2\) must lie between 1 and",
+    ),
 }
 
 

@@ -70,7 +70,7 @@ def banks(model, experts):
     """Return the bank of a model, homes even, from experts {segment: [L, E, ...]}."""
     found = {}
     for segment in model.expert_segments:
-        devices = model.roles_of(segment).size(model.roles_of(segment).expert)
+        devices = segment.roles(model.roles).size(segment.roles(model.roles).expert)
         even = Placement.even(segment.config.moe_layers, segment.moe.num_experts, devices)
         found[segment.name] = to_bank(experts[segment.name], even)
     return found
