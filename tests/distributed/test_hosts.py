@@ -270,7 +270,10 @@ print("up", flush=True)
 libc.pthread_mutex_lock(mutex)  # for ever, like a collective whose other end is gone: no signal interrupts it
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    with subprocess.Popen([*nohup, sys.executable, "-c", program], **pipes) as process:
+    at_terminal = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # the tests may run under nohup
+    program = program if nohup else at_terminal + program
+    with subprocess.Popen([*nohup, sys.executable, "-c", program], **pipes) as process, contextlib.ExitStack() as end:
+        end.callback(process.kill)
         assert process.stdout.readline() == b"up\n"
         for number in (signal.SIGHUP, signal.SIGHUP, *([signal.SIGTERM] if nohup else [])):
             process.send_signal(number)
