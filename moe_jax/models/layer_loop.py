@@ -204,7 +204,7 @@ def _make_loop(
             if constants.key is not None:
                 noise_key = jax.random.fold_in(constants.key, segment.moe_layers.start + index)
             fetch = functools.partial(fetch_replicas, bank, plan=plan, axes=roles.expert)
-            x, params, grad_sink, replicas = fetch_in_turn(x, unit_params, whole_unit, fetch, grad_sink, tables, plan)
+            x, params, replicas = fetch_in_turn(x, unit_params, whole_unit, fetch, grad_sink, tables, plan)
             unit = nnx.merge(graph, params)
             x = checkpoint_name(unit.attend(x, group, constants.documents), "attended")
             with jax.named_scope("moe"):

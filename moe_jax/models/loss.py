@@ -36,7 +36,7 @@ from moe_jax.moe.passes import most_of_all
 from moe_jax.moe.routers import PADDING, GateStats, build_router, find, z_loss
 from moe_jax.moe.schedule import MOST_ROWS
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.ordering import wait_for_tree
+from moe_jax.parallel.ordering import wait_for
 from moe_jax.planning.plan_shape import Shapes
 
 
@@ -250,11 +250,11 @@ def _run_teacher(trunk: Callable, frozen, batch: Batch, first_row, x, found: dic
     """
     with jax.named_scope("teacher"):
         plain = dataclasses.replace(batch, choices=None)
-        weights = wait_for_tree(frozen[0], first_row, x, list(found.values()))
+        weights = wait_for(frozen[0], x, list(found.values()))
         taught = trunk(weights, plain, frozen[1], None, first_row)
         second = taught[0], list(taught[2].values())
-        x = wait_for_tree(x, first_row, second)
-        return x, {segment: wait_for_tree(both, first_row, second) for segment, both in found.items()}, taught
+        x = wait_for(x, second)
+        return x, {segment: wait_for(both, second) for segment, both in found.items()}, taught
 
 
 def _gate_losses(segment: Segment, own: GateStats, counted, roles: Roles, tokens: int):

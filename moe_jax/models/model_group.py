@@ -148,7 +148,7 @@ class ModelGroup:
         def backward(saved, d):
             part, weights = saved
             # else XLA:CPU may gather again next to a branch of collectives that the cotangent comes from
-            part = wait_for(part, lax.axis_index(self.axes), d)
+            part = wait_for(part, d)
             return jax.vjp(whole, part, weights)[1](d)
 
         gathered = jax.custom_vjp(whole)

@@ -64,7 +64,7 @@ from moe_jax.models.lora import adapters_of, base_of, joined
 from moe_jax.models.residuals import Residuals, residuals_of
 from moe_jax.models.stages import StackConstants, Stages, join_floats
 from moe_jax.moe.bank import add_rows
-from moe_jax.parallel.ordering import wait_for_tree
+from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, return_part
 from moe_jax.parallel.varying import cast_varying, declare_equal, varying_axes
 from moe_jax.planning.block_schedule import Move, Window, WindowLoop
@@ -383,7 +383,7 @@ class Direction(abc.ABC):
 
     def after(self, value, others):
         """Return value; on XLA:CPU it waits for `others`, whose collectives may be in branches."""
-        return wait_for_tree(value, self.constants.token_ids[0], others) if jax.tree.leaves(others) else value
+        return wait_for(value, others)
 
 
 class Forward(Direction):

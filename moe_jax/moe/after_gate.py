@@ -11,7 +11,6 @@ sizes in use, equal on all devices (both None without such replicas). Letters: d
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -21,60 +20,56 @@ from jax import lax
 from moe_jax.moe.after_gate_rules import build_rule
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.ordering import wait_for
+from moe_jax.parallel.ordering import in_line
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas, shrunk
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import late_size
 
 
-def decide(plan: PlanShape | None, roles: Roles, stats, bank, grad_sink, tables: Tables, replicas: tuple):
-    """Return (tables to send by, replicas) of one layer after its gate: a plan's rule reads the counts of this step.
+def decide(plan: PlanShape, roles: Roles, counts, tables: Tables):
+    """Return what a plan's rule decides of one layer after its gate: (tables to send by, transfer, sizes in use).
 
     Args:
-      stats: the gate's statistics; bank {name: [Rb, ...]}; grad_sink {name: [Hs, ...]}; tables: of this layer.
-      replicas: those planned ahead, (values {name: [m, ...]}, their grad_sink) for each transfer, in the order of
-        their slots; those that come late are put behind them.
+      counts: int32 [E], tokens of this device for each expert; tables: of this layer.
     """
-    if plan is None or plan.after_gate is None:
-        return tables, replicas
-    axes, late = roles.expert, plan.late
+    axes = roles.expert
     inside = tuple(axis for axis in roles.all if axis not in axes)
     with jax.named_scope("after_gate"):
-        counts = lax.psum(stats.counts, inside) if inside else stats.counts
+        counts = lax.psum(counts, inside) if inside else counts
         both = jnp.concatenate([counts, cast_varying(tables.slot_expert, varying_axes(counts))])
         gathered = lax.all_gather(cast_varying(both, axes), axes, to="invarying")
-        experts = counts.shape[0]
-        rule = build_rule(plan.after_gate)
-        decided, transfer, used = rule.decide(
-            tables, gathered[:, :experts], gathered[:, experts:], lax.axis_index(axes), plan
-        )
-        if late is None:
-            return decided, replicas
-        bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(stats.counts))
-        size = wait_for(late_size(used, late, jnp), tables.home_row[0], stats)
+        counts, holders = jnp.split(gathered, [counts.shape[0]], axis=1)
+        return build_rule(plan.after_gate).decide(tables, counts, holders, lax.axis_index(axes), plan)
 
+
+def fetch_late(x, transfer: ReplicaTransfer, decided, bank, grad_sink):
+    """Fetch the replicas that come after the gate, in a branch; return (x, (values {name: [m, ...]}, their grad_sink)).
+
+    Args:
+      x: floats and integers of which all that follows the gate is made; see `in_line`.
+      transfer: the largest that the program has.
+      decided: what `decide` returned; bank {name: [Rb, ...]}; grad_sink {name: [Hs, ...]}.
+    """
+    (tables, lists, used), late = decided, transfer.shape
+    bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(x))
+
+    def none(grad_sink):
+        def zeros(leaf):
+            return cast_varying(jnp.zeros((late.slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
+
+        return jax.tree.map(zeros, (bank, grad_sink))
+
+    def fetch(grad_sink, part):
         def padded(leaf):  # [late slots, ...] with zeros past the end of the leaf
-            zeros = jnp.zeros((late.slots - leaf.shape[0], *leaf.shape[1:]), leaf.dtype)
-            return jnp.concatenate([leaf, cast_varying(zeros, varying_axes(leaf))]) if len(zeros) else leaf
+            return jnp.pad(leaf, ((0, late.slots - leaf.shape[0]), *((0, 0) for _ in leaf.shape[1:])))
 
-        def none():
-            return tuple(
-                {
-                    name: cast_varying(jnp.zeros((late.slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
-                    for name, leaf in leaves.items()
-                }
-                for leaves in (bank, grad_sink)
-            )
+        fitted = shrunk(lists, late, part)
+        opened = open_replicas(bank, tables.home_row, grad_sink, fitted, ReplicaTransfer(part, transfer.axes))
+        return jax.tree.map(padded, opened)
 
-        def fetch(part):
-            fitted = shrunk(transfer, late, part)
-            return jax.tree.map(
-                padded, open_replicas(bank, tables.home_row, grad_sink, fitted, ReplicaTransfer(part, axes))
-            )
-
-        # a branch for none and one for each size, of which all devices take the same
-        branches = [none, *(functools.partial(fetch, part) for part in late.halves())]
-        fetched = lax.switch(size, branches)
-        waited = wait_for(decided.dest_slot, decided.home_row[0], fetched)
-        return dataclasses.replace(decided, dest_slot=waited), (*replicas, fetched)
+    # a branch for none and one for each size, of which all devices take the same
+    branches = [none, *(functools.partial(fetch, part=part) for part in late.halves())]
+    with jax.named_scope("after_gate"):
+        size = late_size(used, late, jnp)
+        return in_line(x, lambda grad_sink, size: lax.switch(size, branches, grad_sink), grad_sink, size)

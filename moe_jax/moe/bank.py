@@ -21,7 +21,7 @@ import numpy as np
 
 from moe_jax.kernels.grouped import GroupedWeights, find_implementation
 from moe_jax.moe.experts import weight_names
-from moe_jax.parallel.ordering import gradients_in_turn, wait_for, wait_for_tree
+from moe_jax.parallel.ordering import in_line
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.placement import Placement, bank_rows
@@ -192,12 +192,12 @@ def fetch_replicas(bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[
 
 
 def fetch_in_turn(x, params, gather, fetch, grad_sink, tables, plan: PlanShape | None):
-    """Return (x, gathered params, grad_sink, replicas) of a layer, in an order of collectives that XLA:CPU keeps.
+    """Return (x, gathered params, replicas) of a layer, in an order of collectives that XLA:CPU keeps.
 
     Replicas that come after the gate come in a branch (see `moe_jax.parallel.ordering`). So what is fetched ahead
     waits for x and the parameters, and x, on which all other collectives of the layer depend, waits for it. In the
-    backward it waits for the gradients of x and of the gathered parameters, the sums of those over devices wait for it,
-    and the preceding layer for the sums.
+    backward it waits for the gradients of x, the sums of those of the parameters over devices wait for it, and the
+    preceding layer for the sums.
 
     Args:
       x: input of the layer.
@@ -206,14 +206,14 @@ def fetch_in_turn(x, params, gather, fetch, grad_sink, tables, plan: PlanShape |
       grad_sink, tables, plan: as `fetch_replicas` takes them.
     """
     if plan is None or plan.late is None:
-        return x, gather(params), grad_sink, fetch(grad_sink, tables, like=x)
-    count = tables.home_row[0]
-    x, params = gradients_in_turn(x, params, count)
-    params = gather(wait_for_tree(params, count, x))
-    (x, params), grad_sink = gradients_in_turn((x, params), grad_sink, count)
+        return x, gather(params), fetch(grad_sink, tables, like=x)
+    x, params = in_line(x, lambda params, _: gather(params), params)
     if plan.ahead is None:
-        return x, params, grad_sink, ()
-    turn = dataclasses.replace(tables.transfer, offer=wait_for(tables.transfer.offer, count, x, params))
-    replicas = fetch(grad_sink, dataclasses.replace(tables, transfer=turn), like=x)
-    replicas, (x, params) = gradients_in_turn(replicas, (wait_for(x, count, replicas), params), count)
-    return x, params, grad_sink, replicas
+        return x, params, ()
+
+    def fetch_ahead(grad_sink, offer):
+        transfer = dataclasses.replace(tables.transfer, offer=offer)
+        return fetch(grad_sink, dataclasses.replace(tables, transfer=transfer), like=x)
+
+    x, replicas = in_line(x, fetch_ahead, grad_sink, tables.transfer.offer)
+    return x, params, replicas

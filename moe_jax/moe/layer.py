@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.kernels.grouped import choose_implementation
-from moe_jax.moe.after_gate import decide
+from moe_jax.moe.after_gate import decide, fetch_late
 from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
@@ -30,8 +30,8 @@ from moe_jax.moe.routing import destinations, pack, passes_of, regroup, route
 from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, Sent, register, send_as_float8
 from moe_jax.parallel.exchange import ExpertGroup, member
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.ordering import gradients_in_turn, wait_for
-from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.parallel.ordering import wait_for
+from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.planning.plan_shape import PlanShape
 
 
@@ -74,23 +74,21 @@ class MoE:
         Returns:
           (y [t, M], GateStats, passes int32 []).
         """
-        routed, stats, grad_sink, replicas = self.route(x, gate, inputs, bank, grad_sink, replicas)
+        routed, stats, replicas = self.route(x, gate, inputs, bank, grad_sink, replicas)
         weights = ExpertWeights(bank, grad_sink, inputs.tables.home_row, replicas)
         experts = functools.partial(self.experts, weights=weights)
         y = self.schedule.run_pass(routed, 0, experts)  # dispatch, experts, combine
         y = self.finish(y, routed, stats, experts)
         # sums of statistics over devices come after the layer's own collectives
-        stats = jax.tree.map(lambda leaf: wait_for(leaf, routed.passes, y), stats)
-        return y, stats, wait_for(routed.passes, routed.passes, y)
+        return y, *wait_for((stats, routed.passes), y)
 
     def route(self, x, gate, inputs: RouterInputs, bank, grad_sink, replicas=()):
         """Run what precedes the dispatch: enter, gate, decide, route; arguments as in a call.
 
         Returns:
-          (Routed, GateStats, grad_sink, replicas): replicas that come after the gate stand behind those given, and
-          their gradients leave through the cotangent of that grad_sink.
+          (Routed, GateStats, replicas): replicas that come after the gate stand behind those given.
         """
-        tables, count = inputs.tables, inputs.tables.home_row[0]
+        tables = inputs.tables
         if inputs.replay is None:
             tokens, ids = self.schedule.enter(x, inputs.token_ids)
             inputs = dataclasses.replace(inputs, token_ids=ids)
@@ -98,27 +96,24 @@ class MoE:
             both = jnp.concatenate([inputs.token_ids[:, None], inputs.replay], axis=1)
             tokens, both = self.schedule.enter(x, both)
             inputs = dataclasses.replace(inputs, token_ids=both[:, 0], replay=both[:, 1:])
-        gated = tokens
-        if self.late:
-            # sums of the gradients of tokens and gate come after the branch of late replicas' gradients
-            both = gated, cast_varying(gate, varying_axes(gated))
-            (gated, gate), grad_sink = gradients_in_turn(both, grad_sink, count)
         with jax.named_scope("gate"):
             params = gate if isinstance(gate, dict) else {"w_gate": gate}
-            choice, stats = self.router.choose(gated, params, inputs)
+            choice, stats = self.router.choose(tokens, params, inputs)
             if self.config.record_choices:
                 ids = choice.expert_ids
                 ids = ids if inputs.real is None else jnp.where(inputs.real[:, None], ids, -1)
                 stats = dataclasses.replace(stats, choices=ids)
-            stats = share_statistics(stats, choice, gated, self.roles.model, inputs.real)
+            stats = share_statistics(stats, choice, tokens, self.roles.model, inputs.real)
         if self.plan is not None and self.plan.after_gate is not None:
-            tables, replicas = decide(self.plan, self.roles, stats, bank, grad_sink, tables, replicas)
+            decided = decide(self.plan, self.roles, stats.counts, tables)
+            tables = decided[0]
         if self.late:
-            # Gradients of the late replicas, the last, leave after those of dispatched tokens are home. Without it a
-            # compiler may put their branch ahead of the exchanges that bring these home (jax 0.12 does for `pairwise`).
-            late, tokens = gradients_in_turn(replicas[-1], tokens, count)
-            replicas = (*replicas[:-1], late)
-        return self.schedule.route(tokens, choice, tables), stats, grad_sink, replicas
+            # Their gradients leave after those of dispatched tokens are home. Without it a compiler may put their
+            # branch ahead of the exchanges that bring these home (jax 0.12 does for `pairwise`).
+            x, transfer = (tokens, choice, stats, tables), ReplicaTransfer(self.plan.late, self.roles.expert)
+            (tokens, choice, stats, tables), fetched = fetch_late(x, transfer, decided, bank, grad_sink)
+            replicas = (*replicas, fetched)
+        return self.schedule.route(tokens, choice, tables), stats, replicas
 
     def experts(self, rows, group_sizes, row_weights=None, *, weights: ExpertWeights):
         """Apply the experts to rows [R, M] in group order; group_sizes int32 [G], row_weights as `expert_ffn` takes."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.moe.config import MoEConfig
-from moe_jax.parallel.ordering import gradients_in_turn, wait_for
+from moe_jax.parallel.ordering import in_line, wait_for
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 
@@ -68,9 +68,12 @@ def add_later_passes(first, one_pass, needed, most: int, before=()):
     trained = tuple(i for i, out in zip(floats, jaxpr.outvars, strict=True) if id(out) in read)
     leaves = [closed.consts[i] for i in trained]
     fixed = [leaf for i, leaf in enumerate(closed.consts) if i not in trained]
-    first, leaves = gradients_in_turn(first, leaves, needed)
-    needed = wait_for(needed, needed, first, before)
-    return first + _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
+
+    def rest(leaves, needed):
+        return _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
+
+    (first, _), later = in_line((first, before), rest, leaves, needed)
+    return first + later
 
 
 def _one_pass(how, fixed):
@@ -106,7 +109,7 @@ _rest = jax.custom_vjp(_plain_rest, nondiff_argnums=(0,))
 
 def _rest_fwd(how, leaves, fixed, needed):
     total = _plain_rest(how, leaves, fixed, needed)
-    return total, (leaves, fixed, wait_for(needed, needed, total))
+    return total, (leaves, fixed, wait_for(needed, total))
 
 
 def _rest_bwd(how, residuals, d):
@@ -118,7 +121,7 @@ def _rest_bwd(how, residuals, d):
     def gradients(index):
         return jax.vjp(lambda leaves: run(leaves, index), leaves)[1](d)[0]
 
-    return _sum_passes(gradients, wait_for(needed, needed, d), how[2]), None, None
+    return _sum_passes(gradients, wait_for(needed, d), how[2]), None, None
 
 
 _rest.defvjp(_rest_fwd, _rest_bwd)

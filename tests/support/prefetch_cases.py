@@ -117,8 +117,8 @@ def runner(config, schedule, mesh, shape, **how):
         given = arguments(placement, *routing)
         if not compiled:
             compiled.append(step.lower(*given).compile())
-            # remat may take a branch again at any time; the branch of late replicas under s2 does not wait
-            if config.is_block_wise or (config.remat == "none" and (shape.late is None or schedule != "s2")):
+            # remat may take a branch again at any time
+            if config.is_block_wise or config.remat == "none":
                 assert not overtaking(compiled[0].as_text())
         (value, stats), grads = compiled[0](*given)
         return float(value), grads, stats

@@ -20,7 +20,6 @@ from moe_jax.moe.routing import Parcel, pack, regroup, stack_rows, stacked_row
 from moe_jax.moe.schedule import LayerSizes, Sent, register
 from moe_jax.parallel.exchange import ExpertGroup, cut, gather_shards, join
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.varying import (
     cast_varying,
     own_part,
@@ -48,9 +47,7 @@ class DeepSpeed(ExpertParallel):
     def route(self, tokens, choice, tables):
         routed = super().route(tokens, choice, tables)
         with jax.named_scope("dispatch"):
-            # replicas may come in a branch, before destinations are known
-            ready = wait_for(tokens, routed.passes, routed.routing.destination)
-            everyone = self._gather(replicated_to_varying(ready, self.roles.model))
+            everyone = self._gather(replicated_to_varying(tokens, self.roles.model))
             everyone = everyone.reshape(-1, tokens.shape[-1])  # [Ns t, M]
             weights = replicated_to_varying(choice.weights, self.roles.model)
         return dataclasses.replace(routed, tokens=everyone, weights=weights)

@@ -22,8 +22,7 @@ from moe_jax.moe.routing import Parcel, members_of, pack, regroup_pieces
 from moe_jax.moe.schedule import LayerSizes, register
 from moe_jax.parallel.exchange import ExpertGroup, cut, join, repeat_for_shards, shift_pairs
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.ordering import both_ready
-from moe_jax.parallel.varying import cast_varying
+from moe_jax.parallel.varying import cast_varying, match_varying
 
 
 def choose_groups(roles: Roles, wanted: int) -> int:
@@ -163,7 +162,7 @@ class Pipeline:
         received, done, near_done = outgoing[:1], [], []
         for s in range(1, self.groups):
             if s > 1:  # C_{s-2} has run next to S_{s-1}
-                outgoing[s], done[s - 2] = both_ready(outgoing[s], done[s - 2])
+                outgoing[s], done[s - 2] = _both_ready(*match_varying(outgoing[s], done[s - 2]))
             # the stream of transfers keeps its order; C_{s-1} is free to run next to S_s
             outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
             with jax.named_scope("dispatch"):  # S_s
@@ -192,3 +191,12 @@ class Pipeline:
             acc_dtype = jnp.promote_types(parts.dtype, jnp.float32)
             parts = parts.reshape((self.each, esp_size) + parts.shape[1:])
             return jnp.sum(parts, axis=1, dtype=acc_dtype).astype(parts.dtype), near_done
+
+
+@jax.custom_vjp
+def _both_ready(first, second):
+    """Return (first, second), neither of which a compiler may use before both are ready; gradients are not ordered."""
+    return lax.optimization_barrier((first, second))
+
+
+_both_ready.defvjp(lambda first, second: (_both_ready(first, second), None), lambda _, d: d)

@@ -19,7 +19,6 @@ from moe_jax.moe.routing import Choice, destinations, pack, passes_of, route
 from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, register
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.varying import cast_varying
 
 
@@ -51,8 +50,7 @@ class AllGather(Schedule):
         with jax.named_scope("dispatch"):
             device, group = destinations(tables, choice, groups)
             place = jnp.where(choice.keep_mask, device * groups + group, -1)
-            ready = wait_for(tokens, device[0, 0], device)  # replicas may come in a branch, before `device` is known
-            tokens, weights = ready, choice.weights
+            weights = choice.weights
             if self.size > 1:
                 tokens, weights, place = (
                     lax.all_gather(cast_varying(array, self.axes), self.axes, tiled=True)
