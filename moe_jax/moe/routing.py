@@ -137,15 +137,19 @@ def route(choice: Choice, destination, group, num_destinations: int, num_groups:
 
 def passes_of(routing: Routing, layout: BucketLayout, num_groups: int, me=None):
     """Return int32 [], passes that this source's buckets take: the most over them; 0 where it sends nothing."""
-    edges = routing.start[::num_groups]
-    limit = layout.rows.far if len(layout.pieces) == 1 else bucket_lengths(layout, me)
+    edges, limit = routing.start[::num_groups], bucket_lengths(layout, me)
     return jnp.max((edges[1:] - edges[:-1] + limit - 1) // limit)
 
 
 def bucket_lengths(layout: BucketLayout, me):
-    """Return int32 [D], rows of the bucket for each destination; `me`: this source's own member, int32 []."""
-    member = lax.iota(jnp.int32, layout.members)
+    """Return the rows of all buckets, or int32 [D], those of the bucket for each destination where they differ.
+
+    me: this source's own member, int32 [].
+    """
     rows = layout.rows
+    if len(layout.pieces) == 1:
+        return rows.far
+    member = lax.iota(jnp.int32, layout.members)
     near = jnp.where(member // layout.near == me // layout.near, rows.node, rows.far)
     return jnp.where(member == me, rows.own, near)
 
@@ -166,31 +170,30 @@ def pack(routing: Routing, index, layout: BucketLayout, top_k: int, num_groups: 
 
     layout: where the rows of the D buckets stand; me: int32 [], which member this source is, read where lengths differ.
     """
-    num_choices = routing.choice_at.shape[0]
-    edges = routing.start[::num_groups]
-    num_destinations = edges.shape[0] - 1
-    even = len(layout.pieces) == 1
-    length = layout.rows.far if even else bucket_lengths(layout, me)
+    num_choices, destination = routing.choice_at.shape[0], routing.destination
+    edges, length = routing.start[::num_groups], bucket_lengths(layout, me)
     first = edges[:-1] + index * length
+    slot = routing.place_of - jnp.append(first, 0)[destination]
     choice_of_row, row = [], None
     for piece in layout.pieces:
         who = members_of(piece, layout, me)
-        start, end = (first, edges[1:]) if who is None else (first[who], edges[1:][who])
+        start, end, bucket = first, edges[1:], destination
+        if who is not None:
+            start, end, bucket = first[who], end[who], destination - who[0]
         place = (start + piece.begin if piece.begin else start)[:, None] + lax.iota(jnp.int32, piece.width)[None]
         filled = place < end[:, None]
         chosen = jnp.where(filled, routing.choice_at[jnp.minimum(place, num_choices - 1)], num_choices)
         choice_of_row.append(chosen.reshape(-1))
-    slot = routing.place_of - jnp.append(first, 0)[routing.destination]
-    ends_at = length if even else jnp.append(length, 0)[routing.destination]
-    inside = (slot >= 0) & (slot < ends_at) & (routing.destination < num_destinations)
-    for piece in layout.pieces:
-        who = members_of(piece, layout, me)
-        bucket = routing.destination if who is None else routing.destination - who[0]
         here = piece.offset + bucket * piece.width + slot - piece.begin
         row = here if row is None else jnp.where(slot >= piece.begin, here, row)
+    even = len(layout.pieces) == 1
+    ends_at = length if even else jnp.append(length, 0)[destination]
+    inside = (slot >= 0) & (slot < ends_at) & (destination < layout.members)
     most = length if even else length[:, None]
-    bounds = jnp.clip(routing.start[:-1].reshape(num_destinations, num_groups) - first[:, None], 0, most)
-    ends = jnp.clip(routing.start[1:].reshape(num_destinations, num_groups) - first[:, None], 0, most)
+    bounds, ends = (
+        jnp.clip(edge.reshape(layout.members, num_groups) - first[:, None], 0, most)
+        for edge in (routing.start[:-1], routing.start[1:])
+    )
     return Parcel(
         choice_of_row=choice_of_row[0] if even else jnp.concatenate(choice_of_row),
         row_of_choice=jnp.where(inside, row, layout.total).reshape(-1, top_k),
@@ -198,24 +201,10 @@ def pack(routing: Routing, index, layout: BucketLayout, top_k: int, num_groups: 
     )
 
 
-def stack_rows(choice_of_row, layout: BucketLayout):
-    """Return int32 [Q R] of [Q, R]: what Q parcels of a layout hold, in each piece as (destination, parcel, row)."""
-    parts = []
-    for piece in layout.pieces:
-        chosen = choice_of_row[:, piece.offset : piece.offset + piece.rows]
-        chosen = chosen.reshape(-1, piece.count, piece.width)
-        parts.append(jnp.swapaxes(chosen, 0, 1).reshape(-1))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def stacked_row(row, parcel, parcels: int, layout: BucketLayout):
-    """Return where a row of one of Q `parcels` stands in the order of `stack_rows`; Q R for R. Arguments broadcast."""
-    out = None
-    for piece in layout.pieces:
-        at = row - piece.offset
-        here = (at // piece.width * parcels + parcel) * piece.width + at % piece.width + piece.offset * parcels
-        out = here if out is None else jnp.where(row >= piece.offset, here, out)
-    return jnp.where(row < layout.total, out, parcels * layout.total)
+def counts_within(counts, begin, end):
+    """Return int32 [S, G], rows of each group among the places from begin to end of a bucket; counts: of all of it."""
+    ends = jnp.cumsum(counts, axis=1)
+    return jnp.clip(ends, begin, end) - jnp.clip(ends - counts, begin, end)
 
 
 def regroup(counts, layout: BucketLayout, me=None) -> Grouping:

@@ -140,10 +140,7 @@ class ExpertGroup:
 
     def send(self, rows, layout: BucketLayout):
         """Send rows [R, M] of this device's buckets to their experts: [Ns R, M], piece by piece, then by source."""
-        sent = []
-        for kind, blocks in cut(rows, layout):
-            sent.append(self.send_piece(kind, blocks))
-        return join(sent)
+        return by_piece(self.send_piece, rows, layout)
 
     def send_piece(self, kind: str, blocks):
         """Send the blocks of one piece to all shards of their destinations: [n, ...] -> [n Ns, ...]."""
@@ -165,10 +162,7 @@ class ExpertGroup:
 
     def send_back(self, rows, layout: BucketLayout):
         """Send computed rows [Ns R, M] to their sources: [R, M], the sum over the shards of each expert."""
-        returned = []
-        for kind, blocks in cut(rows, layout, self.esp_size):
-            returned.append(self.send_piece_back(kind, blocks))
-        return join(returned)
+        return by_piece(self.send_piece_back, rows, layout, self.esp_size)
 
     def send_piece_back(self, kind: str, blocks):
         """Send computed blocks [n Ns, ...] of one piece to their sources, and sum over the shards: [n, ...]."""
@@ -182,6 +176,11 @@ class ExpertGroup:
         split = exchange(blocks).reshape((-1, self.esp_size) + blocks.shape[1:])
         parts = [split[:, shard].astype(acc_dtype) for shard in range(self.esp_size)]
         return sum(parts[1:], parts[0]).astype(blocks.dtype)
+
+
+def by_piece(change: Callable, rows, layout: BucketLayout, each: int = 1):
+    """Return the buffer of what change(piece, its rows) makes of every piece of a buffer; arguments as of `cut`."""
+    return join(change(kind, blocks) for kind, blocks in cut(rows, layout, each))
 
 
 def cut(rows, layout: BucketLayout, each: int = 1):

@@ -169,9 +169,9 @@ def limit(parcel: Parcel, routing: Routing, together, most):
     Args:
       routing: of the choices that lead a row, by device.
       together: int32 [t, K], choices in the row that each leads.
-      most: int32 [D], of each bucket.
+      most: of all buckets, or int32 [D].
     """
-    choices, last = together.size, jnp.append(most, 0)
+    choices, last = together.size, jnp.append(jnp.broadcast_to(most, routing.start.shape[0] - 1), 0)
     so_far = jnp.cumsum(take_rows(together.reshape(-1), routing.choice_at))  # in the order of the routing
     before = jnp.append(jnp.zeros((1,), so_far.dtype), so_far)[routing.start]  # [D + 1]
     brings = so_far[routing.place_of] - before[routing.destination]

@@ -16,9 +16,9 @@ from jax import lax
 
 from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_tokens
-from moe_jax.moe.routing import Parcel, pack, regroup, stack_rows, stacked_row
+from moe_jax.moe.routing import Parcel, pack, regroup
 from moe_jax.moe.schedule import LayerSizes, Sent, register
-from moe_jax.parallel.exchange import ExpertGroup, cut, gather_shards, join
+from moe_jax.parallel.exchange import ExpertGroup, by_piece, gather_shards
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import (
     cast_varying,
@@ -56,22 +56,31 @@ class DeepSpeed(ExpertParallel):
         sizes, layout, me = self.sizes, self.layout, self.member()
         with jax.named_scope("dispatch"):
             parcel = pack(routed.routing, index, layout, sizes.config.top_k, sizes.groups, me)
-            # one parcel over the tokens of all shards; in each piece of the layout (destination, shard, row)
-            every = jax.tree.map(self._gather, parcel)  # [Ns, ...]
-            shard = jnp.arange(self.esp_size, dtype=jnp.int32)
-            choices, chosen = parcel.row_of_choice.size, every.choice_of_row
-            chosen = jnp.where(chosen < choices, chosen + shard[:, None] * choices, self.esp_size * choices)
-            choice_of_row = stack_rows(chosen, layout)
-            row = stacked_row(every.row_of_choice, shard[:, None, None], self.esp_size, layout)
-            joint = Parcel(
-                choice_of_row=choice_of_row,
-                row_of_choice=row.reshape(-1, sizes.config.top_k),
-                counts=jnp.swapaxes(every.counts, 0, 1),
-            )
+            joint = self.of_all_shards(jax.tree.map(self._gather, parcel))
             arriving = self.group.send_counts(joint.counts)  # [D, Ns, G]
             grouping = regroup(arriving.reshape(-1, sizes.groups), layout, me)
             rows = scale_gradient(permute_tokens(routed.tokens, joint), float(self.mp_size))
             return rows, Sent(parcel, grouping)
+
+    def of_all_shards(self, every: Parcel) -> Parcel:
+        """Return the parcels [Ns, ...] of all shards as one; in each piece of the layout (destination, shard, row)."""
+        layout, shards = self.layout, self.esp_size
+        shard = jnp.arange(shards, dtype=jnp.int32)[:, None]
+        choices, of_row, row = every.row_of_choice[0].size, [], None
+        chosen = jnp.where(every.choice_of_row < choices, every.choice_of_row + shard * choices, shards * choices)
+        for piece in layout.pieces:
+            part = chosen[:, piece.offset : piece.offset + piece.rows].reshape(shards, piece.count, piece.width)
+            of_row.append(jnp.swapaxes(part, 0, 1).reshape(-1))
+            at = every.row_of_choice - piece.offset
+            here = at // piece.width * shards + shard[:, :, None]
+            here = here * piece.width + at % piece.width + piece.offset * shards
+            row = here if row is None else jnp.where(at >= 0, here, row)
+        row = jnp.where(every.row_of_choice < layout.total, row, shards * layout.total)
+        return Parcel(
+            choice_of_row=of_row[0] if len(of_row) == 1 else jnp.concatenate(of_row),
+            row_of_choice=row.reshape(-1, row.shape[-1]),
+            counts=jnp.swapaxes(every.counts, 0, 1),
+        )
 
     def exchange(self, rows, sent):
         return self.group.send(rows, self.together)
@@ -83,11 +92,12 @@ class DeepSpeed(ExpertParallel):
                 return self.group.send_back(rows, self.together)
             acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
             rows = lax.psum(rows.astype(acc_dtype), self.roles.expert_shard).astype(rows.dtype)
-            own = []
-            for _, blocks in cut(self.group.send_back(rows, self.together), self.layout, self.esp_size):
+
+            def own(_, blocks):
                 blocks = blocks.reshape((-1, self.esp_size) + blocks.shape[1:])
-                own.append(own_part(blocks, self.roles.expert_shard, dim=1)[:, 0])
-            return join(own)
+                return own_part(blocks, self.roles.expert_shard, dim=1)[:, 0]
+
+            return by_piece(own, self.group.send_back(rows, self.together), self.layout, self.esp_size)
 
     def leave(self, y):
         return super().leave(varying_to_replicated(y, self.roles.model))

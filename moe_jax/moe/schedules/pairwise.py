@@ -18,7 +18,7 @@ from jax import lax
 from moe_jax.errors import UserError
 from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
-from moe_jax.moe.routing import Parcel, members_of, pack, regroup_pieces
+from moe_jax.moe.routing import Parcel, counts_within, members_of, pack, regroup_pieces
 from moe_jax.moe.schedule import LayerSizes, register
 from moe_jax.parallel.exchange import ExpertGroup, cut, join, repeat_for_shards, shift_pairs
 from moe_jax.parallel.mesh import Roles
@@ -94,8 +94,7 @@ class Pairwise(ExpertParallel):
             for piece in layout.pieces if not counts else ():
                 who = members_of(piece, layout, me, group.esp_size)
                 whole = arriving if who is None else arriving[who]
-                ends = jnp.cumsum(whole, axis=1)
-                counts.append(jnp.clip(ends, piece.begin, piece.end) - jnp.clip(ends - whole, piece.begin, piece.end))
+                counts.append(counts_within(whole, piece.begin, piece.end))
         near = [(rows, counts) for (_, rows), counts in zip(more, counts[1:], strict=True)]
         home, near = pipeline.run(blocks, counts[0][source], experts, near)
         with jax.named_scope("combine"):

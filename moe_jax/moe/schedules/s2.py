@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,10 @@ from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.fits import fit_name
 from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_tokens
-from moe_jax.moe.routing import Parcel, pack, regroup, stack_rows, stacked_row
+from moe_jax.moe.routing import Parcel, counts_within, pack, regroup
 from moe_jax.moe.schedule import LayerSizes, Sent, register
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
-from moe_jax.parallel.exchange import ExpertGroup, cut, join, member, shift_pairs
+from moe_jax.parallel.exchange import ExpertGroup, by_piece, cut, join, member, shift_pairs
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import cast_varying, declare_equal, join_parts, varying_axes
 
@@ -90,23 +89,17 @@ class PauseAfterGate(ExpertParallel):
     def pack(self, routed, index):
         sizes, layout, mp_size = self.sizes, self.layout, self.roles.size(self.roles.model)
         with jax.named_scope("dispatch"):
-            me = self.member()
-            # part r of a bucket is the bucket of a finer pass
-            cut_part = functools.partial(
-                pack, routed.routing, layout=self.part, top_k=sizes.config.top_k, num_groups=sizes.groups, me=me
-            )
-            mine = cut_part(index * mp_size + lax.axis_index(self.roles.model))
-            if len(layout.pieces) == 1:
-                whole = pack(routed.routing, index, layout, sizes.config.top_k, sizes.groups)
-            else:  # in each piece of the layout (destination, part, row)
-                parts = [cut_part(index * mp_size + part) for part in range(mp_size)]
-                rows = [stacked_row(part.row_of_choice, i, mp_size, self.part) for i, part in enumerate(parts)]
-                whole = Parcel(
-                    choice_of_row=stack_rows(jnp.stack([part.choice_of_row for part in parts]), self.part),
-                    row_of_choice=functools.reduce(jnp.minimum, rows),  # a choice is in one part at most
-                    counts=sum(part.counts for part in parts),
-                )
-            arriving = self.group.send_counts(mine.counts)
+            whole = pack(routed.routing, index, layout, sizes.config.top_k, sizes.groups, self.member())
+            of_row, counts = [], 0
+            for piece in layout.pieces:  # of each bucket's rows in a piece this device's part
+                width, part = piece.width // mp_size, lax.axis_index(self.roles.model)
+                rows = whole.choice_of_row[piece.offset : piece.offset + piece.rows]
+                rows = rows.reshape(piece.count, mp_size, width)
+                of_row.append(lax.dynamic_index_in_dim(rows, part, axis=1, keepdims=False))
+                begin = piece.begin + part * width
+                counts += counts_within(whole.counts, begin, begin + width)
+            mine = dataclasses.replace(whole, choice_of_row=join(of_row), counts=counts)
+            arriving = self.group.send_counts(counts)
             # the tokens go on as they are: the gradient takes other rows of them than the exchange
             return routed.tokens, Sent(whole, regroup(arriving, self.part, member(self.roles)), second=mine)
 
@@ -188,12 +181,13 @@ def _collect_rows_fwd(schedule, rows):
 
 
 def _collect_rows_bwd(schedule, _, d):
-    axes, own = schedule.roles.model, []
-    for _, blocks in cut(d, schedule.layout):
-        part = blocks.shape[1] // math.prod(lax.axis_size(axis) for axis in axes)
-        at = lax.axis_index(axes) * part
-        own.append(lax.dynamic_slice_in_dim(cast_varying(blocks, axes), at, part, axis=1))
-    return (schedule.group.send(join(own), schedule.part),)
+    axes = schedule.roles.model
+
+    def own(_, blocks):
+        part = blocks.shape[1] // schedule.roles.size(axes)
+        return lax.dynamic_slice_in_dim(cast_varying(blocks, axes), lax.axis_index(axes) * part, part, axis=1)
+
+    return (schedule.group.send(by_piece(own, d, schedule.layout), schedule.part),)
 
 
 _collect_rows.defvjp(_collect_rows_fwd, _collect_rows_bwd)
@@ -207,8 +201,7 @@ def collect_parts(roles: Roles, group: ExpertGroup, gather: str, part: BucketLay
         that the whole group exchanges comes by phases, the others by an exchange and a gather.
     """
     if gather == "aas":
-        home = group.send_back(rows, part)
-        return join(join_parts(blocks, roles.model, dim=1) for _, blocks in cut(home, part))
+        return by_piece(lambda _, blocks: join_parts(blocks, roles.model, dim=1), group.send_back(rows, part), part)
     pieces = dict(cut(rows, part, group.esp_size))
     # every bucket of the computed parts [P, c, ...] as [D, N_MP c, ...], phase by phase, each next to a gather
     mp_size = roles.size(roles.model)
