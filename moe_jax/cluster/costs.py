@@ -291,6 +291,6 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
             unread = sum(bank.bytes * (1 - share) for bank, share in zip(banks, shares, strict=True))
         if product:
             return KernelCost((product,), moved - unread)
-    if "triton" in name and "/level/" in instruction.attributes:  # moe/level_kernel.py has no matmuls
+    if "triton" in name and "/level/" in instruction.attributes:  # `level_in_one_kernel` has no matmuls
         return KernelCost(bytes=moved)
     return KernelCost(bytes=moved, unknown=name)

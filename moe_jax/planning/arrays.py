@@ -24,7 +24,7 @@ def _loop(step, carry, times, going=None):
     return carry
 
 
-LOOPS = {np: _loop}  # and that of jax.numpy, which `moe/after_gate_rules.py` has: nothing here imports jax
+LOOPS = {np: _loop}  # and that of jax.numpy, which `moe/after_gate.py` has: nothing here imports jax
 
 
 def loop(xp, step, carry, times, going=None):

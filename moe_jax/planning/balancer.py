@@ -78,7 +78,7 @@ class Planner:
         return cost.replica_slots if self.late_replicas and self.config.when == "after_gate" else 0
 
     def late_rule(self, shape: PlanShape, cost: Cost, groups: int) -> tuple[str, dict[str, typing.Any]] | None:
-        """Return the rule of a step of this shape: its name in `moe_jax.moe.after_gate_rules.RULES`, and its fields.
+        """Return the rule of a step of this shape: its name in `moe_jax.moe.after_gate.RULES`, and its fields.
 
         None where the planner decides nothing after the gate, or the shape has no replica slots.
 

@@ -21,7 +21,7 @@ from moe_jax.planning.sizes import SIZES, TransferSizes
 
 
 class LateRule(typing.NamedTuple):
-    """What decides after the gate from the counts of the step: a rule of `moe/after_gate_rules.py`, and its fields."""
+    """What decides after the gate from the counts of the step: a rule of `moe/after_gate.py`, and its fields."""
 
     name: str
     fields: tuple[tuple[str, typing.Any], ...]

@@ -135,7 +135,7 @@ def after_gate(context, planner: str):
     from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import play
-    from moe_jax.moe.after_gate_rules import RULES
+    from moe_jax.moe.after_gate import RULES
     from moe_jax.planning.balancer import build_planner
     from moe_jax.planning.config import PlannerConfig
     from moe_jax.planning.cost import Cost, LayerPrices

@@ -23,8 +23,7 @@ from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
-from moe_jax.moe.after_gate_rules import RULES, ShareRule
-from moe_jax.moe.level_kernel import level_in_one_kernel
+from moe_jax.moe.after_gate import RULES, ShareRule, level_in_one_kernel
 from moe_jax.parallel.sparse_all_gather import shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing

@@ -14,8 +14,7 @@ import pytest
 from support import prefetch_cases as cases
 from support.marks import slow_but
 
-from moe_jax.moe.after_gate import late_size
-from moe_jax.moe.after_gate_rules import build_rule
+from moe_jax.moe.after_gate import build_rule, late_size
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables, grow
 
