@@ -85,7 +85,7 @@ def generate(prompts, sampling, hosts) -> None:
 
     from moe_jax.data.chat import ChatTemplate
     from moe_jax.inference import load
-    from moe_jax.parallel.nodes import node_size
+    from moe_jax.parallel.mesh import node_size
     from moe_jax.storage.checkpoint import run_config
 
     config, bindings = run_config(_WORKDIR.value, _GIN_BINDINGS.value), list(_GIN_BINDINGS.value)

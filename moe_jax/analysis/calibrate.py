@@ -28,8 +28,7 @@ from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_layers
 from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
-from moe_jax.parallel.mesh import MeshConfig
-from moe_jax.parallel.nodes import node_size
+from moe_jax.parallel.mesh import MeshConfig, node_size
 
 LEAST_LAYERS = 4
 LEAST_SECONDS = 0.02

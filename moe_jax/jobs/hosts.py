@@ -24,7 +24,7 @@ from jax._src import distributed  # the client of the coordination service has n
 
 from moe_jax.config.command_line import exit_code_of, exit_now, report
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.parallel.nodes import machine_id
+from moe_jax.parallel.mesh import machine_id
 
 MOST_BYTES = 1 << 22  # of what is read from the key-value store at once
 LOST, SHARED = 4, (2, 3)  # exit codes: of a lost process, and of what is the outcome of the job on all

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from moe_jax.errors import UserError
-from moe_jax.parallel.nodes import machine_id
+from moe_jax.parallel.mesh import machine_id
 from moe_jax.storage.run_folder import OpenFolder, RunFolder, disk_errors_named
 
 BEAT_SECONDS = 2.0

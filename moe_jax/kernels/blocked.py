@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from moe_jax.kernels.grouped import GroupedWeights, Operands, register
-from moe_jax.parallel.row_sums import rows_in_use
+from moe_jax.parallel.few_kernels import rows_in_use
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 Array = jax.Array

@@ -20,9 +20,9 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
+from moe_jax.parallel.few_kernels import sum_rows
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
-from moe_jax.parallel.row_sums import sum_rows
 from moe_jax.parallel.varying import match_varying, own_part
 
 

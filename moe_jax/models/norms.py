@@ -15,7 +15,7 @@ from jax import lax
 
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.parallel.row_sums import spread
+from moe_jax.parallel.few_kernels import spread
 
 # Norms, in at least float32. Sources: Ba et al. 2016; Zhang and Sennrich 2019; of queries and keys: Dehghani et al.
 # 2023, section 2.

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from moe_jax.parallel.bucket_rows import BucketLayout, Piece
-from moe_jax.parallel.sorted_search import first_places, places_of_keys
+from moe_jax.parallel.few_kernels import first_places, places_of_keys
 from moe_jax.planning.placement import Placement, numbered
 from moe_jax.planning.plan_shape import Tables
 

@@ -42,9 +42,11 @@ class BucketRows:
         """Return buckets of the same length for all destinations."""
         return cls(own=rows, node=rows, far=rows)
 
-    def each(self, function: Callable[[int], int]) -> BucketRows:
-        """Return the three sizes with `function` applied to each."""
-        return BucketRows(own=function(self.own), node=function(self.node), far=function(self.far))
+    def each(self, function: Callable[..., int], other: BucketRows | None = None) -> BucketRows:
+        """Return function(size), or with `other` function(size, its size), for each of the three."""
+        sizes = [dataclasses.astuple(self)] if other is None else [dataclasses.astuple(rows) for rows in (self, other)]
+        own, node, far = map(function, *sizes)
+        return BucketRows(own=own, node=node, far=far)
 
     def raised(self) -> BucketRows:
         """Return own >= node >= far: each size as large as that of the farther buckets at least."""
@@ -71,29 +73,16 @@ class BucketRows:
 
     def rounded(self, multiple: int) -> BucketRows:
         """Return the least multiples that hold these rows, one multiple at least."""
-        return self.each(lambda rows: multiple * max(1, math.ceil(rows / multiple)))
+        return self.each(lambda rows: round_up(rows, multiple))
 
     def within(self, other: BucketRows) -> bool:
         """Say whether no size is larger than the other's."""
-        return self.own <= other.own and self.node <= other.node and self.far <= other.far
-
-    def at_most(self, other: BucketRows) -> BucketRows:
-        """Return the smaller of each two sizes."""
-        return BucketRows(own=min(self.own, other.own), node=min(self.node, other.node), far=min(self.far, other.far))
-
-    def at_least(self, other: BucketRows) -> BucketRows:
-        """Return the larger of each two sizes."""
-        return BucketRows(own=max(self.own, other.own), node=max(self.node, other.node), far=max(self.far, other.far))
+        return self.each(min, other) == self
 
     def where_smaller(self, need: BucketRows, larger: BucketRows) -> BucketRows:
         """Return these sizes, and those of `larger` for the kinds that need more than these have."""
         names = [field.name for field in dataclasses.fields(self)]
         return BucketRows(**{n: getattr(larger if getattr(need, n) > getattr(self, n) else self, n) for n in names})
-
-    @property
-    def most(self) -> int:
-        """Rows of the longest bucket."""
-        return max(self.own, self.node, self.far)
 
 
 class Piece(typing.NamedTuple):

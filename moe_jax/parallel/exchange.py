@@ -83,13 +83,6 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int, 
     return lambda x: symmetric(cast_varying(x, axes))
 
 
-def exchange_counts(counts, axes: tuple[str, ...], size: int):
-    """Return int32 [P, ...], the counts that each device of the group holds for this one: a small all-to-all."""
-    if size == 1:
-        return counts
-    return lax.all_to_all(cast_varying(counts, axes), axes, split_axis=0, concat_axis=0, tiled=True)
-
-
 def shift_pairs(outer: int, inner: int, outer_step: int, inner_step: int) -> list[tuple[int, int]]:
     """Return (source, target) of all devices in a group [outer, inner], each dim rotated by its step."""
     return [
@@ -156,9 +149,8 @@ class ExpertGroup:
         """Return int32 [P, G], the rows that arrive from each source per group; counts int32 [D, G]."""
         if self.coordinated:
             return self.send_piece("far", counts)
-        if self.esp_size > 1:
-            counts = repeat_for_shards(counts, self.esp_size).reshape(-1, counts.shape[1])
-        return exchange_counts(counts, self.axes, self.ep_size * self.esp_size)
+        size = self.ep_size * self.esp_size
+        return make_exchange(self.axes, size, "all_to_all", 1)(jnp.repeat(counts, self.esp_size, axis=0))
 
     def send_back(self, rows, layout: BucketLayout):
         """Send computed rows [Ns R, M] to their sources: [R, M], the sum over the shards of each expert."""
@@ -172,10 +164,7 @@ class ExpertGroup:
         if self.coordinated:
             split = blocks.reshape((-1, self.esp_size) + blocks.shape[1:])
             return exchange(scatter_sum(split, self.shard_axes, 1))
-        acc_dtype = jnp.promote_types(blocks.dtype, jnp.float32)
-        split = exchange(blocks).reshape((-1, self.esp_size) + blocks.shape[1:])
-        parts = [split[:, shard].astype(acc_dtype) for shard in range(self.esp_size)]
-        return sum(parts[1:], parts[0]).astype(blocks.dtype)
+        return sum_shards(exchange(blocks).reshape((-1, self.esp_size) + blocks.shape[1:]))
 
 
 def by_piece(change: Callable, rows, layout: BucketLayout, each: int = 1):
@@ -204,26 +193,24 @@ def member(roles: Roles):
     return lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else jnp.int32(0)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def repeat_for_shards(array, esp_size: int):
-    """Return [n, Ns, ...] from [n, ...]: the same for every shard. The gradient is summed in at least float32."""
-    acc_dtype = jnp.promote_types(array.dtype, jnp.float32)
-    if array.dtype == acc_dtype or not jnp.issubdtype(array.dtype, jnp.floating):
-        # Stacked, so that the gradient is a chain of additions: XLA:CPU sums over a middle dim one number at a time.
-        return jnp.stack([array] * esp_size, axis=1)
-    return _repeat(esp_size, array)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _repeat(esp_size, array):
+    """Return [n, Ns, ...] from [n, ...]: the same for every shard. The gradient is `sum_shards` of the cotangent."""
     return jnp.stack([array] * esp_size, axis=1)
 
 
-def _sum_repeats(esp_size, _, d):
-    parts = [d[:, shard].astype(jnp.float32) for shard in range(esp_size)]
-    return (sum(parts[1:], parts[0]).astype(d.dtype),)
+def sum_shards(array):
+    """Return the sum [n, ...] of array [n, Ns, ...] over the shards, in at least float32.
+
+    It is a chain of additions: XLA:CPU sums over a middle dim one number at a time.
+    """
+    parts = [array[:, shard].astype(jnp.promote_types(array.dtype, jnp.float32)) for shard in range(array.shape[1])]
+    return sum(parts[1:], parts[0]).astype(array.dtype)
 
 
-_repeat.defvjp(lambda esp_size, array: (_repeat(esp_size, array), None), _sum_repeats)
+repeat_for_shards.defvjp(
+    lambda array, esp_size: (repeat_for_shards(array, esp_size), None), lambda esp_size, _, d: (sum_shards(d),)
+)
 
 
 def gather_shards(array, axes: tuple[str, ...], dim: int):

@@ -26,10 +26,13 @@ the roles of a layer. Any other E is spread over the whole axis, floor or ceil(E
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import os
 import re
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -50,7 +53,7 @@ class MeshConfig:
       expert_shard: devices among which each expert's hidden dim is split (N_ESP).
       model: model-parallel devices (N_MP): attention heads and dense hidden dim split.
       devices_per_node: where the fast links end. 0 is the devices that share a host, which a run on several hosts fills
-        in when it starts (`Hosts.node_size`), and all devices where it is still 0 here.
+        in when it starts (`node_size`), and all devices where it is still 0 here.
     """
 
     data: int = 1
@@ -261,6 +264,50 @@ def build_mesh(config: MeshConfig, devices: Sequence | int, experts: Collection[
     dense = tuple(axis for axis in sizes if axis not in model)
     kind = kind if isinstance(devices, int) else devices[0].device_kind
     return Roles(config=config, mesh=mesh, model=model, dense=dense, device_kind=kind, **parts)
+
+
+def machine_id(environment: Mapping[str, str] = os.environ) -> str:
+    """Return a text that is equal on two processes exactly if they share a machine.
+
+    That is if host name, boot and network namespace are equal, or NCCL_HOSTID, where it is set: nearly NCCL's rule.
+    """
+    if environment.get("NCCL_HOSTID"):
+        return f"NCCL_HOSTID {environment['NCCL_HOSTID']}"
+    parts = [os.uname().nodename]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    except OSError:  # not Linux
+        pass
+    return " ".join(parts)
+
+
+def node_size(devices: Sequence, machines: Sequence[str]) -> int:
+    """Return how many of a job's devices, in the order of their index, a node has: those on one machine.
+
+    Args:
+      machines: by the index of a process, what `machine_id` returns there.
+
+    Raises:
+      UserError: the machines have different numbers of devices, or a machine's devices do not follow one another.
+    """
+    if len(set(machines)) <= 1:
+        return len(devices)
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(machines[d.process_index] for d in devices)]
+    counts = [count for _, count in runs]
+    remedy = f"or set MeshConfig.devices_per_node to a divisor of the {len(devices)} devices"
+    if len(runs) > len({name for name, _ in runs}):
+        raise UserError(
+            f"the {len(machines)} processes are not numbered host by host (devices in a row on one host: {counts}), "
+            "so devices that share a node are not neighbours in the mesh; give the processes of one host "
+            f"neighbouring --process_id, as srun --distribution=block does, {remedy}"
+        )
+    if len(set(counts)) > 1:
+        raise UserError(
+            f"the {len(runs)} hosts of this job have different numbers of devices ({counts}), and the nodes of a "
+            f"mesh must be alike; start as many devices on each host, {remedy}"
+        )
+    return counts[0]
 
 
 def set_up_devices(count: int | None) -> None:

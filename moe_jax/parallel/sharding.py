@@ -59,10 +59,9 @@ def dense_specs(shapes, model_dims, stacked, roles: Roles, zero_stage: int):
         ndim = len(shape)
         return spec_of(ndim, params), spec_of(ndim, state), dim if zero_stage == 3 and dim is not None else -1
 
-    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-    triples = jax.tree.map(one, shapes, model_dims, stacked, is_leaf=is_shape)
-    is_triple = lambda node: isinstance(node, tuple) and len(node) == 3 and isinstance(node[0], P)  # noqa: E731
-    return tuple(jax.tree.map(lambda t, i=i: t[i], triples, is_leaf=is_triple) for i in range(3))
+    dims, tree = jax.tree.flatten(model_dims)
+    leaves = map(one, tree.flatten_up_to(shapes), dims, jax.tree.leaves(stacked))
+    return tuple(tree.unflatten(part) for part in zip(*leaves, strict=True))
 
 
 def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | None):

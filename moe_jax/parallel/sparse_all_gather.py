@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.parallel.sorted_search import first_places
+from moe_jax.parallel.few_kernels import first_places
 from moe_jax.parallel.transfer_shape import PARTS, TransferShape, TransferTables
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 
@@ -125,7 +125,7 @@ _replica_grad_sink.defvjp(
 def return_part(
     replicas: Bank, tables: TransferTables, transfer: ReplicaTransfer, part: tuple[int, int] = WHOLE, wires=None
 ) -> ChunkTransfer:
-    """Return a part of the gradients' way home in steps; arrivals are added to the sums {name: [Hs, ...]}.
+    """Return the transfer of a part of the gradients to their homes, which add them to the sums {name: [Hs, ...]}.
 
     The sums are over the replicas only: what the home itself has to add is not in them. Where the replicas vary over
     more axes than the sums (several data-parallel groups), what is added is summed over those.
@@ -133,20 +133,43 @@ def return_part(
     Args:
       replicas: {name: [m, ...]}, one value per replica slot.
       tables, transfer: of the `fetch` that filled the slots; part: (first, last) eighth of it.
-      wires: {name: dtype} in which they travel; None is their own.
+      wires: {name: dtype} in which they travel, one dtype; None is their own.
     """
     sent = replicas if wires is None else {name: leaf.astype(wires[name]) for name, leaf in replicas.items()}
     sent, tables = match_varying(sent, tables)
-    steps = give_back(sent, tables, transfer, part)
+    shape, scope = transfer.shape, jax.named_scope("sparse_reduce_scatter")
+    first, last = _columns(sent, shape.inside, part)
+    if first == last:
+        return _NOTHING
+
+    def pack():
+        return _slices_of(sent, jnp.arange(shape.slots, dtype=jnp.int32), first, last, shape.inside)
+
+    def communicate(mine):
+        wire = mine.dtype
+        came = _swap(mine, transfer)
+        sums = sum_by_target(came.reshape(-1, came.shape[-1]), tables.want.reshape(-1), shape.places, shape.inside)
+        offered = shape.inside * shape.offers
+        own = sums[:offered]
+        if shape.crosses:
+            others = sums[offered:].astype(wire).reshape(shape.nodes, shape.crossing, -1)
+            back = _swap(others, transfer, across=True).reshape(-1, others.shape[-1])
+            own = own + sum_by_target(back, tables.pick.reshape(-1), offered, shape.nodes)
+        return _swap(own.astype(wire).reshape(shape.inside, shape.offers, -1), transfer)
 
     def unpack(arrived, into):
+        home = next(iter(into.values())).shape[0]
+        same = tables.offer[None] == jnp.arange(home, dtype=tables.offer.dtype)[:, None]  # [Hs, X], at most one a row
+        place = jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), shape.offers)
+        packed = _take(arrived.swapaxes(0, 1).reshape(arrived.shape[1], -1), place)
         more = {n: tuple(sorted(varying_axes(sent) - varying_axes(leaf))) for n, leaf in into.items()}
         if not any(more.values()):
-            return steps.unpack(arrived, into)
-        sums = steps.unpack(arrived, {n: zeros_varying(leaf.shape, leaf.dtype, sent) for n, leaf in into.items()})
+            return _put(into, packed, first, last, add=True)
+        sums = {n: zeros_varying(leaf.shape, leaf.dtype, sent) for n, leaf in into.items()}
+        sums = _put(sums, packed, first, last, add=True)
         return {n: total + (lax.psum(sums[n], more[n]) if more[n] else sums[n]) for n, total in into.items()}
 
-    return ChunkTransfer(steps.pack, steps.communicate, jax.named_scope("sparse_reduce_scatter")(unpack))
+    return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
 
 
 def empty_replicas(bank: Bank, transfer: ReplicaTransfer) -> Bank:
@@ -186,44 +209,6 @@ def fetch(bank: Bank, rows: Array, tables: TransferTables, transfer: ReplicaTran
     def unpack(arrived, into):
         packed = arrived.swapaxes(0, 1).reshape(arrived.shape[1], -1)  # [inside, m, s] -> [m, w]
         return _put(into, packed, first, last, add=False)
-
-    return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
-
-
-def give_back(gradients: Bank, tables: TransferTables, transfer: ReplicaTransfer, part=WHOLE) -> ChunkTransfer:
-    """Return the transfer of gradients {name: [m, ...]} to their homes, which add them to sums {name: [Hs, ...]}.
-
-    Args:
-      gradients: of the replica slots, of one dtype, in which they travel.
-      tables, transfer, part: of the `fetch` that filled the slots.
-    """
-    gradients, tables = match_varying(gradients, tables)
-    shape, scope = transfer.shape, jax.named_scope("sparse_reduce_scatter")
-    first, last = _columns(gradients, shape.inside, part)
-    if first == last:
-        return _NOTHING
-
-    def pack():
-        return _slices_of(gradients, jnp.arange(shape.slots, dtype=jnp.int32), first, last, shape.inside)
-
-    def communicate(mine):
-        wire = mine.dtype
-        came = _swap(mine, transfer)
-        sums = sum_by_target(came.reshape(-1, came.shape[-1]), tables.want.reshape(-1), shape.places, shape.inside)
-        offered = shape.inside * shape.offers
-        own = sums[:offered]
-        if shape.crosses:
-            others = sums[offered:].astype(wire).reshape(shape.nodes, shape.crossing, -1)
-            back = _swap(others, transfer, across=True).reshape(-1, others.shape[-1])
-            own = own + sum_by_target(back, tables.pick.reshape(-1), offered, shape.nodes)
-        return _swap(own.astype(wire).reshape(shape.inside, shape.offers, -1), transfer)
-
-    def unpack(arrived, sums):
-        home = next(iter(sums.values())).shape[0]
-        same = tables.offer[None] == jnp.arange(home, dtype=tables.offer.dtype)[:, None]  # [Hs, X], at most one a row
-        place = jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), shape.offers)
-        packed = arrived.swapaxes(0, 1).reshape(arrived.shape[1], -1)
-        return _put(sums, _take(packed, place), first, last, add=True)
 
     return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
 

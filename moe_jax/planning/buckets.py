@@ -95,7 +95,7 @@ class Buckets:
             fullest = routing.fullest(placement, loads)
             rows = fullest.each(lambda pair: pair / self.summed * (1 + error)).rounded(self.multiple)
         fewest = BucketRows.even(FEWEST * self.choices / self.devices).rounded(self.multiple)
-        return rows.at_least(fewest).at_most(self.most(shape))
+        return rows.each(max, fewest).each(min, self.most(shape))
 
     def enlarged(self, shape: PlanShape, needed: BucketRows) -> PlanShape:
         """Return the shape with headroom for what its buckets have too few rows for, the others as they are.
@@ -105,7 +105,7 @@ class Buckets:
         if needed.within(self.there(shape)):
             return shape
         headroom = 1.0 if self.chance else HEADROOM
-        larger = needed.each(lambda size: math.ceil(headroom * size)).at_most(self.most(shape))
+        larger = needed.each(lambda size: math.ceil(headroom * size)).each(min, self.most(shape))
         larger = larger.rounded(self.multiple)
         rows = larger if shape.bucket_rows is None else shape.bucket_rows.where_smaller(needed, larger)
         return dataclasses.replace(shape, bucket_rows=rows)

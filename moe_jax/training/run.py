@@ -18,7 +18,7 @@ from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.models.lora import joined
 from moe_jax.observe.report import has_report, report_run
-from moe_jax.parallel.nodes import node_size
+from moe_jax.parallel.mesh import node_size
 from moe_jax.replan.engine import RejitEngine, build_engine
 from moe_jax.storage.checkpoint import Checkpointer, DamagedCheckpointError
 from moe_jax.storage.run_folder import RunFolder

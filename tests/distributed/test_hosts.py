@@ -24,7 +24,7 @@ from moe_jax.jobs import hosts as hosts_module
 from moe_jax.jobs.hosts import Hosts, Watch
 from moe_jax.jobs.start import find_place
 from moe_jax.jobs.stop import StopSignal
-from moe_jax.parallel.nodes import node_size
+from moe_jax.parallel.mesh import node_size
 
 WORKER, HERE = Path(__file__).with_name("hosts_worker.py"), socket.gethostname()
 

@@ -13,7 +13,7 @@ import moe_jax.moe
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig, MoELayer, reference_moe
 from moe_jax.moe.routers.scores import gate_noise
-from moe_jax.parallel import sorted_search
+from moe_jax.parallel import few_kernels
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_layer_equals_reference(name, monkeypatch):
     devices, data, changes, activation, skewed = CASES[name]
     if name.startswith("as_on_gpus"):  # the forms that other platforms than a CPU run
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **others: default(*args))
-        monkeypatch.setattr(sorted_search, "MOST_COMPARED", 0)
+        monkeypatch.setattr(few_kernels, "MOST_COMPARED", 0)
     config = MoEConfig(num_experts=EXPERTS, aux_loss_weight=0.3, z_loss_weight=0.2, **changes)
     with jax.enable_x64(True):
         roles = roles_of(devices, data=data)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.parallel.sorted_search import first_places
+from moe_jax.parallel.few_kernels import first_places
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 FREE = -1  # of a token without an expert

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.moe.routing import Choice, record
-from moe_jax.parallel.row_sums import sum_rows
+from moe_jax.parallel.few_kernels import sum_rows
 from moe_jax.parallel.varying import own_part, varying_axes
 
 
