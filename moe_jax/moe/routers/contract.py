@@ -23,7 +23,7 @@ from moe_jax.moe.routers.statistics import GateStats, balance_loss
 from moe_jax.moe.routing import Choice
 from moe_jax.parallel.mesh import Roles
 
-# index of a token behind the last one of its row, or in a row that fills a batch up; at least 0, as `wait_for` reads it
+# index of a token behind the last one of its row, or in a row that fills a batch up
 PADDING = (1 << 31) - 1
 
 
