@@ -1,6 +1,5 @@
 """Conversations: ids and answers as transformers and a mask made by hand have them, windows, and what is refused."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -9,7 +8,7 @@ from support import chat_cases
 
 from moe_jax.data.cache import build_cache
 from moe_jax.data.chat import ANSWER, FIRST, ID_BITS, ChatTemplate
-from moe_jax.data.corpus import DataConfig, find_documents
+from moe_jax.data.corpus import DataConfig
 from moe_jax.data.stream import HeldOut, TokenStream
 from moe_jax.data.tokenizer import build_tokenizer
 from moe_jax.errors import UserError
@@ -136,19 +135,6 @@ def test_rows_of_a_table_are_conversations(tmp_path):
     parquet.write_table(pa.Table.from_pylist(records), table)
     changed = DataConfig(kind="chat", path=table, tokenizer=config.tokenizer, cache_dir=config.cache_dir)
     assert build_cache(changed).meta.content == build_cache(config).meta.content
-    calls = [{"city": "x"}, {"a": 1, "b": [{"c": 2}, {"d": 3}]}]  # Arrow fills each with the other's keys
-    calls = [{"role": "assistant", "content": None, "tool_calls": [{"arguments": own}]} for own in calls]
-    records = [{"messages": [TURN[0], call]} for call in calls]
-    parquet.write_table(pa.Table.from_pylist(records), table)
-    shown = "{{ m.content if m.content is defined else m.tool_calls[0].arguments | tojson }}<|im_end|>"
-    template = template_of(tmp_path / "calls", "{% for m in messages %}" + shown + "{% endfor %}")
-    config = config_of(tmp_path, records)
-    as_lines, as_rows = (
-        [template.read(record, "").text for _, record, _ in source.records(("messages",))]
-        for path in (config.path, table)
-        for source in find_documents(dataclasses.replace(config, path=path))
-    )
-    assert as_rows == as_lines and '{"city": "x"}' in as_lines[0]
     parquet.write_table(pa.table({"text": ["a"]}), table)
     with pytest.raises(UserError, match=r"has no column 'messages' \(it has \['text'\]\)"):
         build_cache(changed)

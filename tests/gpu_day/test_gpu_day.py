@@ -98,25 +98,6 @@ def test_the_whole_model_trains_is_modelled_and_measured(finished):
     assert {"profile_report.json", "profile_schedule.hlo.gz"} <= {path.name for path in out.iterdir()}
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits_and_layers_are_measured(finished):
-    parts = parts_of(finished[1], 7)
-    assert parts["gradient, default"]["differing"] == {} == parts["gradient, deterministic ops"]["differing"]
-    assert parts["killed, default"]["killed_after_step"] == 5
-    assert parts["resumed, default"]["differing_steps"] == [] and parts["resumed, default"]["steps"] == 6
-    assert parts["resumed, default"]["differing_leaves"] == {}
-    parts = parts_of(finished[1], 9)
-    assert parts["bfloat16"]["layers"][0]["ratio_over_dense"] > 0
-    assert parts["tf32"]["HIGHEST"]["relative_error"] < 1e-6
-    search = parts_of(finished[1], 10)["search"]
-    assert (
-        search["tried"][0].endswith("plain")
-        and len(search["tried"]) == 2
-        and search["ratio_to_plain"] <= 1
-        and search["best"]
-    )
-
-
 def test_the_config_built_in_code_is_that_of_the_file(tmp_path):
     """GPT-MoE-S without gin is GPT-MoE-S with gin; which attention a device gets is its own choice."""
     full = types.SimpleNamespace(tiny=False, scratch=tmp_path)

@@ -26,11 +26,7 @@ from moe_jax.cluster.hlo import arrays_of, parse_module
 from moe_jax.cluster.prices import Constants, Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
-from moe_jax.config.gin_files import parse_run_config
-from moe_jax.parallel.mesh import build_mesh
-from moe_jax.replan.segments import stated_buckets
 
-RUN = pathlib.Path(__file__).parents[2] / "configs/run/gpt_moe_s_h200.gin"
 HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.01)
 
 
@@ -102,28 +98,6 @@ def test_an_overflow_costs_the_common_step_and_the_complete_one():
     assert overflow_record(common, (HALF,), None)["step_seconds"] is None
     planned = dataclasses.replace(HALF, overflow=None)
     assert overflow_record(common, (planned,), complete)["chance"] is None
-
-
-def test_buckets_of_the_committed_run():
-    """32 buckets of 632 rows for 512 choices each, 12 layers in two halves; and with MP."""
-    config = parse_run_config([str(RUN)], [])[0]
-    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=8))
-    (found,) = stated_buckets(config, build_mesh(config.mesh, 32), None)
-    assert (found.by_shape, found.expected, found.exchanges) == (8 * 2264, 16384, 24)
-    assert 0 < found.overflow <= 0.0001
-    # 16 MP groups of 2: under s1 each device fills buckets from its own half of the group's tokens
-    in_pairs = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, model=2, data=1, expert=32))
-    roles = build_mesh(in_pairs.mesh, 32)
-    moe = dataclasses.replace(config.moe, overflow_chance=0.0, bucket_slack=1.5)
-    by_name = {}
-    for name in ("s1", "s2"):
-        run = dataclasses.replace(in_pairs, moe=dataclasses.replace(moe, schedule=name))
-        (by_name[name],) = stated_buckets(run, roles, None)
-    assert (by_name["s1"].by_shape, by_name["s1"].expected) == (32 * 768, 16384)
-    assert (by_name["s2"].by_shape, by_name["s2"].expected) == (32 * 1536, 32768)
-    dense = dataclasses.replace(config, moe=dataclasses.replace(config.moe, schedule="dp"))
-    assert stated_buckets(dense, build_mesh(config.mesh, 32), None) == ()
-    assert parse_target("h200:4x8").cores == 132
 
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"

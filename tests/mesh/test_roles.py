@@ -46,21 +46,6 @@ def test_groups_follow_the_device_index(sizes):
     assert roles.num_devices == 8 and set(roles.dense) | set(roles.model) == set(roles.all)
 
 
-# (data, expert, expert_shard, model) -> axes with sizes, and the axes of the MP group
-NAMES = {
-    (1, 2, 3, 6): ({"data": 1, "expert_mp": 2, "expert_shard_mp": 3}, ("expert_mp", "expert_shard_mp")),  # six devices
-    (1, 2, 4, 2): ({"data": 1, "expert": 2, "expert_shard": 2, "expert_shard_mp": 2}, ("expert_shard_mp",)),
-    (1, 4, 2, 4): ({"data": 1, "expert": 2, "expert_mp": 2, "expert_shard_mp": 2}, ("expert_mp", "expert_shard_mp")),
-    (4, 2, 1, 4): ({"data": 2, "data_mp": 2, "expert_mp": 2, "expert_shard": 1}, ("data_mp", "expert_mp")),
-}
-
-
-@pytest.mark.parametrize("sizes", NAMES, ids=str)
-def test_mesh_axes_names(sizes):
-    axes, model = mesh_axes(config_of(sizes), sizes[0] * sizes[1] * sizes[2])
-    assert list(axes.items()) == list(NAMES[sizes][0].items()) and model == NAMES[sizes][1]
-
-
 def test_what_is_not_given_takes_what_is_left():
     roles = build_mesh(MeshConfig(data=2), jax.devices())
     assert roles.config.expert == 4 and roles.config.devices_per_node == 8

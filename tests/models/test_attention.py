@@ -124,3 +124,26 @@ def test_blocks_are_plain_attention_in_float64(length, causal_is_packed, causal)
             found.append((out, *pull_back(d)))
         for got, want in zip(*found, strict=True):
             np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_cudnn_keeps_documents_apart_by_a_finite_bias(monkeypatch):
+    """In its place stands JAX's own attention in float32, with the bias that cuDNN gets; values and gradients."""
+
+    def stand_in(causal, bias):
+        assert np.isfinite(np.float32(bias)).all()  # cuDNN errs on what is infinite
+
+        def plain(*arrays):
+            wide = (jnp.asarray(array, jnp.float32) for array in (*arrays, bias))
+            return jax.nn.dot_product_attention(*wide, is_causal=causal).astype(bias.dtype)
+
+        return plain
+
+    monkeypatch.setattr(attention, "_cudnn", stand_in)
+    rng, documents = np.random.default_rng(0), jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    *qkv, cotangent = (jnp.asarray(rng.normal(size=(2, 6, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2, 4))
+    out, pull_back = jax.vjp(lambda *qkv: attend(*qkv, True, "cudnn", documents), *qkv)
+    wide = [array.astype(jnp.float32) for array in qkv]
+    want, pull_want = jax.vjp(lambda *qkv: plain_attention(*qkv, True, documents), *wide)
+    found = (out, *pull_back(cotangent)), (want, *pull_want(cotangent.astype(jnp.float32)))
+    for got, exact in zip(*found, strict=True):
+        assert np.max(np.abs(np.float32(got) - exact)) < 0.02 * np.max(np.abs(exact))

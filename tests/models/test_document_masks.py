@@ -16,8 +16,7 @@ from support.equality_cases import assert_close, banks, build, model_config, moe
 from support.marks import slow_but
 from support.reference_model import reference_logits
 
-from moe_jax.models import attention, make_loss
-from moe_jax.models.attention import attend
+from moe_jax.models import make_loss
 
 LATENT = {"positions": "rotary", "head_dim": 6, "kv_lora_rank": 4, "qk_rope_head_dim": 2}
 # schedule, mesh, ZeRO stage, model
@@ -98,59 +97,6 @@ def test_the_masked_reference_is_each_document_alone():
         for row, first, last in ((0, 0, 3), (0, 3, 6), (7, 0, 7)):
             want = run(packed.inputs[row : row + 1, first:last], None)
             assert_close(got[row, first:last], want[0], case=(row, first, last))
-
-
-# every two of implementation, causal and dtype meet
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("implementation", "causal_in"), [("xla", "bfloat16"), ("blocks", "float16"), ("cudnn", "bfloat16")]
-)
-def test_attention_of_documents_in_16_bits(implementation, causal_in, causal, monkeypatch):
-    """Mixed values and gradients next to those of each document alone, in float64.
-
-    In the place of cuDNN stands JAX's own attention in float32, with the bias that cuDNN gets.
-    """
-
-    def stand_in(causal, bias):
-        def plain(*arrays):
-            wide = (jnp.asarray(array, jnp.float32) for array in (*arrays, bias))
-            return jax.nn.dot_product_attention(*wide, is_causal=causal).astype(bias.dtype)
-
-        return plain
-
-    monkeypatch.setattr(attention, "_cudnn", stand_in)
-    dtype, error = (jnp.bfloat16, 0.02) if causal == (causal_in == "bfloat16") else (jnp.float16, 0.0025)
-    rng = np.random.default_rng(0)
-    values = [rng.normal(size=(2, 6, heads, 8)) for heads in (4, 2, 2, 4)]
-    numbers, cuts = jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]), ((0, 2, 5, 6), (0, 1, 6))
-
-    def packed(q, k, v):
-        return attend(q, k, v, causal, implementation, numbers)
-
-    def apart(q, k, v):
-        rows = []
-        for row, places in enumerate(cuts):
-            parts = [slice(first, last) for first, last in zip(places[:-1], places[1:], strict=True)]
-            one = [attend(*(array[row : row + 1, part] for array in (q, k, v)), causal, "xla") for part in parts]
-            rows.append(jnp.concatenate(one, axis=1))
-        return jnp.concatenate(rows)
-
-    def run(dtype, function):
-        q, k, v, weights = (jnp.asarray(jnp.asarray(array, jnp.bfloat16), dtype) for array in values)
-
-        def total(q, k, v):
-            out = function(q, k, v)
-            return jnp.sum((out * weights).astype(jnp.promote_types(dtype, jnp.float32))), out
-
-        grads, out = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)
-        return [np.asarray(array, np.float64) for array in (out, *grads)]
-
-    got, bias = run(dtype, packed), np.float32(attention._bias_of(numbers, dtype))
-    assert np.isfinite(bias).all() and np.min(bias) < -1e4  # cuDNN errs on what is infinite
-    with jax.enable_x64(True):
-        want = run(jnp.float64, apart)
-    for a, b in zip(got, want, strict=True):
-        assert np.max(np.abs(a - b)) < error * np.max(np.abs(b))
 
 
 def test_a_bfloat16_model_keeps_documents_apart():

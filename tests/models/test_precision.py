@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from support.equality_cases import on_mesh
 from support.marks import slow_but
 from support.prefetch_cases import placements_of
@@ -25,9 +24,7 @@ from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routing import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, return_part, zeros_varying
-from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape, fill_tables
+from moe_jax.planning.plan_shape import fill_tables
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import abstract_state, build_state_shardings, make_train_step
 
@@ -194,33 +191,3 @@ def test_every_leaf_in_16_bits_is_near_float32(name):
         errors = {leaf: relative(got[leaf], want[leaf]) for leaf in want}
         limits = {leaf: LIMIT_QK_NORM if "q_norm" in leaf or "k_norm" in leaf else LIMIT for leaf in errors}
         assert not {leaf: error for leaf, error in errors.items() if error > limits[leaf] / finer}
-
-
-@pytest.mark.parametrize("by_node", [False, True])
-def test_gradients_of_many_holders_are_rounded_once_a_node(by_node):
-    """One expert on all 8 devices: 7 gradients of the same sign. Added in float32 on the way, their sum is rounded to
-    travel: once flat, and by node once a node; in bfloat16 on the way it would be farther off."""
-    roles = build_mesh(MeshConfig(expert=8), jax.devices())
-    placement = Placement(np.zeros((1, 8), int), [(0, 5, d) for d in range(1, 8)], devices=8, devices_per_node=4)
-    shape = build_shape(placement, by_node=by_node)
-    transfer, elements = ReplicaTransfer(shape.ahead, roles.expert), 4096
-    values = jnp.asarray(1 + np.random.default_rng(0).random((8, 1, elements)), jnp.bfloat16)
-
-    def body(values, tables):
-        here = jax.tree.map(lambda leaf: leaf[0, 0], tables.transfer)
-        zeros = zeros_varying((shape.home_slots, elements), jnp.float32, values)
-        return return_part({"w": values[0]}, here, transfer).at_once({"w": zeros})["w"][None]
-
-    spec = P(roles.expert)
-    reduce = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=spec, out_specs=spec))
-    got = np.asarray(reduce(values, fill_tables(shape, placement)), np.float64)[0, 5]
-    assert reduce(values, fill_tables(shape, placement)).dtype == jnp.float32
-    sent = np.asarray(values, np.float64)[1:, 0]
-    here, there = sent[:3].sum(axis=0), sent[3:].sum(axis=0)  # of the home's node and of the other one
-    one_rounding = here + as_bfloat16(there) if by_node else here + there
-    np.testing.assert_array_equal(got, as_bfloat16(one_rounding))
-    assert relative(got, here + there) < 0.0022  # rounded at every addition 0.0029, one after the other
-
-
-def as_bfloat16(values):
-    return values.astype(jnp.bfloat16).astype(np.float64)

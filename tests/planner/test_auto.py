@@ -1,7 +1,6 @@
 """`auto`: what it chooses, what it judges by, and when it leaves things as they are."""
 
 import dataclasses
-import json
 import logging
 
 import numpy as np
@@ -97,19 +96,6 @@ def test_a_schedule_whose_time_no_skew_changes_wins_under_skew():
     cost = dataclasses.replace(COST, schedules=LINES, schedule="s1", replica_slots=0)
     assert run(session_of(cost), loads_of("hot", 20))[-1].program == "ring/0"
     assert run(session_of(cost), loads_of("even", 20))[-1].program == ""
-
-
-@pytest.mark.parametrize("cut", [1, 8, 13, 17, 22])
-def test_what_a_checkpoint_holds_goes_on_alike(cut):
-    loads = loads_of("moving", 26, seed=1)
-    loads[:, :, :, 2] += 3000
-    whole, first, second = session_of(), session_of(), session_of()
-    want = run(whole, loads)
-    run(first, loads[:cut])
-    second.restore(json.loads(json.dumps(first.state(), default=lambda array: array.tolist())))
-    got = run(second, loads[cut:], cut)
-    assert got == want[cut:] and want[-1].program
-    assert second.state()["auto"] == whole.state()["auto"]
 
 
 def test_lines_are_those_of_the_layer_and_a_pipeline_hides_the_shorter_side():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moe_jax.cluster import Cluster
-from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.block_schedule import Prefetch
@@ -128,27 +127,6 @@ def test_session_plans_and_reshards_at_its_own_intervals():
         planned += [iteration] if planning.last_planned == iteration else []
         resharded += [iteration] if (sharding.placement.home != before).any() else []
     assert (planned, resharded) == ([1, 10, 20, 30], [8, 16, 24])
-
-
-@pytest.mark.parametrize(
-    "fields", [{"name": "hecate", "shard_every": 4, "predictor": "window"}, {"name": "topk_all", "top_k": 1}]
-)
-def test_restored_session_continues_with_the_same_plans(fields):
-    first, second = (session(**fields) for _ in range(2))
-    for iteration in range(1, 7):
-        first.predictor.observe(loads_at(iteration))
-        first.propose(iteration)
-    second.restore(first.state())
-    assert second.proposal.split == first.proposal.split and bool(first.proposal.split) == (
-        fields["name"] == "topk_all"
-    )
-    for iteration in range(7, 13):
-        for one in (first, second):
-            one.predictor.observe(loads_at(iteration))
-        assert first.propose(iteration) == second.propose(iteration)
-    np.testing.assert_array_equal(first.predictor.error(), second.predictor.error())
-    with pytest.raises(UserError, match=r"the saved plan has \[layers, experts\] = \(3, 8\), this run \(2, 8\)"):
-        first.restore({**first.state(), "home": np.zeros((3, 8), int)})
 
 
 def test_predicted_seconds_follow_the_placement():

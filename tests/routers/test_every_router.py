@@ -142,21 +142,6 @@ def test_router_dtype():
     assert np.max(np.abs(weights["auto"] - weights["bfloat16"])) > 1e-4
 
 
-@pytest.mark.parametrize("case", ["topk", "switch", "group_limited", "sigmoid_bias", "noisy_topk"])
-def test_replay_takes_the_choices_of_before(case):
-    """Recorded choices, replayed on the same tokens, give the same output; on others the same experts."""
-    router, rng = build_router(config_of(case, capacity_factor=None)), np.random.default_rng(6)
-    x, other = (jnp.asarray(rng.normal(size=(TOKENS, EXPERTS)), jnp.float32) for _ in range(2))
-    params = {"w_gate": jnp.eye(EXPERTS)}
-    params |= {name: jnp.zeros(shape) for name, shape in router.leaves(EXPERTS).items()}
-    first, _ = router.choose(x, params, RouterInputs())
-    again, _ = router.choose(x, params, RouterInputs(replay=first.expert_ids))
-    np.testing.assert_array_equal(again.weights, first.weights)
-    moved, _ = router.choose(other, params, RouterInputs(replay=first.expert_ids))
-    np.testing.assert_array_equal(moved.expert_ids, first.expert_ids)
-    assert not np.array_equal(moved.weights, first.weights)
-
-
 def test_bias_moves_by_the_sign():
     """MaxText's example: 16 choices of 4 experts, loads 5, 4, 3, 4; and two layers at a time."""
     router = build_router(MoEConfig(num_experts=4, router="sigmoid_bias", bias_rate=0.01))

@@ -6,7 +6,6 @@ Logits are fed in as tokens, with the identity as the gate's weight.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe_jax.moe import MoEConfig, choose_experts
@@ -45,21 +44,3 @@ def test_gate_noise_is_the_token_s_own():
     np.testing.assert_array_equal(over_devices, noise)
     assert len(np.unique(np.asarray(noise))) == noise.size
     assert not np.any(np.asarray(gate_noise(jax.random.key(4), ids, 4, jnp.float32)) == np.asarray(noise))
-
-
-# capacity = max(min_capacity, ceil(K f t / E)), never more than the t tokens that there are
-@pytest.mark.parametrize(
-    "tokens, experts, top_k, factor, least, expected",
-    [
-        (4, 4, 2, 1.0, 1, 2),  # 2 * 4 / 4
-        (4, 4, 2, 1.0, 3, 3),  # min_capacity wins
-        (64, 8, 2, 1.25, 4, 20),  # 2 * 1.25 * 64 / 8
-        (10, 8, 1, 1.0, 1, 2),  # ceil(1.25)
-        (16, 64, 2, 0.5, 4, 4),  # ceil(0.25) = 1, min_capacity 4
-        (8, 2, 2, 4.0, 1, 8),  # 32, but an expert cannot meet a token twice
-        (3, 8, 2, None, 4, 3),  # dropless: all
-    ],
-)
-def test_capacity(tokens, experts, top_k, factor, least, expected):
-    config = MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=factor, min_capacity=least)
-    assert config.capacity(tokens) == expected

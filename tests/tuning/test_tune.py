@@ -3,7 +3,6 @@
 import types
 
 import jax
-import numpy as np
 import pytest
 from support.commands import run_command_here
 from support.tiny_run import bindings_of, config_of
@@ -56,17 +55,6 @@ def test_search_finds_the_planted_and_what_fails_is_a_row(monkeypatch):
     # what the run has already is not raced, nor is what came before
     assert bench.asked.count("plain") == 1 and not any(f"{ROWS} = 1.5" in text for text in bench.asked)
     assert bench.asked[-1] == f"{REMAT} = 'block'" and "none" not in "".join(bench.asked)
-
-
-def test_a_gain_is_one_in_all_rounds_but_one(monkeypatch):
-    before, after = 9 * [1.0], 8 * [0.8] + [1.2]
-    for taken, is_gain in ((after, True), ([1.2, *after[:-1]], True), (7 * [0.8] + 2 * [1.2], False), (before, False)):
-        bench = tuning.Bench(RunConfig(), ())
-        monkeypatch.setattr(bench, "_start", lambda setting: object())
-        answer = {"plain": before, f"{STACK} = 'unrolled'": taken}
-        monkeypatch.setattr(tuning, "interleaved_seconds", lambda calls, rounds, answer=answer: answer)
-        bench.steps = 4
-        assert bench.race({}, {STACK: "unrolled"}) == (np.median(taken) / 4, np.median(taken), is_gain)
 
 
 def test_programs_of_planners_share_one_state(tmp_path, monkeypatch):
