@@ -70,7 +70,7 @@ REMOVED = {
         "0.01",
         "leave it out: 'auto' changes for a hundredth of a step",
     ),
-    "PlannerConfig.decay": ("0.5", "set PlannerConfig.window: the weights of 'exponential' halve from step to step"),
+    "PlannerConfig.decay": ("0.5", "it was of 'exponential': take PlannerConfig.predictor = 'window'"),
     "PlannerConfig.swap_seconds": ("0.0", "leave it out: a new shape compiles beside the steps and costs none"),
     "PlannerConfig.bucket_limit": ("4.0", "leave it out: planned buckets have at most four times their mean rows"),
     "PlannerConfig.executables": ("4", "leave it out: four compiled steps are kept"),

@@ -196,7 +196,7 @@ def export_folder(
         raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(DTYPES)}")
     if adapter and not run.lora.rank:
         raise UserError(f"{workdir} holds a whole model and no adapters; write that with --to_hf")
-    checkpoints = Checkpointer(folder.checkpoints, keep=1)
+    checkpoints = Checkpointer(folder.checkpoints)
     step = checkpoints.choose()
     host = HostData.from_json(checkpoints.read_host(step))
     tokenizer = find_tokenizer(run.data, folder.path, host.tokenizer)

@@ -96,7 +96,7 @@ def load(
       UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
     """
     config, folder = run_config(workdir, bindings), RunFolder(workdir, create=False)
-    with contextlib.closing(Checkpointer(folder.checkpoints, keep=1)) as checkpoints:
+    with contextlib.closing(Checkpointer(folder.checkpoints)) as checkpoints:
         step = checkpoints.choose(step)
         converted = config.model.vocab_size > 0 and (folder.path / END_FILES[-1]).exists()
         # A conversion of a checkpoint without a tokenizer leaves 'byte', whose ids the model's are not.

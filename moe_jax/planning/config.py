@@ -11,7 +11,7 @@ from moe_jax.errors import UserError
 from moe_jax.planning.balancer import BALANCERS, knob, names
 from moe_jax.planning.cost import FORMS, PRICES
 
-PREDICTORS = ("last", "window", "exponential", "trend")
+PREDICTORS = ("last", "window")
 # of fields that are None where neither the user nor the planner says otherwise
 DEFAULTS = {"interval": 1, "predictor": "last"}
 
@@ -38,8 +38,8 @@ class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
       must_pay: run replicas only where layers with their transfers are predicted to take less time (price 'executor').
       bounded: keep to the replica slots where the original has no such bound.
       price: of a plan: 'executor', what the program will do; or 'paper', by the papers' formulas and one bandwidth.
-      predictor, window: how the next step's loads are predicted (None: the planner's own, else 'last'), from how many
-        steps.
+      predictor, window: the next step's loads are those of the newest one ('last') or the mean of so many ('window');
+        None: the planner's own way, else 'last'.
       cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' for none.
       split: which holder a token goes to: 'plan', as the planner says, near ones first; 'even', in the same proportions
         from every source: the plan's device loads stay, and a padded exchange has no fullest pair; or 'auto', the one

@@ -22,8 +22,6 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import Asked, Proposal, enlarge, propose, with_rule
 from moe_jax.planning.plan_shape import PlanShape, build_shape
 
-DECAY = 0.5  # 'exponential': how much less each step before the newest counts than the one after it
-
 
 class Predictor:
     """Predict the next step's loads from past ones by `PlannerConfig.predictor`, and report the error of predictions.
@@ -72,27 +70,13 @@ class Predictor:
 
     def predict(self) -> np.ndarray:
         """Return the expected loads [L, S, E] of the next step, whole or real numbers; needs one observation."""
-        count = len(self.seen)
         if self.kind == "last":
             return self.seen[-1]
-        if self.kind == "window":  # Hecate 4.2: w = 5
-            mean = self.seen[0].astype(np.float64)  # one sum: a stack of the steps could be larger than memory
-            for loads in itertools.islice(self.seen, 1, None):
-                mean += loads
-            mean /= count
-            return mean
-        if self.kind == "exponential":
-            weight = (1.0 - DECAY) ** np.arange(count)[::-1]
-            return np.tensordot(weight / weight.sum(), np.stack(self.seen), axes=1)
-        # 'trend': the straight line through the steps, at least 0, with the newest step's total
-        seen = np.stack(self.seen).astype(np.float64)
-        if count == 1:
-            return seen[0]
-        time_of = np.arange(count) - (count - 1) / 2
-        slope = np.tensordot(time_of, seen, axes=1) / (time_of**2).sum()
-        guess = np.maximum(seen.mean(axis=0) + slope * (count + 1) / 2, 0.0)
-        total = guess.sum(axis=2, keepdims=True)
-        return guess * np.where(total > 0, seen[-1].sum(axis=2, keepdims=True) / np.where(total > 0, total, 1.0), 1.0)
+        mean = self.seen[0].astype(np.float64)  # Hecate 4.2: w = 5; one sum: a stack could be larger than memory
+        for loads in itertools.islice(self.seen, 1, None):
+            mean += loads
+        mean /= len(self.seen)
+        return mean
 
 
 class PlanSession:

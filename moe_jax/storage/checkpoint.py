@@ -58,12 +58,10 @@ from moe_jax.storage.run_folder import OpenFolder, RunFolder, disk_errors_named,
 FORMAT, UNCHECKED_FORMAT = "moe_jax checkpoint 2", "moe_jax checkpoint 1"  # the older one has no CRC, and is still read
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
 _WRITE_SECONDS = 1200
-_START_SECONDS = 300
 _MADE_BYTES = 2**26  # parts that are made while they are written, in memory at once
 _HASHED_BYTES = 2**28  # the same of parts that are hashed
 _PASSING_ERRORS = re.compile("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED|ABORTED")
 _DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)  # other errors of the system may pass
-_UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system that cannot do it
 _log = logging.getLogger(__name__)
 
 
@@ -88,9 +86,9 @@ class Checkpointer:
     `save` returns while files are still being written; what goes wrong then, the next `save`, `wait` or `close` raises.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int):
-        self.folder = Path(folder).absolute()
-        self._keep = keep
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 1):
+        """Open a folder, which need not be there yet; keep: how many of the newest stay when others are saved."""
+        self.folder, self._keep = Path(folder).absolute(), keep
         absl_logging.get_absl_logger().addFilter(_is_heard)
         self._pending: tuple[int, OpenFolder] | None = None  # step of a save that may still be writing, and where
 
@@ -109,7 +107,7 @@ class Checkpointer:
             ) from error
 
     def latest(self, below: int | None = None) -> int | None:
-        """Return the step of the newest finished checkpoint, None without any; process 0 decides for all.
+        """Return the step of the newest finished checkpoint, as this process sees the folder; None without any.
 
         One whose folder is not what was written is named and passed over; arrays are checked when they are read.
 
@@ -119,17 +117,6 @@ class Checkpointer:
         Raises:
           UserError: there are checkpoints, and none of them will do.
         """
-        newest = self._newest(below) if jax.process_index() == 0 else None
-        if jax.process_count() > 1:
-            name, processes = f"moe_jax latest {self.folder}", set(range(jax.process_count()))
-            with _lost_processes_named("agree on a checkpoint"):
-                ocp.multihost.sync_global_processes(name, timeout=_START_SECONDS, processes=processes)
-            newest = int(ocp.multihost.broadcast_one_to_all(np.int32(-1 if newest is None else newest)))
-            newest = None if newest < 0 else newest
-        return newest
-
-    def _newest(self, below: int | None = None) -> int | None:
-        """Return what `latest` does, as this process sees the folder."""
         steps = self.steps()
         for step in reversed(steps):
             if below is not None and step >= below:
@@ -162,7 +149,7 @@ class Checkpointer:
                 f"{self.folder} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}; set {named} to "
                 "one of these, or leave it out for the newest"
             )
-        return self._newest() if step is None else step
+        return self.latest() if step is None else step
 
     def read_host(self, step: int) -> dict:
         """Return the host data of a checkpoint; reads one JSON file, and needs no device."""
@@ -413,17 +400,12 @@ class Checkpointer:
         except Exception as error:
             self._pending = None
             self._sweep_unfinished()
-            behind = _system_error(error)
-            if behind is None:
+            if (behind := _system_error(error)) is None:
                 raise
-            full = behind.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "free space on its disk" if full else "check its disk, or choose another --workdir"
             steps = self.steps()
-            kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
-            raise UserError(
-                f"cannot write {self._path(step)} ({behind.strerror}); {remedy}, then give the same command "
-                f"again; {kept}"
-            ) from error
+            kept = f"; the checkpoint of step {steps[-1]} is kept" if steps else "; there is no checkpoint yet"
+            with disk_errors_named(self._path(step), kept):
+                raise behind from error
 
     @contextlib.contextmanager
     def _reading_errors_named(self, step: int) -> Iterator[None]:
@@ -450,13 +432,9 @@ def _sync(folder: Path) -> None:
     inside = (os.path.join(root, name) for root, _, names in os.walk(folder, topdown=False) for name in (*names, ""))
     for path in (*inside, folder.parent, folder.parent.parent):
         descriptor = os.open(path, os.O_RDONLY)
-        try:
+        with contextlib.suppress(OSError):  # of a file system that cannot do it; of arrays tensorstore would say so
             os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _UNSYNCED:
-                raise
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def _in_host_memory(state, home: Homes) -> dict[str, LeafParts]:

@@ -17,7 +17,6 @@ class ModelIdentity:
     folder: str
     step: int
     parameters: str  # their hash
-    config: str = ""  # hash of what the model computes; '' where its parameters say enough
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +47,15 @@ class HostData:
     def from_json(cls, data: dict[str, Any]) -> HostData:
         """Return the record of what `to_json` returned, in any version."""
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
-        return cls(**known | {name: kind(**known[name]) for name, kind in _NESTED.items() if known.get(name)})
+        for name, kind in _NESTED.items():
+            if record := known.get(name):
+                known[name] = kind(**{field: record[field] for field in kind.__dataclass_fields__})
+        return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         told = {name: value for name, value in vars(self).items() if value != getattr(HostData, name)}
-        for name in _NESTED.keys() & told.keys():
-            told[name] = {field: value for field, value in vars(told[name]).items() if value != ""}
-        return told
+        return told | {name: vars(told[name]) for name in _NESTED.keys() & told.keys()}
 
 
 _NESTED = {"teacher": ModelIdentity, "base": ModelIdentity, "overflows": Overflows}

@@ -40,14 +40,18 @@ REMEDIES = {
 
 
 @contextmanager
-def disk_errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an `OSError` raised while `path` is written into one line that names the file, the cause and a remedy."""
+def disk_errors_named(path: str | os.PathLike[str], more: str = "") -> Iterator[None]:
+    """Turn an `OSError` raised while `path` is written into one line that names the file, the cause and a remedy.
+
+    Args:
+      more: what else to say.
+    """
     try:
         yield
     except OSError as error:
         remedies = [remedy for remedy, numbers in REMEDIES.items() if error.errno in numbers]
         remedy = remedies[0] if remedies else "check its disk or choose another folder"
-        raise UserError(f"cannot write {os.fspath(path)} ({error.strerror or error}); {remedy}") from error
+        raise UserError(f"cannot write {os.fspath(path)} ({error.strerror or error}); {remedy}{more}") from error
 
 
 @contextmanager

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 from collections.abc import Iterator
 
 import jax
 
-from moe_jax.config.run_config import RunConfig, config_differences, config_text, may_differ
+from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
@@ -35,6 +34,7 @@ from moe_jax.storage.host_data import HostData, ModelIdentity
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
 
+_OF_ADAPTERS = ("the model that these adapters are for", "put it back, or give its folder with --init_from")
 _HASHING_SECONDS = 1800.0  # that the others wait while process 0 reads a model: about a GB a second
 
 
@@ -51,7 +51,7 @@ def open_teacher(config: DistillationConfig) -> tuple[RunConfig, Checkpointer, i
     """Return a teacher's config, its checkpoints, and the step of the one that teaches; UserError without one."""
     with _named(config):
         run = run_config(config.teacher)
-        checkpoints = Checkpointer(RunFolder(config.teacher, create=False).checkpoints, keep=1)
+        checkpoints = Checkpointer(RunFolder(config.teacher, create=False).checkpoints)
         return run, checkpoints, checkpoints.choose(config.teacher_step, "DistillationConfig.teacher_step")
 
 
@@ -95,7 +95,7 @@ def teacher_model(
     with _named(config.distillation):
         if run.lora.rank:
             raise UserError("it holds adapters alone; name a whole model, such as moe_jax.convert makes of both")
-        check_pair(config, run, tokenizer, vocab_size)
+        _check_pair(config, run, tokenizer, vocab_size)
         # It computes as its own config says (dtype, schedule, ZeRO stages, ...), on the student's mesh, with the
         # student's transport and its grouped matmul, which may be compared before the first step; always without a
         # planner, noise, or anything saved for a backward.
@@ -111,8 +111,8 @@ def teacher_model(
         return built
 
 
-def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """Return the teacher's tokenizer; a UserError where the student cannot learn from it, whatever the mesh."""
+def _check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise a UserError where a student, of a tokenizer and V, cannot learn from a teacher, whatever the mesh."""
     other = build_tokenizer(teacher.data)
     size = padded_vocabulary(other, teacher.model)
     if (other.name, size) != (tokenizer.name, vocab_size):
@@ -135,7 +135,6 @@ def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, voca
             f"it has learned {teacher.model.max_length} positions, and DataConfig.sequence_length is {length}; lower "
             "that, or train a teacher with ModelConfig.positions = 'rotary'"
         )
-    return other
 
 
 def settle_teacher(
@@ -168,37 +167,32 @@ def settle_teacher(
     taught = config if named.applies(step or 0) else bare
     if before is not None and taught is bare and before.folder == named.teacher:
         return bare, before
-    identity = identify_teacher(config)
-    hosts.agree("teacher", repr(identity), lambda *_: f"DistillationConfig.teacher ({named.teacher!r}) is not the same "
-        "run on all processes; name one folder that all machines share")  # fmt: skip
-    if before is not None and dataclasses.replace(before, folder=named.teacher) != identity:
-        shown = "step {0.step}, config {0.config:.8}, parameters {0.parameters:.8}"
-        now, then = shown.format(identity), shown.format(before)
-        raise UserError(
-            f"DistillationConfig.teacher ({named.teacher!r}) is not the teacher of this run so far: {now} now, {then} "
-            f"of {before.folder!r} before; set DistillationConfig.teacher and DistillationConfig.teacher_step back"
-        )
+    _, checkpoints, at = open_teacher(named)
+    with _named(named):
+        identity = _identify("teacher", named.teacher, checkpoints, at, hosts)
+    if before is not None:
+        remedy = "set DistillationConfig.teacher and DistillationConfig.teacher_step back"
+        _check_same(before, identity, "the teacher of this run so far", remedy)
     return taught, identity
 
 
-def identify_teacher(config: RunConfig) -> ModelIdentity:
-    """Return the identity of the teacher that a student's config names; a UserError where it cannot teach.
+def _identify(what: str, folder: str, checkpoints: Checkpointer, step: int, hosts: Hosts) -> ModelIdentity:
+    """Return the identity of a frozen model, which all processes must find in one folder; process 0 hashes for all."""
+    hosts.agree(what, f"{folder}, step {step}", lambda *_: f"{folder} is not the same run on all processes; name one "
+        "folder that all machines share")  # fmt: skip
+    parameters = checkpoints.digest(step) if hosts.is_main else ""
+    parameters, *_ = hosts.gather_text(f"hash of {what}", parameters, _HASHING_SECONDS)
+    return ModelIdentity(folder=folder, step=step, parameters=parameters)
 
-    The hash of its config is of the bindings of model and layer that are not defaults and that a run may not change
-    when it goes on, so neither a new field nor another mesh makes another teacher of it.
-    """
-    named, tokenizer = config.distillation, build_tokenizer(config.data)
-    run, checkpoints, step = open_teacher(named)
-    with _named(named):
-        other = check_pair(config, run, tokenizer, padded_vocabulary(tokenizer, config.model))
-    lines = [f"tokenizer = {other.name!r}"]
-    for binding, _, value in config_differences("", config_text(run)):
-        if binding.startswith(("ModelConfig.", "MoEConfig.")) and not may_differ(binding):
-            lines.append(f"{binding} = {value}")
-    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
-    with _named(named):
-        parameters = checkpoints.digest(step)  # which may take long
-    return ModelIdentity(folder=named.teacher, step=step, config=digest, parameters=parameters)
+
+def _check_same(before: ModelIdentity, now: ModelIdentity, what: str, remedy: str) -> None:
+    """Raise a UserError where a frozen model is not that of the run so far; its folder may have moved."""
+    if (now.step, now.parameters) != (before.step, before.parameters):
+        shown = "step {0.step}, parameters {0.parameters:.8}"
+        raise UserError(
+            f"{now.folder} is not {what}: {shown.format(now)} now, {shown.format(before)} of {before.folder!r} before; "
+            f"{remedy}"
+        )
 
 
 def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
@@ -234,23 +228,10 @@ def settle_base(config: RunConfig, init_from: str, before: ModelIdentity | None,
             "--init_from=DIR, or set LoraConfig.rank = 0"
         )
     checkpoints, step = _open_base(folder, before.step if before else None)
-    hosts.agree("base", f"{folder}, step {step}", lambda *_: f"{folder} is not the same run on all processes; name one "
-        "folder that all machines share")  # fmt: skip
-    parameters = hosts.gather_text("hash of base", checkpoints.digest(step) if hosts.is_main else "", _HASHING_SECONDS)
-    identity = ModelIdentity(folder=folder, step=step, parameters=parameters[0])
+    identity = _identify("base", folder, checkpoints, step, hosts)
     if before is not None:
-        _check_base(before, identity)
+        _check_same(before, identity, *_OF_ADAPTERS)
     return identity
-
-
-def _check_base(before: ModelIdentity, now: ModelIdentity) -> None:
-    """Raise a UserError where a base is not the one that adapters were trained on."""
-    if now.parameters != before.parameters:
-        raise UserError(
-            f"{now.folder}, step {now.step}, is not the model that these adapters are for: its parameters have the "
-            f"hash {now.parameters:.8}, and {before.folder} had {before.parameters:.8}; put it back, or give its "
-            "folder with --init_from"
-        )
 
 
 def _open_base(folder: str, step: int | None) -> tuple[Checkpointer, int]:
@@ -260,7 +241,7 @@ def _open_base(folder: str, step: int | None) -> tuple[Checkpointer, int]:
       UserError: one of them is gone; it says what they are needed for.
     """
     try:
-        checkpoints = Checkpointer(RunFolder(folder, create=False).checkpoints, keep=1)
+        checkpoints = Checkpointer(RunFolder(folder, create=False).checkpoints)
     except UserError as error:
         raise UserError(
             f"the model under the adapters: {error}; put it back there, or resume the run with --init_from=DIR"
@@ -276,7 +257,7 @@ def _open_base(folder: str, step: int | None) -> tuple[Checkpointer, int]:
 def checked_base(base: ModelIdentity) -> tuple[Checkpointer, int]:
     """Return the checkpoints of a base and its step; a UserError where it is not what adapters were trained on."""
     checkpoints, step = _open_base(base.folder, base.step)
-    _check_base(base, dataclasses.replace(base, parameters=checkpoints.digest(step)))
+    _check_same(base, dataclasses.replace(base, parameters=checkpoints.digest(step)), *_OF_ADAPTERS)
     return checkpoints, step
 
 

@@ -149,7 +149,7 @@ def newest_checkpoint(
       UserError: the folder belongs to a run that this config may not go on with, or no checkpoint will do.
     """
     folder, changed = opened.folder, opened.start.changed
-    step = opened.checkpoints.latest(below)
+    step = _latest(opened.checkpoints, opened.hosts, below)
     host = HostData() if step is None else HostData.from_json(opened.checkpoints.read_host(step))
     texts = [host.config or read_text(folder.config), opened.config_text]
     if host.parameters_only:
@@ -168,6 +168,12 @@ def newest_checkpoint(
             "--gin_bindings"
         )
     return step, host
+
+
+def _latest(checkpoints: Checkpointer, hosts: Hosts, below: int | None = None) -> int | None:
+    """Return the step of the newest finished checkpoint as process 0 sees the folder, None without any."""
+    step, *_ = hosts.gather_text("a checkpoint", str(checkpoints.latest(below)) if hosts.is_main else "")
+    return int(step) if step.isdecimal() else None
 
 
 def choose_origin(opened: OpenRun, step: int | None, host: HostData) -> Origin:
@@ -203,7 +209,7 @@ def _choose_parent(opened: OpenRun) -> int | None:
     config, start, init_from = opened.config, opened.start, opened.start.init_from
     if not init_from:
         for folder in (Path(file).parent for file in start.gin_files):
-            if _is_converted(Checkpointer(folder / "checkpoints", keep=1)):
+            if _is_converted(Checkpointer(folder / "checkpoints")):
                 raise UserError(
                     f"{folder}/config.gin is of a converted model, and without --init_from={folder} random weights "
                     f"would learn at a rate of {config.train.learning_rate:g}; give that, or copy the file and set "
@@ -212,8 +218,8 @@ def _choose_parent(opened: OpenRun) -> int | None:
         if start.init_from_ema:
             raise UserError("--init_from_ema needs --init_from=DIR, the run whose averaged parameters are meant")
         return None
-    other = Checkpointer(RunFolder(init_from, create=False).checkpoints, keep=1)
-    step = other.latest()
+    other = Checkpointer(RunFolder(init_from, create=False).checkpoints)
+    step = _latest(other, opened.hosts)
     if step is None:
         raise UserError(f"--init_from={init_from} has no finished checkpoint; give the folder of a run")
     host = HostData.from_json(other.read_host(step))

@@ -185,7 +185,7 @@ def new_state(opened: OpenRun, origin: Origin, session: Session) -> dict:
         said = f"adapting the parameters of {base.folder}, step {base.step}"
     elif init_from:
         part, word = ("ema", "averaged parameters") if opened.start.init_from_ema else ("params", "parameters")
-        other = Checkpointer(RunFolder(init_from, create=False).checkpoints, keep=1)
+        other = Checkpointer(RunFolder(init_from, create=False).checkpoints)
         params = other.restore_params(origin.parent, abstract, session.home, part)
         said = f"starting from the {word} of {init_from}, step {origin.parent}"
     if said:
