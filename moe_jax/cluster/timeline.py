@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 
 from moe_jax.cluster.collectives import KINDS, traffic
@@ -423,19 +422,3 @@ def scheduler_profile(module: Module, prices: Prices) -> str:
         if start is None or not collective_of(start, module):
             lines.append(f'costs {{ name: "{name}" cost_us: {1e6 * took if start is None else 0.0:.3f} }}')
     return "\n".join(lines) + "\n"
-
-
-def unguided_share(module: Module, prices: Prices, profile: str) -> float:
-    """Return the share of a program's modelled seconds whose instructions a profile does not name.
-
-    XLA matches a profile to a program by names alone and uses its own estimates where none fits: for a profile that was
-    made for another program, or by a version that names instructions otherwise, this is close to 1. `module` is the
-    program as it was compiled with the profile.
-    """
-    named = set(re.findall(r'(?:name|target): "([^"]*)"', profile))
-    total = missed = 0.0
-    for instruction, (took, start) in instruction_seconds(module, prices).items():
-        if start is None:
-            total += took
-            missed += took if instruction.scheduling_name not in named else 0.0
-    return missed / total if total else 0.0

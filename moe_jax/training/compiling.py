@@ -21,7 +21,7 @@ from jax._src import compilation_cache, distributed  # neither cache nor coordin
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target, device_named, read_device, target_names
-from moe_jax.cluster.timeline import scheduler_profile, unguided_share
+from moe_jax.cluster.timeline import scheduler_profile
 from moe_jax.data.user_cache import check_own_folder, read_cached, user_cache_folder, write_cached
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.jobs.start import ALONE
@@ -183,11 +183,6 @@ def program_digest(compiled: jax.stages.Compiled) -> str:
 
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
-# The share of a program's modelled seconds above which unmatched instructions are logged; nearly all are unmatched
-# where a profile is of another program. A transfer that the first compilation made synchronous does not keep the name
-# that the scheduler knows it by, so the compiler uses its own estimate for it: 11% of the seconds of a tiny model on
-# a100:2x2 with jax 0.11.2.
-UNGUIDED_LIMIT = 0.5
 
 
 def find_target(devices, per_node: int) -> Target | None:
@@ -219,19 +214,8 @@ def compile_guided(
     executable = lowered.compile(options)
     if target is None:
         return executable, ""
-    prices = Prices(target)
-    profile = scheduler_profile(parse_module(executable.as_text(), buckets), prices)
-    executable = compile_with_profile(lowered, options, profile)
-    module = parse_module(executable.as_text(), buckets)
-    share = unguided_share(module, prices, profile)
-    if share > UNGUIDED_LIMIT:  # the compiler itself logs in C++ only that it could not match the profile
-        _LOG.warning(
-            "train.guide_scheduler (True) had little effect on %s: the profile names instructions of %.0f%% of its "
-            "modelled seconds, and the compiler scheduled the rest by its own estimates",
-            module.name,
-            100 * (1 - share),
-        )
-    return executable, profile
+    profile = scheduler_profile(parse_module(executable.as_text(), buckets), Prices(target))
+    return compile_with_profile(lowered, options, profile), profile
 
 
 def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], profile: str) -> jax.stages.Compiled:
