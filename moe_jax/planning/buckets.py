@@ -21,6 +21,7 @@ from moe_jax.planning.plan_shape import PlanShape
 # destination: memory would grow with the devices. What does not fit takes another pass.
 BUCKET_LIMIT = 4.0
 FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
+LOOKED_AT = 1 << 22  # pairs of all layers: all that four of 1,024 devices have
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
 TOO_OFTEN = 10.0  # times `chance`: buckets grow when they overflow more often, for the same reason
 
@@ -92,8 +93,7 @@ class Buckets:
             rows = {kind: expected_rows(means, choices, chance, self.multiple) for kind, means in of_part.items()}
             rows = BucketRows(**{kind: self.parts * rows.get(kind, 0) for kind in by_kind})
         else:
-            fullest = routing.fullest(placement, loads)
-            rows = fullest.each(lambda pair: pair / self.summed * (1 + error)).rounded(self.multiple)
+            rows = fullest(placement, loads).each(lambda pair: pair / self.summed * (1 + error)).rounded(self.multiple)
         fewest = BucketRows.even(FEWEST * self.choices / self.devices).rounded(self.multiple)
         return rows.each(max, fewest).each(min, self.most(shape))
 
@@ -111,12 +111,28 @@ class Buckets:
         return dataclasses.replace(shape, bucket_rows=rows)
 
 
-def pairs_by_kind(pair_loads: np.ndarray, devices_per_node: int) -> dict[str, np.ndarray]:
-    """Return {'own', 'node', 'far'}: the loads [..., n] of the pairs of each kind of bucket, of int [..., D, D]."""
-    index = np.arange(pair_loads.shape[-1])
-    own = index[:, None] == index[None]
-    near = (index[:, None] // devices_per_node == index[None] // devices_per_node) & ~own
-    return {"own": pair_loads[..., own], "node": pair_loads[..., near], "far": pair_loads[..., ~near & ~own]}
+def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
+    """Return the most tokens of a pair (source, destination) of each kind, 0 where there is none: loads [L, S, E].
+
+    Of more than `LOOKED_AT` pairs those of some sources are counted, one in every so many.
+    """
+    sources = np.arange(0, placement.devices, -(-placement.layers * placement.devices**2 // LOOKED_AT))
+    pairs = routing.pair_loads(placement, loads, sources)
+    kinds = pairs_by_kind(pairs, placement.devices_per_node, sources)
+    return BucketRows(**{kind: int(own.max(initial=0)) for kind, own in kinds.items()})
+
+
+def pairs_by_kind(pairs: np.ndarray, devices_per_node: int, sources: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """Return {'own', 'node', 'far'}: the loads [..., n] of the pairs of each kind of bucket, of int [..., s, D].
+
+    Args:
+      sources: int [s], the devices that they are of; None: all, [..., D, D].
+    """
+    index = np.arange(pairs.shape[-1])
+    source = (index if sources is None else sources)[:, None]
+    own = source == index
+    near = (source // devices_per_node == index // devices_per_node) & ~own
+    return {"own": pairs[..., own], "node": pairs[..., near], "far": pairs[..., ~near & ~own]}
 
 
 def overflow_chance(means, choices: int, rows: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,26 +23,17 @@ _NOT_GIVEN: Any = None  # fields typed as what they are once checked
 
 
 class Candidates(NamedTuple):
-    """The holders that a token may choose between, as slices of two sorted row tables; those of a node are one too."""
+    """Who the tokens of a node may go to, for each expert a slice of one row table: its shares, else its holders.
 
-    holder: np.ndarray  # int32 [h], devices by rising (layer, expert, device)
-    start: np.ndarray  # int32 [L, E], of the slice of all holders
-    count: np.ndarray
-    node_start: np.ndarray  # int32 [L, E, Nn], of the slice on one node
-    node_count: np.ndarray
-    share_device: np.ndarray  # int32 [m]
-    share_num: np.ndarray  # int64 [m], running sums of shares within a slice
-    share_start: np.ndarray  # int32 [L, E, Nn]
-    share_count: np.ndarray  # 0 where no shares apply
+    Holders are those on the node, or all where it has none.
+    """
 
-
-class Needs(NamedTuple):
-    """The least that a compiled step must have room for to run a placement."""
-
-    home_slots: int  # Hs, of a device in a layer
-    bank_rows: int  # Rb, of a device
-    candidates: int  # Q, the longest list of holders between which the tokens of one source choose
-    transfer: TransferSizes | None  # of its replicas, the most of any layer; None without replicas
+    device: np.ndarray  # int32 [h + m], of holders by rising (layer, expert, device), then of share rows
+    upto: np.ndarray  # int64 [h + m], running sums of shares within a slice; 0 for holders
+    start: np.ndarray  # int32 [L, E, Nn], of the slice
+    count: np.ndarray  # int32 [L, E, Nn]
+    shared: np.ndarray  # bool [L, E, Nn], the slice is of share rows
+    most: int  # Q, the longest list between which the tokens of one source choose
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,9 +46,8 @@ class Placement:
 
     home: np.ndarray  # int [L, E], the device that owns parameters and optimizer state of an expert: exactly one
     replicas: np.ndarray = _NOT_GIVEN  # int [n, 3], rows (layer, expert, device): who else holds it during a step
-    # int [m, 4] or [m, 5], rows (layer, expert, device, share[, source node]). Shares are in units of 2^-16 and sum to
-    # 2^16 for each (layer, expert, source node). Without a source node (or with -1) a row counts for every node that
-    # has no rows of its own for that expert.
+    # int [m, 5], rows (layer, expert, device, share, source node). Shares are in units of 2^-16 and sum to 2^16 for
+    # each (layer, expert, source node). A row with source node -1 counts for every node without rows of its own.
     shares: np.ndarray = _NOT_GIVEN
     rule: str | tuple[str, ...] = "nearest"  # of RULES, for all layers or one per layer
     devices: int = _NOT_GIVEN  # D; taken from the largest device id when not given
@@ -70,8 +61,6 @@ class Placement:
             given = table is not None and len(table)
             tables.append(np.array(table, np.int32) if given else np.zeros((0, width), np.int32))
         replicas, shares = tables
-        if shares.shape[1] == 4:
-            shares = np.concatenate([shares, np.full((len(shares), 1), -1, np.int32)], axis=1)
         largest = max(home.max(initial=0), replicas[:, 2].max(initial=0))
         devices = int(largest) + 1 if self.devices is None else int(self.devices)
         fields = {
@@ -155,49 +144,34 @@ class Placement:
 
     @functools.cached_property
     def candidates(self) -> Candidates:
-        """The holders a token may choose between, as slices of sorted rows."""
-        layers, experts, nodes = self.layers, self.experts, self.nodes
+        """The holders between which a token may choose, as slices of sorted rows."""
+        sizes = self.layers, self.experts, self.nodes
         holder = np.nonzero(self.holds.reshape(-1, self.devices))[1]
-        node_count = self.holds.reshape(layers, experts, nodes, -1).sum(axis=3, dtype=np.int32)
-        count = node_count.sum(axis=2, dtype=np.int32)
-        start, node_start = (_starts(part) for part in (count, node_count))
-        device, share = self.shares[:, 2], self.shares[:, 3].astype(np.int64)
-        share_start, share_count = np.zeros((2, layers, experts, nodes), np.int32)
-        share_num = share.cumsum()
-        if len(share):
+        on_node = self.holds.reshape(*sizes, -1).sum(axis=3, dtype=np.int32)
+        everywhere = on_node.sum(axis=2, keepdims=True, dtype=np.int32)
+        start = np.where(on_node > 0, _starts(on_node), _starts(everywhere))
+        count = np.where(on_node > 0, on_node, everywhere)
+        # Where the whole node holds an expert nobody on it has a choice.
+        choices = np.where(on_node == self.devices_per_node, 1, count)[[name != "home" for name in self.rule]]
+        most, shared, upto = choices.max(initial=1), np.zeros(sizes, bool), np.zeros(len(holder), np.int64)
+        if len(self.shares):
             # (layer, expert, 0 for the rows of nodes without their own, else 1 + node)
-            key = self.share_keys // self.devices
-            key_count = np.bincount(key, minlength=layers * experts * (nodes + 1)).astype(np.int32)
-            key_count = key_count.reshape(layers, experts, nodes + 1)
-            key_start = _starts(key_count)
-            share_num -= (share_num - share)[key_start.ravel()[key]]
-            own = key_count[:, :, 1:] > 0
-            share_start, share_count = (
-                np.where(own, part[:, :, 1:], part[:, :, :1]) for part in (key_start, key_count)
-            )
-        of_shares = device, share_num, share_start, share_count
-        return Candidates(holder.astype(np.int32), start, count, node_start, node_count, *of_shares)
+            key, share = self.share_keys // self.devices, self.shares[:, 3].astype(np.int64)
+            of_key = np.bincount(key, minlength=math.prod(sizes[:2]) * (self.nodes + 1)).astype(np.int32)
+            of_key = of_key.reshape(*sizes[:2], -1)
+            starts, own = _starts(of_key), of_key[:, :, 1:] > 0
+            running = share.cumsum()
+            running -= (running - share)[starts.ravel()[key]]
+            share_start, share_count = (np.where(own, part[:, :, 1:], part[:, :, :1]) for part in (starts, of_key))
+            shared, most = share_count > 0, max(most, share_count.max())
+            start, count = np.where(shared, len(holder) + share_start, start), np.where(shared, share_count, count)
+            holder, upto = np.concatenate([holder, self.shares[:, 2]]), np.concatenate([upto, running])
+        return Candidates(holder.astype(np.int32), upto, start, count, shared, int(most))
 
     @functools.cached_property
     def sizes(self) -> TransferSizes:
         """Of the transfer that its replicas need, [L] each."""
         return transfer_sizes(self.home, self.replicas, self.devices, self.devices_per_node)
-
-    @functools.cached_property
-    def needs(self) -> Needs:
-        """What a compiled step must have room for."""
-        lists, layer = self.candidates, np.arange(self.layers)[:, None]
-        # Where the whole node holds an expert nobody on it has a choice.
-        nearest = np.array([name != "home" for name in self.rule])[:, None]
-        lacks_node = (lists.node_count == 0).any(axis=2)
-        inside = np.where(lists.node_count == self.devices_per_node, 1, lists.node_count).max(axis=2)
-        even = np.where(nearest, np.maximum(inside, np.where(lacks_node, lists.count, 1)), 1)
-        return Needs(
-            home_slots=int(np.bincount((layer * self.devices + self.home).ravel()).max()),
-            bank_rows=most_homes(self),
-            candidates=int(max(even.max(), lists.share_count.max(initial=0))),
-            transfer=TransferSizes(*(int(size.max()) for size in self.sizes)) if len(self.replicas) else None,
-        )
 
     def fingerprint(self) -> str:
         """Hash everything that decides numbers or bytes, so that processes can compare their plans."""

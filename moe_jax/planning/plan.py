@@ -17,7 +17,7 @@ from moe_jax.parallel.transfer_shape import PARTS, TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner
 from moe_jax.planning.block_schedule import Times, shares
-from moe_jax.planning.buckets import TOO_OFTEN, Buckets
+from moe_jax.planning.buckets import TOO_OFTEN, Buckets, fullest
 from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import (
@@ -149,7 +149,7 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
         return placement, now
     plans, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
     for name, plan in plans.items():
-        price[name] = cost.prices.padded_exchange(routing.fullest(plan, loads).each(lambda size: max(size, 1)), plan)
+        price[name] = cost.prices.padded_exchange(fullest(plan, loads).each(lambda size: max(size, 1)), plan)
     other = {"plan": "even", "even": "plan"}.get(now)
     if other is None:
         best = min(price, key=price.__getitem__)
@@ -269,7 +269,7 @@ def grown(planner: Planner, shape: PlanShape, plan: Placement, cost: Cost) -> Pl
         return grow(dataclasses.replace(shape, ahead=kept, spare=shape.ahead or shape.spare), plan)
     shape, group = for_program(shape, plan), (plan.devices, plan.devices_per_node)
     shape = dataclasses.replace(shape, ahead=shape.ahead or shape.spare)
-    by_node, most = cost.prices.is_by_node(plan.needs.transfer, *group), planner.ahead_most(plan, cost)
+    by_node, most = cost.prices.is_by_node(plan.sizes.largest(), *group), planner.ahead_most(plan, cost)
     return grow(shape, plan, by_node=by_node, replica_slots=cost.replica_slots, most=most)
 
 

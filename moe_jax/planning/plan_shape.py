@@ -15,7 +15,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
-from moe_jax.planning.placement import Placement, bank_rows, numbered
+from moe_jax.planning.placement import Placement, bank_rows, most_homes, numbered
 from moe_jax.planning.routing import candidate_rows
 from moe_jax.planning.sizes import SIZES, TransferSizes
 
@@ -87,16 +87,16 @@ Shapes = dict[str, PlanShape]  # {segment: shape} of the segments with experts; 
 
 def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
     """Return the smallest shape that this placement fits; without replicas it has no transfer."""
-    needs, group = placement.needs, (placement.devices, placement.devices_per_node)
+    layers, devices, per_node = placement.layers, placement.devices, placement.devices_per_node
     return PlanShape(
-        layers=placement.layers,
+        layers=layers,
         experts=placement.experts,
-        devices=placement.devices,
-        devices_per_node=placement.devices_per_node,
-        home_slots=needs.home_slots,
-        bank_rows=needs.bank_rows,
-        candidates=needs.candidates,
-        ahead=None if needs.transfer is None else needs.transfer.shape(*group, by_node),
+        devices=devices,
+        devices_per_node=per_node,
+        home_slots=int(np.bincount((np.arange(layers)[:, None] * devices + placement.home).ravel()).max()),
+        bank_rows=most_homes(placement),
+        candidates=placement.candidates.most,
+        ahead=placement.sizes.shape(devices, per_node, by_node) if len(placement.replicas) else None,
         program=placement.program,
     )
 
@@ -113,12 +113,13 @@ def misfits(shape: PlanShape, placement: Placement) -> list[str]:
         for name in ("layers", "experts", "devices", "devices_per_node", "program")
         if getattr(placement, name) != getattr(shape, name)
     ]
-    needs, ahead = placement.needs, shape.ahead
-    pairs = [(name, getattr(needs, name), getattr(shape, name)) for name in ("home_slots", "bank_rows", "candidates")]
-    if needs.transfer is not None:
-        counted = SIZES if ahead is not None and ahead.by_node else SIZES[:2]  # else nothing crosses by itself
-        pairs += [(name, getattr(needs.transfer, name), getattr(ahead, name, 0)) for name in counted]
-    return found + [f"{name}: {needed} > {there}" for name, needed, there in pairs if needed > there]
+    if found:
+        return found
+    need = build_shape(placement, by_node=shape.ahead is not None and shape.ahead.by_node)
+    pairs = [(name, getattr(need, name), getattr(shape, name)) for name in ("home_slots", "bank_rows", "candidates")]
+    if need.ahead is not None:
+        pairs += [(name, getattr(need.ahead, name), getattr(shape.ahead, name, 0)) for name in SIZES]
+    return [f"{name}: {needed} > {there}" for name, needed, there in pairs if needed > there]
 
 
 def for_program(shape: PlanShape, placement: Placement) -> PlanShape:

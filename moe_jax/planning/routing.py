@@ -18,11 +18,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.planning.arrays import put
-from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
+from moe_jax.planning.placement import SHARE_ONE, Placement, within_group
 
-LOOKED_AT = 1 << 22  # pairs of all layers: all that four of 1,024 devices have
 FEW_NODES = 64  # up to so many nodes each has share rows of its own for every replicated expert
 PIECE = 1 << 16  # (source, expert) that are counted at a time
 
@@ -32,29 +30,17 @@ def candidate_rows(placement: Placement, layer: np.ndarray, source: np.ndarray, 
 
     Row is the place in the arguments, by rising id, nth the candidate's j; num and den are those of the rule.
     """
-    lists = placement.candidates
-    node = source // placement.devices_per_node
-    rule = np.array([RULES.index(name) for name in placement.rule])[layer]
-    on_node = lists.node_count[layer, expert, node]
-    start = np.where(on_node > 0, lists.node_start[layer, expert, node], lists.start[layer, expert])
-    count = np.where(on_node > 0, on_node, lists.count[layer, expert])
-    local = placement.holds[layer, expert, source]
-    alone = (rule == RULES.index("home")) | local
-    single = np.where(local, source, placement.home[layer, expert])  # the destination where there is no choice
-    by_share = (rule == RULES.index("shares")) & (lists.share_count[layer, expert, node] > 0)
-    start = np.where(by_share, lists.share_start[layer, expert, node], start)
-    count = np.where(by_share, lists.share_count[layer, expert, node], np.where(alone, 1, count))
+    lists, node = placement.candidates, source // placement.devices_per_node
+    shared, local = lists.shared[layer, expert, node], placement.holds[layer, expert, source]
+    alone = ~shared & (local | np.array([name == "home" for name in placement.rule])[layer])
+    count = np.where(alone, 1, lists.count[layer, expert, node])
     row = np.repeat(np.arange(len(layer)), count)
-    nth = within_group(row)
-    shared, alone = by_share[row], (alone & ~by_share)[row]
-    even = ~shared & ~alone
+    nth, shared = within_group(row), shared[row]
     # An even split starts at another candidate for every source, so that remainders spread over the holders.
-    at = start[row] + np.where(even, (nth + source[row]) % count[row], nth)
-    device, num = single[row].astype(np.int64), nth + 1
-    device[even] = lists.holder[at[even]]
-    device[shared] = lists.share_device[at[shared]]
-    num[shared] = lists.share_num[at[shared]]
-    return row, nth, device, num, np.where(shared, SHARE_ONE, count[row])
+    at = lists.start[layer, expert, node][row] + np.where(shared, nth, (nth + source[row]) % count[row])
+    single = np.where(local, source, placement.home[layer, expert])  # the destination where there is no choice
+    device = np.where(alone[row], single[row], lists.device[at]).astype(np.int64)
+    return row, nth, device, np.where(shared, lists.upto[at], nth + 1), np.where(shared, SHARE_ONE, count[row])
 
 
 def counted(
@@ -71,19 +57,22 @@ def counted(
     sources, at_once = np.arange(placement.devices) if sources is None else sources, max(1, PIECE // placement.experts)
     for layer, start in itertools.product(range(placement.layers), range(0, len(sources), at_once)):
         piece = slice(start, start + at_once)
-        mine = whole(loads[layer, sources[piece]])
+        mine = np.rint(loads[layer, sources[piece]]).astype(np.int64)
         place, expert = np.nonzero(mine)
         row, nth, device, num, den = candidate_rows(
             placement, np.full(len(place), layer), sources[piece][place], expert
         )
-        upto = num * mine[place, expert].astype(np.int64)[row] // den  # with shares it passes 32 bits
+        upto = num * mine[place, expert][row] // den
         yield layer, piece, place[row], expert[row], device, np.where(nth > 0, np.diff(upto, prepend=0), upto)
 
 
-def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
-    """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, S, D].
+def pair_loads(placement: Placement, loads: np.ndarray, sources: np.ndarray | None = None) -> np.ndarray:
+    """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, s, D].
 
-    Summed over sources they are what each device computes, H.
+    Summed over all sources they are what each device computes, H.
+
+    Args:
+      sources: int [s], those that are counted; None: all.
 
     Raises:
       UserError: loads of another shape than the placement's.
@@ -94,8 +83,8 @@ def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
             f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has {layers} layers, "
             f"{devices} devices (a source is a device) and {experts} experts; use loads of the same run"
         )
-    pairs = np.zeros((layers, devices, devices), np.int64)
-    for layer, piece, source, _, device, tokens in counted(placement, loads):
+    pairs = np.zeros((layers, devices if sources is None else len(sources), devices), np.int64)
+    for layer, piece, source, _, device, tokens in counted(placement, loads, sources):
         pairs[layer, piece] = _summed((source, device), tokens, pairs[layer, piece].shape)
     return pairs
 
@@ -106,24 +95,6 @@ def expert_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
     for layer, _, _, expert, device, tokens in counted(placement, loads):
         computed[layer] += _summed((expert, device), tokens, computed.shape[1:])
     return computed
-
-
-def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:
-    """Return the most tokens of a pair (source, destination) of each kind, 0 where there is none: loads [L, S, E].
-
-    Of more than `LOOKED_AT` pairs those of some sources are counted, one in every so many.
-    """
-    devices, per_node, most = placement.devices, placement.devices_per_node, BucketRows.even(0)
-    every = -(-placement.layers * devices**2 // LOOKED_AT)
-    device, sources = np.arange(devices), np.arange(0, devices, every)
-    for _, piece, source, _, to, tokens in counted(placement, loads, sources):
-        at = sources[piece][:, None]
-        pairs, same = _summed((source, to), tokens, (len(at), devices)), at == device
-        near = at // per_node == device // per_node
-        kinds = {"own": same, "node": near & ~same, "far": ~near}
-        rows = {kind: int(pairs.max(where=mask, initial=getattr(most, kind))) for kind, mask in kinds.items()}
-        most = BucketRows(**rows)
-    return most
 
 
 def _summed(at: tuple[np.ndarray, np.ndarray], tokens: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -160,7 +131,7 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
     """
     per_node, mine = placement.devices_per_node, loads.swapaxes(1, 2)
     if len(placement.shares):
-        shared = np.repeat(placement.candidates.share_count > 0, per_node, axis=2)
+        shared = np.repeat(placement.candidates.shared, per_node, axis=2)
         loads = np.where(shared, 0, mine).swapaxes(1, 2)
     local, came = nearest_loads(np, loads, placement.holds, per_node)
     home_rule = np.array([name == "home" for name in placement.rule])[:, None, None]
@@ -179,11 +150,6 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
         np.add.at(computed, (layer, device), given)
         np.add.at(received, (layer, device), given - kept)
     return computed, received
-
-
-def whole(loads: np.ndarray) -> np.ndarray:
-    """Return integers as they are, and other numbers rounded to int64: predicted loads are no whole tokens."""
-    return loads if loads.dtype.kind == "i" else np.rint(loads).astype(np.int64)
 
 
 def node_flow(xp, supply, demand, node):

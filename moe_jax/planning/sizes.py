@@ -27,16 +27,15 @@ class TransferSizes(typing.NamedTuple):
     # equation 4); only the papers' price reads it
     holders: int | np.ndarray = 0
 
+    def largest(self) -> TransferSizes:
+        """Return the sizes that serve all layers."""
+        return TransferSizes(*(int(np.max(size, initial=0)) for size in self))
+
     def shape(self, devices: int, devices_per_node: int, by_node: bool) -> TransferShape:
         """Return the smallest shape that serves all layers."""
-        return TransferShape(
-            devices=devices,
-            devices_per_node=devices_per_node,
-            offers=int(np.max(self.offers, initial=0)),
-            slots=int(np.max(self.slots, initial=0)),
-            by_node=by_node,
-            crossing=int(np.max(self.crossing, initial=0)) if by_node else 0,
-        )
+        most, group = self.largest(), {"devices": devices, "devices_per_node": devices_per_node}
+        crossing = most.crossing if by_node else 0
+        return TransferShape(**group, offers=most.offers, slots=most.slots, by_node=by_node, crossing=crossing)
 
 
 def transfer_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices_per_node: int) -> TransferSizes:

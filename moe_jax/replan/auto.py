@@ -120,7 +120,7 @@ def step_seconds(plan: Placement, loads: np.ndarray, cost: Cost, ahead: Transfer
     """
     exchange = None
     if plan.devices <= EXACT_DEVICES and cost.prices.of_program:
-        pairs = routing.pair_loads(plan, routing.whole(loads))
+        pairs = routing.pair_loads(plan, loads)
         computed = pairs.sum(axis=1)
         received = computed - np.einsum("ldd->ld", pairs)
         exchange = passes_seconds(pairs, plan, cost, BUCKET_LIMIT * loads.sum(axis=2).max() / plan.devices)

@@ -11,7 +11,7 @@ from support.placements import counted_destinations, random_placement
 from moe_jax.errors import UserError
 from moe_jax.moe.routing import share_of
 from moe_jax.planning import routing
-from moe_jax.planning.buckets import expected_rows, overflow_chance, pairs_by_kind
+from moe_jax.planning.buckets import expected_rows, fullest, overflow_chance, pairs_by_kind
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
 from moe_jax.planning.sizes import RunningSizes, sizes_everywhere, transfer_sizes
@@ -86,10 +86,10 @@ def test_destinations_match_walked_tokens(seed):
     np.testing.assert_allclose(computed, pairs.sum(1), atol=64)
     np.testing.assert_allclose(received, pairs.sum(1) - np.einsum("ldd->ld", pairs), atol=64)
     np.testing.assert_allclose(computed.sum(1), loads.sum((1, 2)))
-    fullest = {kind: own.max() for kind, own in pairs_by_kind(pairs, 4).items()}
-    assert dataclasses.asdict(routing.fullest(placement, loads)) == fullest
-    fullest = {kind: own.max() for kind, own in pairs_by_kind(routing.pair_loads(placement, many), 4).items()}
-    assert dataclasses.asdict(routing.fullest(placement, many.astype(np.int32))) == fullest
+    largest = {kind: own.max() for kind, own in pairs_by_kind(pairs, 4).items()}
+    assert dataclasses.asdict(fullest(placement, loads)) == largest
+    largest = {kind: own.max() for kind, own in pairs_by_kind(routing.pair_loads(placement, many), 4).items()}
+    assert dataclasses.asdict(fullest(placement, many.astype(np.int32))) == largest
     np.testing.assert_array_equal(routing.expert_loads(placement, loads), counts.sum(1))
 
 
@@ -98,7 +98,7 @@ def test_destinations_match_walked_tokens(seed):
     [
         ({"home": [[0, 2]]}, "layer 0, expert 1, device 2: home outside 1 layers, 2 experts, 2 devices"),
         ({"replicas": [(0, 1, 1)]}, "layer 0, expert 1, device 1: a replica on its own home"),
-        ({"shares": [(0, 0, 0, 65535)], "rule": "shares"}, "layer 0, expert 0, device 0: shares .* sum to 65536"),
+        ({"shares": [(0, 0, 0, 65535, -1)], "rule": "shares"}, "layer 0, expert 0, device 0: shares .* sum to 65536"),
     ],
 )
 def test_wrong_placements_name_the_place_and_the_rule(fields, message):

@@ -34,7 +34,7 @@ def random_placement(seed, *, layers, experts, devices, replica_slots, fewest=0,
             holders = [*mine.tolist(), int(home[layer, expert])]
             cuts = np.sort(rng.integers(0, SHARE_ONE + 1, len(holders) - 1))
             parts = np.diff([0, *cuts, SHARE_ONE])
-            shares += [(layer, expert, d, s) for d, s in zip(holders, parts.tolist(), strict=True)]
+            shares += [(layer, expert, d, s, -1) for d, s in zip(holders, parts.tolist(), strict=True)]
     return Placement(home, replicas, shares or None, rule, devices=devices, devices_per_node=per_node)
 
 
