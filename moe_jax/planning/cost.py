@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import typing
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class LayerPrices:
     param_bytes: int | None = None  # of one number of the parameters at home; None: as dtype_bytes
     form: str = "auto"  # of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one
     # whether seconds are those of a compiled program, with the whole transfer and all bucket rows that it sends
-    of_program: typing.ClassVar[bool] = True
+    of_program: ClassVar[bool] = True
 
     @property
     def exchanged_bytes(self) -> float:
@@ -118,8 +118,8 @@ class LayerPrices:
 
     def transfer(self, sizes: TransferSizes, devices: int) -> np.ndarray:
         """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients: sizes [...] -> [...]."""
-        times = [self._form_seconds(sizes, form, *group) for form, group in self._forms(devices)]
-        return functools.reduce(np.minimum, times)
+        per_node = min(self.cluster.devices_per_node or devices, devices)
+        return functools.reduce(np.minimum, self._by_form(sizes, devices, per_node).values())
 
     def ahead(self, shape: TransferShape | None, sizes: TransferSizes, devices: int) -> np.ndarray:
         """Return the seconds [L] of the Trans of layers of these sizes [L] in a step compiled for a shape."""
@@ -136,7 +136,7 @@ class LayerPrices:
         """Return the seconds in which so many experts [...] leave or reach a device with their optimizer state."""
         return experts * self.state_bytes / self.bandwidth()
 
-    def rates(self, devices: int, late: TransferShape | None, groups: int = 1) -> dict[str, typing.Any]:
+    def rates(self, devices: int, late: TransferShape | None, groups: int = 1) -> dict[str, Any]:
         """Return what one more of each costs a step, there and back: fields of the rules that decide after the gate.
 
         Args:
@@ -153,23 +153,19 @@ class LayerPrices:
 
     def is_by_node(self, sizes: TransferSizes | TransferShape, devices: int, devices_per_node: int) -> bool:
         """Say whether the program runs such a transfer by node; with 'auto' where that is cheaper."""
-        if self.form != "auto" or not 1 < devices_per_node < devices:
-            return self.form == "by_node"
-        flat, by_node = (
-            float(np.sum(self._form_seconds(sizes, form, devices, devices_per_node))) for form in FORMS[1:]
-        )
-        return by_node < flat * (1 - 1e-9)
+        times = {form: np.sum(each) for form, each in self._by_form(sizes, devices, devices_per_node).items()}
+        return bool(times.get("by_node", np.inf) < times.get("flat", np.inf) * (1 - 1e-9))
 
     def shape_seconds(self, shape: TransferShape) -> float:
         """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
         form = "by_node" if shape.by_node else "flat"
         return float(self._form_seconds(shape, form, shape.devices, shape.devices_per_node))
 
-    def _forms(self, devices: int) -> list[tuple[str, tuple[int, int]]]:
-        """Return the forms to compare, each with (devices, devices of a node): by node only with several of several."""
-        group = devices, min(self.cluster.devices_per_node or devices, devices)
-        names = FORMS[1:] if 1 < group[1] < devices else FORMS[1:2]
-        return [(name, group) for name in (names if self.form == "auto" else (self.form,))]
+    def _by_form(self, sizes: TransferSizes | TransferShape, devices: int, devices_per_node: int) -> dict[str, Any]:
+        """Return {form: seconds} of the forms to compare: by node only with several nodes of several devices."""
+        names = FORMS[1:] if 1 < devices_per_node < devices else FORMS[1:2]
+        names = names if self.form == "auto" else (self.form,)
+        return {form: self._form_seconds(sizes, form, devices, devices_per_node) for form in names}
 
     def _form_seconds(self, sizes: TransferSizes | TransferShape, form: str, devices: int, devices_per_node: int):
         """Return the seconds of one Trans as the program runs it in one form: a straight line where anything moves."""
@@ -259,10 +255,6 @@ class Cost:
     def slots_in(self, free_bytes: float) -> int:
         """mu: replicas of a device that fit, floor(free / (layers alive x bytes of an expert)) (Hecate 4.2)."""
         return int(free_bytes // (self.layers_alive * self.prices.expert_bytes))
-
-    def under(self, schedule: str) -> Cost:
-        """Return the cost of layers that run under one of `schedules`, '' for plain exchanges."""
-        return dataclasses.replace(self, schedule=schedule) if self.schedules else self
 
     def overlap(self) -> int | None:
         """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.

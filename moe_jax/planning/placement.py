@@ -233,32 +233,6 @@ def bank_rows(placement: Placement) -> np.ndarray:
     return numbered(placement.home.ravel()).reshape(placement.home.shape)
 
 
-def reshard_permutation(old: Placement, new: Placement, rows: int | None = None) -> np.ndarray:
-    """Return source int32 [D Rb]: row r of the new bank holds what row source[r] of the old bank held.
-
-    Args:
-      rows: Rb, bank rows of a device; the most that either placement needs when not given. Unused rows map to unused
-        ones.
-    """
-    if old.home.shape != new.home.shape or old.devices != new.devices:
-        raise UserError(
-            f"cannot reshard {old.layers} layers x {old.experts} experts on {old.devices} devices into {new.layers} x "
-            f"{new.experts} on {new.devices}; a reshard keeps all three"
-        )
-    rows = rows or max(most_homes(old), most_homes(new))
-    at_old = (old.home * rows + bank_rows(old)).ravel()
-    at_new = (new.home * rows + bank_rows(new)).ravel()
-    source = np.full(old.devices * rows, -1, np.int32)
-    source[at_new] = at_old
-    source[source < 0] = np.setdiff1d(np.arange(len(source), dtype=np.int32), at_old)
-    return source
-
-
-def most_homes(placement: Placement) -> int:
-    """Return the most experts, over all layers, that one device homes."""
-    return int(np.bincount(placement.home.ravel()).max())
-
-
 def numbered(key: np.ndarray) -> np.ndarray:
     """Number entries within their group in order of appearance: int [n] -> int32 [n]."""
     order = np.argsort(key, kind="stable")

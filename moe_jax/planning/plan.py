@@ -91,6 +91,10 @@ class Asked:
         """Predicted loads of one exchange."""
         return self.loads if self.exchanges == 1 else self.loads / self.exchanges
 
+    def under(self, shape: PlanShape) -> Cost:
+        """Return the cost of layers of a step of this shape, under its schedule."""
+        return dataclasses.replace(self.cost, schedule=shape.schedule)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
@@ -292,9 +296,7 @@ def seconds_of(asked: Mapping[str, Asked], placement: Placements, shape: Shapes)
     """Return the predicted seconds of each layer in one microbatch, those of all segments in turn."""
     return np.concatenate(
         [
-            predicted_layer_seconds(
-                placement[name], own.loads / own.exchanges, own.cost.under(shape[name].schedule), shape[name]
-            )
+            predicted_layer_seconds(placement[name], own.loads / own.exchanges, own.under(shape[name]), shape[name])
             for name, own in asked.items()
         ]
     )
@@ -312,7 +314,7 @@ def look_back(asked: Mapping[str, Asked], planned: Placements, shape: Shapes) ->
     """
     replicas, balance, seconds = 0, [], []
     for name, own in asked.items():
-        of_one, cost = own.loads / own.exchanges, own.cost.under(shape[name].schedule)
+        of_one, cost = own.loads / own.exchanges, own.under(shape[name])
         placement = refined(own.planner, shape[name], planned[name], of_one, own.cost)
         replicas += len(placement.replicas)
         computed = routing.pair_loads(placement, own.loads).sum(axis=1)

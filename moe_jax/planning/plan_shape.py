@@ -15,7 +15,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
-from moe_jax.planning.placement import Placement, bank_rows, most_homes, numbered
+from moe_jax.planning.placement import Placement, bank_rows, numbered
 from moe_jax.planning.routing import candidate_rows
 from moe_jax.planning.sizes import SIZES, TransferSizes
 
@@ -94,7 +94,7 @@ def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
         devices=devices,
         devices_per_node=per_node,
         home_slots=int(np.bincount((np.arange(layers)[:, None] * devices + placement.home).ravel()).max()),
-        bank_rows=most_homes(placement),
+        bank_rows=int(np.bincount(placement.home.ravel()).max()),
         candidates=placement.candidates.most,
         ahead=placement.sizes.shape(devices, per_node, by_node) if len(placement.replicas) else None,
         program=placement.program,

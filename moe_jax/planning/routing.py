@@ -152,35 +152,27 @@ def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.nd
     return computed, received
 
 
-def node_flow(xp, supply, demand, node):
-    """Return the parts [p, Nn] in which the nodes compute one node's tokens of p experts; each row sums to 1.
+def node_edges(xp, supply, quota, home, node):
+    """Return running shares [p, D] of one node's tokens of p experts over rising devices, whole units of 2^-16.
 
     The node's tokens first use the quota of its own holders; what is over goes to nodes with quota left, in proportion.
     Where it has no tokens it gets the split of the whole.
 
     Args:
-      xp: as in `level_quotas`; supply, demand: [p, Nn], tokens and quotas of all nodes, alike in sum; demand float.
+      xp: NumPy or jax.numpy.
+      supply: [p, Nn], tokens of all nodes; quota: float [p, D], alike in sum; home: bool [p, D].
       node: int or int32 [].
-    """
-    stay = xp.minimum(supply, demand)
-    left, spare = (supply - stay)[:, node], demand - stay
-    flow = left[:, None] * spare / xp.maximum(spare.sum(axis=1, keepdims=True), xp.finfo(demand.dtype).tiny)
-    flow = put(flow, (slice(None), node), stay[:, node])  # was 0: the node has no token or no quota left
-    plain = demand / demand.sum(axis=1, keepdims=True)
-    sent = flow.sum(axis=1, keepdims=True)
-    return xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), plain)
-
-
-def node_edges(xp, supply, quota, home, node):
-    """Return running shares [p, D] of one node's tokens (`node_flow`) over rising devices, whole units of 2^-16.
-
-    Args:
-      xp, node: as in `node_flow`; supply: [p, Nn], tokens of all nodes; quota: [p, D], alike in sum; home: bool [p, D].
     """
     quota = xp.where(quota.sum(axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
     by_node = quota.reshape(*supply.shape, -1)
     demand = by_node.sum(axis=2)
-    there = node_flow(xp, supply, demand, node) / xp.where(demand > 0, demand, 1.0)
+    stay = xp.minimum(supply, demand)
+    left, spare = (supply - stay)[:, node], demand - stay
+    flow = left[:, None] * spare / xp.maximum(spare.sum(axis=1, keepdims=True), xp.finfo(demand.dtype).tiny)
+    flow = put(flow, (slice(None), node), stay[:, node])  # was 0: the node has no token or no quota left
+    sent = flow.sum(axis=1, keepdims=True)
+    flow = xp.where(sent > 1e-9, flow / xp.maximum(sent, 1e-9), demand / demand.sum(axis=1, keepdims=True))
+    there = flow / xp.where(demand > 0, demand, 1.0)  # of each unit of quota on a node
     return edges(xp, (there[:, :, None] * by_node).reshape(quota.shape))
 
 
@@ -194,7 +186,7 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
 
     A node's tokens of loads [L, S, E] first use the quota of the node's own holders; what is over goes to nodes with
-    quota left, in proportion (`node_flow`). Beyond `FEW_NODES` nodes, where that is a row for each holder and node, a
+    quota left, in proportion (`node_edges`). Beyond `FEW_NODES` nodes, where that is a row for each holder and node, a
     node keeps its tokens if its own holders have quota for all of them, and all other nodes share what is left of the
     quotas, by the same rows.
     """

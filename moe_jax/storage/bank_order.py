@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.models.language_model import flatten, is_bank, segment_of
 from moe_jax.parallel.varying import cast_varying, varying_axes
-from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
+from moe_jax.planning.placement import Placement, bank_rows
 
 Homes = dict[str, np.ndarray]  # {segment: int [L, E]}
 
@@ -173,6 +173,19 @@ def reshard(
     for index, leaf in zip(at, share(_mover(kinds))(bank, tables), strict=True):
         leaves[index] = leaf
     return jax.tree.unflatten(tree, leaves)
+
+
+def reshard_permutation(old: Placement, new: Placement, rows: int) -> np.ndarray:
+    """Return source int32 [D Rb]: row r of the new bank holds what row source[r] of the old bank held.
+
+    Args:
+      rows: Rb, bank rows of a device. Unused rows map to unused ones.
+    """
+    at_old, at_new = ((own.home * rows + bank_rows(own)).ravel() for own in (old, new))
+    source = np.full(old.devices * rows, -1, np.int32)
+    source[at_new] = at_old
+    source[source < 0] = np.setdiff1d(np.arange(len(source), dtype=np.int32), at_old)
+    return source
 
 
 def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:

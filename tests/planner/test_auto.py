@@ -106,7 +106,8 @@ def test_lines_are_those_of_the_layer_and_a_pipeline_hides_the_shorter_side():
     plain = dataclasses.replace(COST, schedules=lines, schedule="s1")
     computed, zero = np.array([[9e4, 9e4, 9e4, 9e4]]), np.zeros(1)
     m, f = PRICES.exchange(received)[0], PRICES.compute(computed)[0]
-    both = [cost.parts(computed, received, None, trans=zero)["others"][0] for cost in (plain, plain.under("pairwise"))]
+    piped = dataclasses.replace(plain, schedule="pairwise")
+    both = [cost.parts(computed, received, None, trans=zero)["others"][0] for cost in (plain, piped)]
     np.testing.assert_allclose(both, [4 * m + 3 * f, max(2 * m, m + f) + max(2 * m, m + 2 * f)])
 
 
