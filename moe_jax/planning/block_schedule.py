@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 
 import numpy as np
-
-from moe_jax.errors import UserError
 
 SCHEDULES = ("none", "hecate", "pro_prophet")
 CASES = ("split", "attention", "expert")  # figure 9 c, b, a
@@ -84,7 +83,6 @@ class WindowLoop:
 class BlockSchedule:
     """A step's windows, forward and backward."""
 
-    name: str
     layers: int
     refetch_replicas: bool
     forward: WindowLoop
@@ -121,12 +119,6 @@ class Prefetch:
     # travel as under 'hecate'
     halves: bool = False
 
-    def __post_init__(self):
-        if self.schedule not in SCHEDULES:
-            raise UserError(f"prefetch ({self.schedule!r}) must be one of {', '.join(SCHEDULES)}")
-        if self.case not in CASES:
-            raise UserError(f"prefetch_case ({self.case!r}) must be one of {', '.join(CASES)}")
-
     @property
     def is_block_wise(self) -> bool:
         """Whether there is a schedule to build."""
@@ -146,8 +138,6 @@ class Prefetch:
         if not self.is_block_wise or layers < 1:
             raise ValueError(f"no block-wise schedule {self.schedule!r} of {layers} layers can be built")
         shares = {"attention": (1.0, 1.0), "expert": (0.0, 0.0), "split": (trans_share, agg_share)}[self.case]
-        if not all(0 <= share <= 1 for share in shares):
-            raise ValueError(f"shares of Trans and Agg next to attention {shares} must lie between 0 and 1")
         trans, agg = shares if self.schedule == "pro_prophet" else (1.0, 1.0)
         cut, last = 1 - trans, layers - 1
         # Of two shares of Trans the first runs next to the experts; `fetched` is Trans of the last layer but one.
@@ -191,8 +181,7 @@ class Prefetch:
         for at, (name, body) in enumerate((("forward", forward), ("backward", backward))):
             start, body, end = (self._parsed(text, recompute) for text in (before[at], body, after[at]))
             loops[name] = WindowLoop(start, body, turns[at], end)
-        own = {"name": self.schedule, "refetch_replicas": self.refetch_replicas, "halves": self.halves}
-        return BlockSchedule(layers=layers, **own, **loops)
+        return BlockSchedule(layers=layers, refetch_replicas=self.refetch_replicas, halves=self.halves, **loops)
 
     def _parsed(self, text: str, recompute: bool) -> tuple[Window, ...]:
         """Return the windows of a text such as 'Sa1+Ub0,Ab1|T1[0.5:1]', in order.
@@ -273,11 +262,18 @@ def stage_seconds(prefetch: Prefetch, times: Times, recompute: bool = False) -> 
     if not prefetch.halves:
         again = 2 * times.exchange + times.experts if recompute else 0.0
         return 4 * times.exchange + 3 * (times.attention + times.experts) + again
-    total, schedule = 0.0, prefetch.build(layers=3, recompute=recompute)
+    return sum(
+        np.maximum(times.window(window, backward), times.overlapped(window, backward))
+        for window, backward in _middle_windows(prefetch, recompute)
+    )
+
+
+def _middle_windows(prefetch: Prefetch, recompute: bool = False) -> Iterator[tuple[Window, bool]]:
+    """Yield the windows of one layer in the middle of the model in order, and whether each is of the backward."""
+    schedule = prefetch.build(layers=3, recompute=recompute)
     for loop, backward in ((schedule.forward, False), (schedule.backward, True)):
         for window in loop.body:
-            total = total + np.maximum(times.window(window, backward), times.overlapped(window, backward))
-    return total
+            yield window, backward
 
 
 def layer_bars(prefetch: Prefetch, times: Times, recompute: bool = False) -> list[tuple[str, str, float, float]]:
@@ -289,30 +285,29 @@ def layer_bars(prefetch: Prefetch, times: Times, recompute: bool = False) -> lis
       (row: 'compute' or 'links', name, begin, seconds) of each stage that takes time.
     """
     prefetch = prefetch if prefetch.is_block_wise else Prefetch(schedule="hecate")
-    schedule, bars, now = prefetch.build(layers=3, recompute=recompute), [], 0.0
+    bars, now = [], 0.0
 
     def add(name: str, begin: float, seconds: float, row: str) -> float:
         if seconds > 0:
             bars.append((row, name, begin, float(seconds)))
         return begin + float(seconds)
 
-    for loop, way in ((schedule.forward, "forward"), (schedule.backward, "backward")):
-        for window in loop.body:
-            if window.stage == "recompute":
-                for name in ("dispatch", "experts", "combine"):
-                    links = name in EXCHANGES
-                    seconds = times.exchange if links else times.experts
-                    now = add(f"{name} again", now, seconds, "links" if links else "compute")
-                continue
-            ends = []
-            for side in ((window,), window.others):
-                end = now
-                for one in side:
-                    name, half = one.stage.replace("_", " "), "" if one.half is None else f" of half {'ab'[one.half]}"
-                    row = "links" if one.stage.partition("_again")[0] in EXCHANGES else "compute"
-                    end = add(f"{name}{half}, {way}", end, times.window(one, way == "backward"), row)
-                ends.append(end)
-            now = max(ends)
+    for window, backward in _middle_windows(prefetch, recompute):
+        if window.stage == "recompute":
+            for name in ("dispatch", "experts", "combine"):
+                seconds, row = (times.exchange, "links") if name in EXCHANGES else (times.experts, "compute")
+                now = add(f"{name} again", now, seconds, row)
+            continue
+        ends = []
+        for side in ((window,), window.others):
+            end = now
+            for one in side:
+                name, half = one.stage.replace("_", " "), "" if one.half is None else f" of half {'ab'[one.half]}"
+                row = "links" if one.stage.partition("_again")[0] in EXCHANGES else "compute"
+                way = "backward" if backward else "forward"
+                end = add(f"{name}{half}, {way}", end, times.window(one, backward), row)
+            ends.append(end)
+        now = max(ends)
     return bars
 
 
@@ -333,15 +328,14 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
             agg = np.maximum(0.0, times.agg - np.maximum(0.0, 2 * free - times.trans))
             trans = trans + np.maximum(0.0, times.trans - 2 * free)
         return trans, agg
-    schedule, late = prefetch.build(layers=3), {"trans": 0.0, "agg": 0.0}
-    for loop, backward in ((schedule.forward, False), (schedule.backward, True)):
-        for window in loop.body:
-            left, out = times.window(window, backward), {"trans": 0.0, "agg": 0.0}
-            if window.others:  # the links are free from the end of the exchange to that of the computation
-                left = np.maximum(0.0, times.overlapped(window, backward) - left)
-            for move in [move for one in window.pair for move in one.moves]:
-                seconds = (move.stop - move.start) * getattr(times, move.kind)
-                out[move.kind] = out[move.kind] + np.maximum(0.0, seconds - left)
-                left = np.maximum(0.0, left - seconds)
-            late = {kind: late[kind] + out[kind] for kind in late}
+    late = {"trans": 0.0, "agg": 0.0}
+    for window, backward in _middle_windows(prefetch):
+        left, out = times.window(window, backward), {"trans": 0.0, "agg": 0.0}
+        if window.others:  # the links are free from the end of the exchange to that of the computation
+            left = np.maximum(0.0, times.overlapped(window, backward) - left)
+        for move in [move for one in window.pair for move in one.moves]:
+            seconds = (move.stop - move.start) * getattr(times, move.kind)
+            out[move.kind] = out[move.kind] + np.maximum(0.0, seconds - left)
+            left = np.maximum(0.0, left - seconds)
+        late = {kind: late[kind] + out[kind] for kind in late}
     return late["trans"], late["agg"]
