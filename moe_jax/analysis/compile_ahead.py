@@ -159,10 +159,11 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
     """Return {segment: `PlanShape`} of the plans for loads of this skew, see `skewed_loads`; None without a planner."""
     if config.planner.name == "none":
         return None
-    tokens = config.train.batch_size * config.data.sequence_length
-    segments = build_sessions(config, roles)
-    top_k = config.moe.top_k
-    return {name: own.planned_for(skewed_loads(own.start, tokens, top_k, skew))[0] for name, own in segments.items()}
+    tokens, found = config.train.batch_size * config.data.sequence_length, {}
+    for name, own in build_sessions(config, roles).items():  # after as many such steps as its predictor looks back
+        loads = skewed_loads(own.start, tokens, config.moe.top_k, skew)
+        found[name], _ = own.planned([loads] * own.config.window, own.config.interval)
+    return found
 
 
 def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:

@@ -127,7 +127,7 @@ def simulate(
         began = time.perf_counter()
         ahead = plan = session.propose(int(trace.iterations[sample]))
         if session.config.decides_late:
-            plan = session.refine(trace.loads[sample], late=largest)
+            plan = session.planner.refine(trace.loads[sample], ahead, dataclasses.replace(session.cost, late=largest))
         seconds = time.perf_counter() - began
         plans.append((ahead, plan))
         pairs = routing.pair_loads(plan, trace.loads[sample])

@@ -22,7 +22,6 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import COMPUTE
 from moe_jax.models.counts import device_bytes, preceding
-from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.choosers import schedule_lines
 from moe_jax.moe.schedule import CHOOSERS, find_schedule
@@ -35,14 +34,8 @@ from moe_jax.planning.cost import PRICES, Cost
 from moe_jax.planning.plan import with_late
 from moe_jax.planning.plan_shape import PlanShape, build_shape
 from moe_jax.replan.auto import plan_session
-from moe_jax.replan.segments import initial_placement, segment_runs, sizes_of
+from moe_jax.replan.segments import group_tokens, initial_placement, segment_runs, sizes_of
 from moe_jax.replan.session import PlanSession
-
-
-def device_tokens(config: RunConfig, roles: Roles) -> float:
-    """Return a device's part of the tokens of its MP group in a microbatch."""
-    rows = rows_of(config.model, roles, config.train.microbatch_size)
-    return rows * config.data.sequence_length / roles.size(roles.model)
 
 
 def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -> Cost:
@@ -59,7 +52,7 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
     shards = roles.size(roles.expert_shard)
     if cluster is None:
         cluster = cluster_named(planner.cluster, roles.device_kind)
-    tokens = device_tokens(config, roles)
+    tokens = group_tokens(config, roles) / roles.size(roles.model)
     cluster = cluster.sized(start.nodes, start.devices_per_node).part_of(shards)
     cluster.check_priced("PlannerConfig.cluster")
     prices = PRICES[planner.price](
@@ -89,7 +82,8 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
 def layer_times(config: RunConfig, roles: Roles, cost: Cost) -> Times:
     """Return what the parts of a layer take under even loads and without replicas; config, roles: `segment_runs`."""
     members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
-    computed = np.full(members, device_tokens(config, roles) * config.moe.top_k * shards)
+    tokens = group_tokens(config, roles) / roles.size(roles.model)
+    computed = np.full(members, tokens * config.moe.top_k * shards)
     return Times(
         attention=cost.attention_seconds,
         experts=float(cost.prices.compute(computed)),
@@ -171,14 +165,15 @@ def settle_memory(config: RunConfig, roles: Roles) -> tuple[RunConfig, dict[str,
 
     def with_most(field: str, limit: int) -> dict[str, Cost]:
         """Return the costs with the most in a field, up to a limit, that fits in the memory."""
+        found = [
+            {name: dataclasses.replace(cost, **{field: count}) for name, cost in costs.items()}
+            for count in range(limit + 1)
+        ]
 
-        def all_with(count: int) -> dict[str, Cost]:
-            return {name: dataclasses.replace(cost, **{field: count}) for name, cost in costs.items()}
+        def is_too_many(tried: dict[str, Cost]) -> bool:
+            return device_bytes(sizes, most_shapes(config, roles, tried)).at_most > memory
 
-        def is_too_many(count: int) -> bool:
-            return device_bytes(sizes, most_shapes(config, roles, all_with(count))).at_most > memory
-
-        return all_with(bisect.bisect_left(range(1, limit + 1), True, key=is_too_many))
+        return found[bisect.bisect_left(found[1:], True, key=is_too_many)]
 
     if by_memory:  # with all late slots that the planner wants
         limit = 0
@@ -242,16 +237,11 @@ def _build_session(config: RunConfig, roles: Roles, cost: Cost) -> PlanSession:
     return plan_session(config.planner, start, cost, exchanges, buckets=buckets, groups=groups)
 
 
-def _tokens(config: RunConfig, roles: Roles) -> int:
-    """Return the tokens of an MP group in a microbatch."""
-    return rows_of(config.model, roles, config.train.microbatch_size) * config.data.sequence_length
-
-
 def _lines(config: RunConfig, roles: Roles) -> tuple[ScheduleLine, ...]:
     """Return what layers wait for under each schedule that this mesh, model and dtype allow."""
     model, moe = config.model, config.moe
     item = np.dtype(model.dtype).itemsize
-    sizes = layer_sizes(moe, roles, _tokens(config, roles), None, model.model_dim, item)
+    sizes = layer_sizes(moe, roles, group_tokens(config, roles), None, model.model_dim, item)
     sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel)
     cluster = cluster_named(config.planner.cluster, roles.device_kind)
     cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
@@ -264,7 +254,7 @@ def _buckets(config: RunConfig, roles: Roles) -> Buckets | None:
     moe, members, mp_size = config.moe, roles.size(roles.expert), roles.size(roles.model)
     if not moe.dropless:
         return None
-    sizes, data_groups = layer_sizes(moe, roles, _tokens(config, roles)), roles.size(roles.data)
+    sizes, data_groups = layer_sizes(moe, roles, group_tokens(config, roles)), roles.size(roles.data)
     named = CHOOSERS[moe.schedule].among if moe.schedule in CHOOSERS else (moe.schedule,)
     cuts = any(find_schedule(name).cuts_buckets for name in named)
     exchanges = config.train.grad_accum_steps * data_groups

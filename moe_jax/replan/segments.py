@@ -32,6 +32,11 @@ def segment_runs(config: RunConfig, roles: Roles) -> dict[str, tuple[RunConfig, 
     }
 
 
+def group_tokens(config: RunConfig, roles: Roles) -> int:
+    """Return the tokens of an MP group in a microbatch."""
+    return rows_of(config.model, roles, config.train.microbatch_size) * config.data.sequence_length
+
+
 def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] | None) -> tuple[Buckets, ...]:
     """Return the buckets of each segment whose rows travel, and what the stated loads fill of them.
 
@@ -44,7 +49,7 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
     """
     train, found = config.train, []
     parts = 2 if config.model.overlap == "halves" else 1
-    tokens = rows_of(config.model, roles, train.microbatch_size) * config.data.sequence_length
+    tokens = group_tokens(config, roles)
     for name, (own, own_roles) in segment_runs(config, roles).items():
         members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
         schedule = schedule_on(own.moe.schedule, mp_size, own_roles.size(own_roles.expert_shard))

@@ -7,14 +7,12 @@ what a checkpoint must hold. Letters: docs/notation.md.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Iterable
 
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import BALANCERS, build_planner
 from moe_jax.planning.buckets import Buckets
 from moe_jax.planning.cost import Cost
@@ -168,20 +166,6 @@ class PlanSession:
             self.observe(loads)
         placement = self.propose(step)
         return enlarge(self.asked(), placement, self.first_shape), placement
-
-    def planned_for(self, loads: np.ndarray) -> tuple[PlanShape, Placement]:
-        """Return what a run would compile after steps with these loads each, as often as its predictor looks back."""
-        return self.planned([loads] * self.config.window, self.config.interval)
-
-    def refine(
-        self, loads: np.ndarray, placement: Placement | None = None, late: TransferShape | None = None
-    ) -> Placement:
-        """Return a step's placement from its own loads [L, S, E]; later steps start from the plan ahead.
-
-        `placement` is what was planned ahead (None: the newest plan), `late` the largest transfer after the gate.
-        """
-        cost = dataclasses.replace(self.cost, late=late)
-        return self.planner.refine(loads, self.proposal.adopted if placement is None else placement, cost)
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""

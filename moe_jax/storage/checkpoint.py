@@ -140,14 +140,13 @@ class Checkpointer:
                 if late > step:
                     self._rename(late, ".damaged")
 
-    def choose(self, step: int | None = None, named: str = "--step") -> int:
-        """Return `step`, or the newest for None; a UserError where it is not there tells to set what `named` names."""
+    def choose(self, step: int | None = None, remedy: str = "set --step to one of these") -> int:
+        """Return `step`, or the newest for None; a UserError where it is not there tells to do what `remedy` says."""
         if not (steps := self.steps()):
             raise UserError(f"{self.folder} has no finished checkpoint; train first, or give the folder of another run")
         if step is not None and step not in steps:
             raise UserError(
-                f"{self.folder} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}; set {named} to "
-                "one of these, or leave it out for the newest"
+                f"{self.folder} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}; {remedy}"
             )
         return self.latest() if step is None else step
 
@@ -391,13 +390,15 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _writing_errors_named(self, step: int) -> Iterator[None]:
-        """Turn a full or failing disk into one line; whatever was written of this step is deleted."""
+        """Turn a full or failing disk, and a barrier that ran out of time, into one line.
+
+        Whatever was written of this step is deleted where all processes are there.
+        """
         try:
-            with _lost_processes_named(f"save step {step}"):
-                yield
-        except HostLostError:
-            raise
+            yield
         except Exception as error:
+            if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error):
+                raise HostLostError(f"a process did not come to save step {step} within its time limit") from error
             self._pending = None
             self._sweep_unfinished()
             if (behind := _system_error(error)) is None:
@@ -486,17 +487,6 @@ def _host_record(step: int, host: dict) -> dict:
 
 def _crc(record: dict) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
-@contextlib.contextmanager
-def _lost_processes_named(task: str) -> Iterator[None]:
-    """Turn a barrier that ran out of time into a HostLostError."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error):
-            raise HostLostError(f"a process did not come to {task} within its time limit") from error
-        raise
 
 
 def _is_heard(record: logging.LogRecord) -> bool:

@@ -39,12 +39,13 @@ _HASHING_SECONDS = 1800.0  # that the others wait while process 0 reads a model:
 
 
 @contextlib.contextmanager
-def _named(config: DistillationConfig) -> Iterator[None]:
-    """Let an error say that it is the teacher's."""
+def _named(what: DistillationConfig | str) -> Iterator[None]:
+    """Let an error say that it is the teacher's, or of another model that is named."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"DistillationConfig.teacher ({config.teacher!r}): {error}") from error
+        name = what if isinstance(what, str) else f"DistillationConfig.teacher ({what.teacher!r})"
+        raise UserError(f"{name}: {error}") from error
 
 
 def open_teacher(config: DistillationConfig) -> tuple[RunConfig, Checkpointer, int]:
@@ -52,7 +53,7 @@ def open_teacher(config: DistillationConfig) -> tuple[RunConfig, Checkpointer, i
     with _named(config):
         run = run_config(config.teacher)
         checkpoints = Checkpointer(RunFolder(config.teacher, create=False).checkpoints)
-        return run, checkpoints, checkpoints.choose(config.teacher_step, "DistillationConfig.teacher_step")
+        return run, checkpoints, checkpoints.choose(config.teacher_step, "set DistillationConfig.teacher_step to one")
 
 
 def mesh_experts(config: RunConfig, devices: int) -> tuple[int, ...]:
@@ -240,18 +241,9 @@ def _open_base(folder: str, step: int | None) -> tuple[Checkpointer, int]:
     Raises:
       UserError: one of them is gone; it says what they are needed for.
     """
-    try:
+    with _named("the model under the adapters"):
         checkpoints = Checkpointer(RunFolder(folder, create=False).checkpoints)
-    except UserError as error:
-        raise UserError(
-            f"the model under the adapters: {error}; put it back there, or resume the run with --init_from=DIR"
-        ) from error
-    if step is not None and step not in (there := checkpoints.steps()):
-        raise UserError(
-            f"{checkpoints.folder} has the steps {', '.join(map(str, there)) or 'none'}, and these adapters are for "
-            f"step {step}: put that one back"
-        )
-    return checkpoints, checkpoints.choose(step)
+        return checkpoints, checkpoints.choose(step, "put that one back, or resume the run with --init_from=DIR")
 
 
 def checked_base(base: ModelIdentity) -> tuple[Checkpointer, int]:

@@ -36,7 +36,7 @@ from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
-from moe_jax.replan.segments import build_model, stated_buckets
+from moe_jax.replan.segments import build_model, group_tokens, stated_buckets
 from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, scheduler_memory
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.frozen_models import mesh_experts, teacher_model
@@ -70,14 +70,10 @@ class Program:
         return list(self.roles.mesh.devices.flat)
 
     @property
-    def group_rows(self) -> int:
-        """b, sequences of an MP group in a microbatch."""
-        return rows_of(self.config.model, self.roles, self.config.train.microbatch_size)
-
-    @property
     def rows(self) -> int:
         """Sequences of a microbatch, with those that only fill it up where devices cannot share it evenly."""
-        return self.group_rows * self.roles.size(self.roles.dense)
+        group = rows_of(self.config.model, self.roles, self.config.train.microbatch_size)
+        return group * self.roles.size(self.roles.dense)
 
     @property
     def home(self) -> dict[str, np.ndarray]:
@@ -110,7 +106,7 @@ class Program:
         """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
         if not self.config.train.optimistic:
             return False
-        tokens = self.group_rows * self.config.data.sequence_length  # t, of an MP group in a microbatch
+        tokens = group_tokens(self.config, self.roles)
         taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
         return taught or has_later_passes(self.model, tokens, shape)
 
@@ -216,7 +212,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     length = config.data.sequence_length
     make_train_step(model, config.train, state_shardings, length, teacher=teacher)
     program = Program(config, roles, model, optimizer, state_shardings, teacher)
-    tokens = program.group_rows * length
+    tokens = group_tokens(config, roles)
     for segment in model.expert_segments:
         check_router(segment.moe, segment.roles(model.roles), tokens, length, config.planner)
         program.grouped_matmul_of(segment)  # for its check

@@ -52,7 +52,10 @@ def measure(name: str, devices: int, experts: int) -> str:
     session = PlanSession(PlannerConfig(name=name), Placement.even(1, experts, devices, 8), cost)
     times = [time.process_time()]
     session.predictor.observe(loads)
-    for plan in (lambda: session.propose(1), lambda: session.refine(loads)):
+    for plan in (
+        lambda: session.propose(1),
+        lambda: session.planner.refine(loads, session.proposal.adopted, session.cost),
+    ):
         plan()
         times.append(time.process_time())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -5,6 +5,7 @@
 writes the file anew, for a change that is meant to change plans.
 """
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -54,7 +55,8 @@ def plans(name, when, devices, experts, layers, slots, tau, fields):
         session.predictor.observe(loads_at(step, layers, devices, experts))
         found.append(session.propose(step + 1))
         if name in REFINES:
-            found.append(session.refine(loads_at(step + 1, layers, devices, experts), late=late))
+            true = loads_at(step + 1, layers, devices, experts)
+            found.append(session.planner.refine(true, found[-1], dataclasses.replace(cost, late=late)))
     return found
 
 

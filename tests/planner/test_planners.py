@@ -377,7 +377,7 @@ def test_fewer_experts_than_devices_are_planned_for():
             plan = session.propose(step)
         computed = routing.pair_loads(plan, loads).sum(axis=1)
         assert computed.sum() == loads.sum() and computed.max() < loads.sum(axis=1).max(), name
-        assert (session.refine(loads).home == start.home).all()
+        assert (session.planner.refine(loads, session.proposal.adopted, session.cost).home == start.home).all()
     for name, most in (("flexmoe", 1024), ("eplb", 4096)):
         many = Placement.even(1, 2 * most, 2 * most, 8)
         with pytest.raises(UserError, match=rf"planner '{name}' plans for at most {most} devices, not {2 * most}; use"):
