@@ -40,7 +40,7 @@ MAY_DIFFER = (
     "ModelConfig.loss_chunk",
     # by its path: that it is the same teacher is checked (`training/frozen_models.py`)
     "DistillationConfig.teacher", "DistillationConfig.teacher_step",
-    "train.steps", "train.decay_steps", "train.max_skipped_steps", "train.ema_decay", "train.guide_scheduler",
+    "train.steps", "train.decay_steps", "train.max_skipped_steps", "train.guide_scheduler",
     "train.optimistic", "train.deterministic", "train.zero_stage", "train.expert_zero_stage",
     "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every",
     "train.evaluate_windows", "train.loads_every", "train.log_every", "train.profile_steps",

@@ -167,7 +167,7 @@ class Checkpointer:
             return dict(custom["host"])
 
     def restore(self, step: int, abstract_state, home: Homes) -> tuple[Any, dict]:
-        """Return (state, host data) of a finished checkpoint; without 'ema' where it or `abstract_state` has none.
+        """Return (state, host data) of a finished checkpoint.
 
         Args:
           abstract_state: ShapeDtypeStructs with NamedShardings of this run's mesh; any mesh.
@@ -178,11 +178,8 @@ class Checkpointer:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
           DamagedCheckpointError: a part that this process reads is missing, or not what was written.
         """
-        host, stored = self.read_host(step), self._open(step)
-        if "ema" not in abstract_state or not any(name.startswith("ema/") for name in stored):
-            stored = {name: leaf for name, leaf in stored.items() if not name.startswith("ema/")}
-            abstract_state = {name: part for name, part in abstract_state.items() if name != "ema"}
-        return self._read(step, stored, abstract_state, home), host
+        host = self.read_host(step)
+        return self._read(step, self._open(step), abstract_state, home), host
 
     def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params", stored_dtype: str = ""):
         """Return the parameters {'dense', 'bank'} alone, or 'ema', their moving average; else as `restore`.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import DistillationConfig
@@ -165,13 +164,6 @@ def resume(opened: OpenRun, origin: Origin, session: Session, engine: RejitEngin
     if host.base is not None:
         under = load_base(session.model, session.abstract_state()["params"], host.base, home)
         state["params"] = joined(under, state["params"])
-    decay = session.config.train.ema_decay
-    if decay and "ema" not in state:  # in buffers of its own
-        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=session.state_shardings.state["ema"])
-        state["ema"] = copy(state["params"])
-        say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {step}")
-    elif not decay and opened.checkpoints.has_ema(step):
-        say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {step} holds is dropped")
     say(hosts, f"resuming at step {step}")
     return state
 
