@@ -68,7 +68,7 @@ class Loop:
             if self.engine is not None:
                 stack.callback(self.engine.close)
             if self.recorder is not None:
-                stack.enter_context(self.recorder)
+                stack.callback(self.recorder.close)
             try:
                 return self.train(stop)
             except NoCompleteProgramError:

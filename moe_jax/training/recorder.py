@@ -6,7 +6,6 @@ deleted meanwhile is made again. Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -110,8 +109,8 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: RunFolder) -> None:
             file.write(tokenizer.text)
 
 
-class Recorder(contextlib.AbstractContextManager):
-    """The files of one run, for the length of a `with` block; process 0 has one."""
+class Recorder:
+    """The files of one run, until `close`; process 0 has one."""
 
     def __init__(self, folder: RunFolder, session: Session, config_text: str, latest: int | None):
         """Open the files, without what they say of steps after `latest`, the checkpoint that the run goes on from."""
@@ -131,7 +130,8 @@ class Recorder(contextlib.AbstractContextManager):
         if (older := self.loads.describe_older()) is not None:
             print(older, flush=True)
 
-    def __exit__(self, *_error) -> None:
+    def close(self) -> None:
+        """Merge the loads, and close what is open."""
         try:
             self.loads.merge()
         except UserError as error:

@@ -52,7 +52,7 @@ def make_gradients(
     layout = model.layout(apart)
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
 
-    def scaled_loss(trained, params, scale, *inputs, sums=None):
+    def scaled_loss(trained, params, scale, inputs, sums=None):
         total, stats = loss(joined(params, trained), *inputs, sums=sums)
         return (total if scale is None else total * scale), stats
 
@@ -65,17 +65,17 @@ def make_gradients(
             params = with_own_leaves(params, layout, roles)
         if microbatches == 1:
             microbatch = jax.tree.map(lambda array: array[0], batch)
-            inputs = microbatch, tables, key, jnp.int32(0), normalizer
-            (_, stats), grads = value_and_grad(model.trained(params), params, scale, *inputs, *frozen)
+            inputs = microbatch, tables, key, jnp.int32(0), normalizer, *frozen
+            (_, stats), grads = value_and_grad(model.trained(params), params, scale, inputs)
             stats = jax.tree.map(lambda leaf: leaf[None], stats)
         else:
 
             def body(carry, inputs):
                 (total, counted), (microbatch, index) = carry, inputs
                 microbatch = dataclasses.replace(microbatch, counted=counted)
-                inputs = microbatch, tables, key, index * rows, normalizer
+                inputs = microbatch, tables, key, index * rows, normalizer, *frozen
                 trained = model.trained(params)
-                (_, stats), grads = value_and_grad(trained, params, scale, *inputs, *frozen, sums=total)
+                (_, stats), grads = value_and_grad(trained, params, scale, inputs, sums=total)
                 if "dense" in total:  # those of bank and units are sums already
                     outer = {name: leaf for name, leaf in total["dense"].items() if name != "units"}
                     outer = {name: jax.tree.map(jnp.add, leaf, grads["dense"][name]) for name, leaf in outer.items()}
