@@ -71,16 +71,6 @@ def user_cache_folder(name: str) -> Path:
     )
 
 
-def check_own_folder(folder: str | os.PathLike[str]) -> None:
-    """Raise a UserError where other users may put files into a folder that is there."""
-    status, name = os.stat(folder), os.fspath(folder)
-    if status.st_uid not in (0, os.geteuid()) or status.st_mode & _WRITABLE_BY_OTHERS:
-        raise UserError(
-            f"other users may write to {name!r} (user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}); "
-            "chmod go-w it once you know what lies there, or name another folder"
-        )
-
-
 def write_cached(path: Path, content: str | bytes) -> None:
     """Write a file of a folder that `user_cache_folder` returned: others see the old content or the new one.
 

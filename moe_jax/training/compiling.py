@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import threading
-from pathlib import Path
 
 import jax
 from jax._src import compilation_cache, distributed  # neither cache nor coordination service has a public name
@@ -22,7 +21,7 @@ from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target, device_named, read_device, target_names
 from moe_jax.cluster.timeline import scheduler_profile
-from moe_jax.data.user_cache import check_own_folder, read_cached, user_cache_folder, write_cached
+from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.jobs.start import ALONE
 
@@ -71,52 +70,36 @@ def scheduler_memory(device, held: int) -> dict[str, str]:
 def set_up_compilation_cache(folder: str | None, platform: str | None = None) -> str | None:
     """Switch jax's persistent compilation cache on or off, before anything is compiled; return its folder, or None.
 
-    A folder that other users may write to is not used, which is logged.
-
     Args:
       folder: to keep programs in; '' for none; None for JAX_COMPILATION_CACHE_DIR where that is set, else the user's
         cache folder on GPUs, else none.
       platform: None asks jax.
 
     Raises:
-      UserError: the folder cannot be made.
+      UserError: the user's cache folder is a link, or belongs to another user.
     """
-    if folder == "":
-        return _switch_off_cache()
-    if folder and "://" not in folder:  # jax also takes gs://
-        folder = os.path.abspath(os.path.expanduser(folder))
-        try:
-            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--compilation_cache={folder} cannot be made ({error.strerror or error}); name another folder, or '' "
-                "for none"
-            ) from error
-    platform, folder = platform or jax.default_backend(), folder or jax.config.jax_compilation_cache_dir
-    if not folder and platform not in ("gpu", "cuda"):
-        return None
-    alone = jax.config.jax_enable_compilation_cache and jax.process_count() == 1
-    if platform == "cpu" and not alone:
-        return _switch_off_cache(
-            f"compilation cache {folder} is not used with --host_devices, or with several processes on CPUs: with "
-            "several CPU devices a program from it hangs between two collectives (jax 0.10.2)"
-        )
-    try:
+    platform = platform or jax.default_backend()
+    if folder is None:
+        folder = jax.config.jax_compilation_cache_dir
+        if not folder and platform not in ("gpu", "cuda"):
+            return None
         folder = folder or str(user_cache_folder("compilation"))
-        if os.path.isdir(folder):
-            check_own_folder(folder)
-    except UserError as reason:
-        return _switch_off_cache(f"compiled programs are not kept: {reason}")
+    elif folder and "://" not in folder:  # jax also takes gs://
+        folder = os.path.abspath(os.path.expanduser(folder))
+    alone = jax.config.jax_enable_compilation_cache and jax.process_count() == 1
+    if folder and platform == "cpu" and not alone:
+        _LOG.warning(
+            "compilation cache %s is not used with --host_devices, or with several processes on CPUs: with several CPU "
+            "devices a program from it hangs between two collectives (jax 0.10.2)",
+            folder,
+        )
+        folder = ""
+    if not folder:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
     return folder
-
-
-def _switch_off_cache(why: str = "") -> None:
-    """Keep no compiled programs, and log why where nobody asked for that."""
-    if why:
-        _LOG.warning("%s", why)
-    jax.config.update("jax_enable_compilation_cache", False)
 
 
 WAIT_SECONDS = 3600  # for process 0's compilation; the watch ends a job that lost process 0

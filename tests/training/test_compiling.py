@@ -104,7 +104,6 @@ def test_which_folder_keeps_programs(as_before, tmp_path, caplog, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", "/from/JAX_COMPILATION_CACHE_DIR")
     assert set_up_compilation_cache(None, "gpu") == "/from/JAX_COMPILATION_CACHE_DIR"
     assert set_up_compilation_cache(str(tmp_path / "mine")) == jax.config.jax_compilation_cache_dir
-    assert (tmp_path / "mine").is_dir()
     assert set_up_compilation_cache("", "gpu") is None
     assert not jax.config.jax_enable_compilation_cache
     assert set_up_compilation_cache(str(tmp_path / "mine")) is None  # as set_up_devices leaves it
@@ -115,7 +114,3 @@ def test_which_folder_keeps_programs(as_before, tmp_path, caplog, monkeypatch):
         several.setattr(jax, "process_count", lambda: 2)
         assert set_up_compilation_cache(None) is None and not jax.config.jax_enable_compilation_cache
         assert "_CACHE_DIR is not used with --host_devices, or with several processes on CPUs" in caplog.text
-    jax.config.update("jax_enable_compilation_cache", True)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--compilation_cache=.*file/below cannot be made \(.*\); name another"):
-        set_up_compilation_cache(str(tmp_path / "file" / "below"))
