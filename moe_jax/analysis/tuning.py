@@ -49,7 +49,7 @@ def text_of(setting: Setting) -> str:
 def find_candidates(config: RunConfig) -> list[Setting]:
     """Return settings of one binding each that leave what a run computes as it is; devices may refuse some."""
     layers = [segment.moe for segment in with_experts(segments_of(config.model, config.moe))]
-    alone = all(moe.dropless and build_router(moe).replays for moe in layers)  # no token competes with others
+    alone = all(moe.dropless and build_router(moe).by_token for moe in layers)  # no token competes with others
     parts = {"ModelConfig.overlap": ("none", "halves"), "train.grad_accum_steps": (1, 2, 4, 8)} if alone else {}
     return [{name: value} for name, of_name in (CANDIDATES | parts).items() for value in of_name]
 

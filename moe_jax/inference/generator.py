@@ -72,7 +72,7 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
     # A capacity bounds what an expert takes of the tokens gated together, so a prompt's text would depend on what is
     # generated next to it, on its batch's padding, and on whether a token is read with its prompt or by itself.
     # float8 is how a run trains faster, and is not how single tokens are decoded.
-    changes = {"capacity_factor": None, "gate_noise": 0.0, "balance_over": "batch", "record_choices": False}
+    changes = {"capacity_factor": None, "gate_noise": 0.0, "balance_over": "batch"}
     moe = dataclasses.replace(moe, dispatch_dtype=COMPUTE, **changes)
     changes = {"remat": "none", "prefetch": "none", "refetch_replicas": False, "sequence_parallel": False}
     return dataclasses.replace(model, **changes), moe

@@ -167,8 +167,7 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, few: bool) -> C
     config = settle_transport(segment.moe, roles, whole, row_bytes)
     like = jax.ShapeDtypeStruct((whole, segment.config.model_dim), segment.config.dtype)
     of_training = make_moe(config, roles, like, segment.config.activation, serving.shapes[segment.name])
-    config = dataclasses.replace(config, record_choices=True)  # which the router, built before, need not replay
-    moe = (Int8MoE if serving.quantize == "int8" else MoE)(**{**vars(of_training), "config": config})
+    moe = (Int8MoE if serving.quantize == "int8" else MoE)(**{**vars(of_training), "records": True})
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), PADDING)

@@ -31,7 +31,7 @@ from moe_jax.models.stages import StackConstants, Stages
 from moe_jax.models.transformer import abstract_transformer, add_shared, unit_graph
 from moe_jax.moe.bank import fetch_in_turn, fetch_replicas, open_grad_sink, reads_as_stored, with_row_sums
 from moe_jax.moe.build import make_moe
-from moe_jax.moe.routers import PADDING, RouterInputs, build_router, find
+from moe_jax.moe.routers import PADDING, RouterInputs, build_router
 from moe_jax.moe.routing import local
 from moe_jax.moe.schedule import find_schedule, schedules
 from moe_jax.parallel.bucket_rows import round_up
@@ -104,14 +104,10 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
         positions = None if batch.documents is None else document_positions(batch.documents)
         x = units.embedding(batch.inputs, dtype, group, positions)
         x, found, passed = tuple(jnp.split(x, group.parts)), {}, {}
-        choices = batch.choices  # [b, Sq, L, K], of the layers [L, t, K]
-        if choices is not None:
-            _check_replay(model, choices)
-            choices = jnp.moveaxis(choices.reshape(-1, *choices.shape[2:]), 1, 0)
         for segment, loop in loops.items():
-            name, replayed = segment.name, None if choices is None else choices[segment.moe_layers]
+            name = segment.name
             own_key = key if segment.has_experts and build_router(segment.moe).draws else None
-            constants = StackConstants(bank.get(name), tables.get(name), token_ids, own_key, batch.documents, replayed)
+            constants = StackConstants(bank.get(name), tables.get(name), token_ids, own_key, batch.documents)
             (x, passed[name]), own = loop((x, sinks[name]), dense["units"][name], constants)
             if segment.has_experts:
                 found[segment] = own
@@ -124,25 +120,6 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
             return tuple(map(units.norm, x)), units.embedding.head_table(), found, passed
 
     return trunk
-
-
-def _check_replay(model: LanguageModel, choices) -> None:
-    for segment in model.expert_segments:
-        if not find(segment.moe.router).replays:
-            raise UserError(
-                f"Batch.choices cannot be replayed by MoEConfig.router = {segment.moe.router!r}; leave them out, "
-                "or set MoEConfig.router = 'topk' or 'sigmoid_bias'"
-            )
-        if choices.shape[-1] != segment.moe.top_k:
-            raise UserError(
-                f"Batch.choices have {choices.shape[-1]} experts for each token, but layers of the model take "
-                f"top_k = {segment.moe.top_k}; replay what was recorded of this model"
-            )
-        if segment.config.is_block_wise:
-            name, value = _block_wise_choice(segment)
-            raise UserError(
-                f"Batch.choices cannot be replayed with ModelConfig.{name} = {value!r}; set ModelConfig.{name} = 'none'"
-            )
 
 
 def _as_read(bank: dict, segment: Segment, roles: Roles, plan: PlanShape | None, layout: Layout, dtype) -> dict:
@@ -197,7 +174,7 @@ def _make_loop(
             return (tuple(unit.attend(part, group.part(), own) for part, own in both), sinks), None
 
         def moe_body(carry, inputs):
-            ((x,), sinks), (unit_params, index, tables, choices) = carry, inputs
+            ((x,), sinks), (unit_params, index, tables) = carry, inputs
             unit_params, sinks = own_unit(unit_params, sinks, index)
             grad_sink, in_bank = open_grad_sink(sinks[0], tables.home_row)
             bank, noise_key = constants.bank, None
@@ -211,14 +188,14 @@ def _make_loop(
                 normed, shared = unit.enter_moe(x, group)
                 if dp_stage in (2, 3):
                     bank, grad_sink, tables = _whole(segment.name, layout, roles, bank, grad_sink, tables)
-                inputs = RouterInputs(noise_key, constants.token_ids, tables, choices, group.padded)
+                inputs = RouterInputs(noise_key, constants.token_ids, tables, group.padded)
                 y, stats, passes = moe(normed, unit.gate.router_params(), inputs, bank, grad_sink, replicas)
                 y = add_shared(y, *shared)
             return ((x + y.reshape(x.shape),), (in_bank, sinks[1])), (stats, passes)
 
         body, inputs = dense_body, (units, jnp.arange(config.units, dtype=jnp.int32))
         if segment.has_experts:
-            body, inputs = moe_body, (*inputs, constants.tables, constants.choices)
+            body, inputs = moe_body, (*inputs, constants.tables)
         body = checkpointed(body, config, roles.model)
         if config.stack == "scan":
             return lax.scan(body, carry, inputs)
@@ -265,11 +242,6 @@ def _make_block_wise_loop(
             f"ModelConfig.{name} needs a MoEConfig.schedule whose experts run in one piece, not "
             f"{segment.moe.schedule!r}; set MoEConfig.schedule to one of {', '.join(possible)}, or "
             f"ModelConfig.{name} = 'none'"
-        )
-    if segment.moe.record_choices and halves and roles.model:
-        raise UserError(
-            "MoEConfig.record_choices (True) cannot say whose choices they are with ModelConfig.overlap = 'halves' and "
-            f"MeshConfig.model = {roles.size(roles.model)}; set ModelConfig.overlap = 'none'"
         )
     group, tokens = group.part(), tokens // group.parts
     length, other_half = tokens // group.rows, None

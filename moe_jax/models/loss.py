@@ -113,7 +113,7 @@ def make_loss(
     stats_specs = StepStats(
         cross_entropy=P(), aux_loss=P(), z_loss=P(), gate_entropy=P(), dropped=P(), passes=P(), kl=P(), completed=P(),
         loads=tuple(P(None, segment.roles(model.roles).expert) for segment in model.expert_segments),
-        choices=P(None, roles.dense + roles.model), teacher_passes=P(),
+        teacher_passes=P(),
     )  # fmt: skip
     stack, specs = _make_stack(model, layout, batch_size, length, microbatches, plan, teacher), own_specs(layout, roles)
 
@@ -135,7 +135,7 @@ def make_loss(
             stack,
             mesh=roles.mesh,
             in_specs=(
-                (specs, layout.params["bank"], sink_specs, sink_specs), Batch(rows, rows, rows, rows, P(), rows, rows),
+                (specs, layout.params["bank"], sink_specs, sink_specs), Batch(rows, rows, rows, P(), rows, rows),
                 model.tables_specs, P(), P(), P(), frozen_specs,
             ),
             out_specs=(P(), stats_specs),
@@ -231,7 +231,6 @@ def _make_stack(
             passes=passes_of(found),
             kl=kl,
             completed=_all_layers(completed),
-            choices=_all_layers([stats.choices for stats, _ in found.values()]),
             teacher_passes=teacher_passes,
         )
         total = token_loss + functools.reduce(jnp.add, weighted) / microbatches
@@ -249,9 +248,8 @@ def _run_teacher(trunk: Callable, frozen, batch: Batch, first_row, x, found: dic
       frozen: the teacher's (weights, tables); x, found: of the student's trunk.
     """
     with jax.named_scope("teacher"):
-        plain = dataclasses.replace(batch, choices=None)
         weights = wait_for(frozen[0], x, list(found.values()))
-        taught = trunk(weights, plain, frozen[1], None, first_row)
+        taught = trunk(weights, batch, frozen[1], None, first_row)
         second = taught[0], list(taught[2].values())
         x = wait_for(x, second)
         return x, {segment: wait_for(both, second) for segment, both in found.items()}, taught

@@ -136,11 +136,7 @@ def run_stack(how: Stages, carry, units, constants: StackConstants):
     if not halves:
         return carry, counted[0]
     stats, passes = zip(*counted, strict=True)
-    choices = [half.choices for half in stats]  # the first half's tokens come first
-    sums = jax.tree.map(jnp.add, *(dataclasses.replace(half, choices=None) for half in stats))
-    if choices[0] is not None:
-        sums = dataclasses.replace(sums, choices=jnp.concatenate(choices, axis=1))
-    return carry, (sums, jnp.maximum(*passes))
+    return carry, (jax.tree.map(jnp.add, *stats), jnp.maximum(*passes))
 
 
 def of_moe(units: dict) -> dict[str, dict]:

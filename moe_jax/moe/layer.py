@@ -42,6 +42,7 @@ class MoE:
     Attributes:
       config, roles, activation, plan: as `make_moe` takes them.
       router: which experts each token takes; schedule: how rows move.
+      records: whether every token's choices leave with the statistics, as generation has them.
     """
 
     config: MoEConfig
@@ -50,6 +51,7 @@ class MoE:
     plan: PlanShape | None
     router: Router
     schedule: Schedule
+    records: bool = False
 
     @property
     def late(self) -> bool:
@@ -67,7 +69,7 @@ class MoE:
         Args:
           x: float [t, M].
           gate: w_gate [M, E], or {'w_gate': [M, E], ...} for a router that keeps more.
-          inputs: token_ids int32 [t], tables of this layer, noise_key (None for no noise), replay int32 [t, K] or None.
+          inputs: token_ids int32 [t], tables of this layer, noise_key (None for no noise).
           bank: {name: [Rb, ...]}; grad_sink: {name: [Hs, ...]}.
           replicas: what `fetch_replicas` returned.
 
@@ -89,17 +91,12 @@ class MoE:
           (Routed, GateStats, replicas): replicas that come after the gate stand behind those given.
         """
         tables = inputs.tables
-        if inputs.replay is None:
-            tokens, ids = self.schedule.enter(x, inputs.token_ids)
-            inputs = dataclasses.replace(inputs, token_ids=ids)
-        else:
-            both = jnp.concatenate([inputs.token_ids[:, None], inputs.replay], axis=1)
-            tokens, both = self.schedule.enter(x, both)
-            inputs = dataclasses.replace(inputs, token_ids=both[:, 0], replay=both[:, 1:])
+        tokens, ids = self.schedule.enter(x, inputs.token_ids)
+        inputs = dataclasses.replace(inputs, token_ids=ids)
         with jax.named_scope("gate"):
             params = gate if isinstance(gate, dict) else {"w_gate": gate}
             choice, stats = self.router.choose(tokens, params, inputs)
-            if self.config.record_choices:
+            if self.records:
                 ids = choice.expert_ids
                 ids = ids if inputs.real is None else jnp.where(inputs.real[:, None], ids, -1)
                 stats = dataclasses.replace(stats, choices=ids)

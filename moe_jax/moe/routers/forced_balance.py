@@ -18,7 +18,6 @@ class ForcedBalance(TopK):
     """Hand out experts in turn."""
 
     knobs = ()
-    replays = False
     by_token = False
 
     def pick(self, probs, inputs):

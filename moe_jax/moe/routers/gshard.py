@@ -29,7 +29,6 @@ class GShard(TopK):
 
     knobs = ()
     ignores = ("routed_scale", "renormalize")
-    replays = False
     balances = ("batch",)
     takes = (2, "takes two experts per token")
     draws = True

@@ -41,8 +41,6 @@ class RouterOptions:
         without one by the devices at hand. The router 'topology' takes bandwidths from it, or from a preset's file.
       router_dtype: dtype in which logits are computed: 'float32', 'bfloat16', 'float64', or 'auto', the compute dtype's
         but at least float32. What follows is computed in at least float32.
-      record_choices: let every token's choices leave with the statistics of a microbatch (`StepStats.choices`), for
-        `Batch.choices` to replay them.
     """
 
     num_experts: int = 8
@@ -57,7 +55,6 @@ class RouterOptions:
     router_dtype: str = "auto"
     balance_over: str = "batch"
     cluster: str = ""
-    record_choices: bool = False
 
     def __post_init__(self):
         if self.num_experts < 1:

@@ -47,7 +47,6 @@ class Topology(TopK):
 
     knobs = (TopologyKnobs,)
     ignores = ("routed_scale",)
-    replays = False
     by_token = False
 
     @classmethod
