@@ -57,7 +57,7 @@ class ModelConfig:
       kv_heads: heads of keys and values, each of which heads / kv_heads query heads share (grouped-query attention,
         Ainslie et al. 2023); None is as many as heads.
       head_dim: Dh, dim of a head; None is model_dim / heads.
-      kv_lora_rank: numbers of the latent of each token from which multi-head latent attention (`latent_attention.py`)
+      kv_lora_rank: numbers of the latent of each token from which multi-head latent attention (`transformer.py`)
         makes keys and values of all heads; None is attention without. head_dim then counts the features of a query and
         key, rotated ones included.
       q_lora_rank: likewise of queries; None makes them from the token itself. The next two are of latent attention too.

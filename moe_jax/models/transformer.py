@@ -18,14 +18,87 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.models.attention import attend, attend_cached, rotate
+from moe_jax.models.attention import attend, attend_cached, rotate, yarn_magnitude
 from moe_jax.models.config import ModelConfig, Segment, segments_of
-from moe_jax.models.latent_attention import LatentAttention
 from moe_jax.models.model_group import ModelGroup, add_bias, fresh_weight, in_dtype
-from moe_jax.models.norms import HeadNorm, Norm, upcast
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.routers import build_router
+from moe_jax.parallel.few_kernels import spread
+
+# Norms, in at least float32. Sources: Ba et al. 2016; Zhang and Sennrich 2019; of queries and keys: Dehghani et al.
+# 2023, section 2.
+#     LayerNorm   y = (x - mean) / sqrt(variance + epsilon) * scale + bias
+#     RMSNorm     y = x / sqrt(mean(x^2) + epsilon) * scale
+
+# else a loop over layers saves float32 intermediates of each
+recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+class Norm(nnx.Module):
+    """The norm of a model's residual stream, over its M features, or of a latent of attention, over its own.
+
+    Of a latent it is RMSNorm with the epsilon that DeepSeek's models have, 1e-6, whatever that of the stream is.
+    """
+
+    def __init__(self, config: ModelConfig, latent: int = 0):
+        dtype, self.has_mean = config.param_dtype, config.norm == "layer" and not latent
+        self.epsilon, features = 1e-6 if latent else config.norm_epsilon, latent or config.model_dim
+        self.scale = nnx.Param(jnp.ones((features,), dtype))
+        if self.has_mean:
+            self.bias = nnx.Param(jnp.zeros((features,), dtype))
+
+    def __call__(self, x):
+        return _normalize(x, self.scale[...], self.bias[...] if self.has_mean else None, self.epsilon)
+
+
+class HeadNorm(nnx.Module):
+    """RMSNorm of queries or keys [b, Sq, H, Dh]: each head by itself, or all heads of a token together.
+
+    The scale is [Dh], alike for all heads, or [H, Dh], of which each device of an MP group holds its heads' part.
+    """
+
+    def __init__(self, config: ModelConfig, heads: int):
+        self.whole, self.epsilon = config.qk_norm == "width", config.norm_epsilon
+        self.features = heads * config.head_size
+        shape = (heads, config.head_size) if self.whole else (config.head_size,)
+        self.scale = nnx.Param(jnp.ones(shape, config.param_dtype), model_dim=0 if self.whole else -1)
+
+    def __call__(self, x, group: ModelGroup):
+        """Return x normalised; over all heads the squares are summed over the MP group, which holds them together."""
+        if not self.whole:
+            return _normalize(x, self.scale[...], None, self.epsilon)
+
+        @recomputed
+        def sum_of_squares(x):  # [b, Sq, 1, 1]
+            return jnp.sum(jnp.square(upcast(x)), axis=(-2, -1), keepdims=True)
+
+        squares = sum_of_squares(x)
+        squares = lax.psum(squares, group.axes) if group.axes else squares
+        return recomputed(_scaled, static_argnums=3)(x, squares / self.features, self.scale[...], self.epsilon)
+
+
+@functools.partial(recomputed, static_argnums=3)
+def _normalize(x, scale, bias, epsilon):
+    """Return LayerNorm, or without a bias RMSNorm, over the last dim."""
+    wide = upcast(x)
+    if bias is None:
+        return _scaled(x, jnp.mean(jnp.square(wide), axis=-1, keepdims=True), scale, epsilon)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
+    normed = (wide - mean) * lax.rsqrt(variance + epsilon)
+    scale, bias = spread(scale.astype(wide.dtype), wide), spread(bias.astype(wide.dtype), wide)
+    return (normed * scale + bias).astype(x.dtype)
+
+
+def _scaled(x, mean_square, scale, epsilon):
+    wide = upcast(x)
+    return (wide * lax.rsqrt(mean_square + epsilon) * spread(scale.astype(wide.dtype), wide)).astype(x.dtype)
+
+
+def upcast(x):
+    """Return x in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 class Attention(nnx.Module):
@@ -81,6 +154,86 @@ class Attention(nnx.Module):
             mixed = among() if mix is None else mix((k, v), among, cached)
             out = group.reduce(group.times("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
             return add_bias(out, self.out_bias[...]) if config.attention_bias else out
+
+
+class LatentAttention(nnx.Module):
+    """Pre-norm multi-head latent self-attention (MLA): keys and values of all heads are made from one small latent.
+
+        c = norm(x w_kv)[:r]      keys k_h = (c up_h, rot(x w_kv)[r:])      values v_h = c up'_h
+
+    The rotated part of a key is alike for all heads. Queries are made from x, or from a latent of their own. Training
+    and prompts make keys and values of all heads. Single tokens attend to the cached latents and rotated parts, r + dr
+    numbers of a token and layer: `up` moves to the query, and `up'` behind the mixing. Under MP each device holds some
+    of the heads, and all of what makes latents, of its own tokens where these are split. r is kv_lora_rank, dr
+    qk_rope_head_dim. Source: DeepSeek-V2 (2024), section 2.1; appendix C for all formulas.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int):
+        dim, heads, size, dtype = config.model_dim, config.heads, config.head_size, config.param_dtype
+        self.config, self.rank, self.own_size = config, config.kv_lora_rank, size - config.qk_rope_head_dim
+        self.norm = Norm(config)
+        sizes = {"kv_down": self.rank + config.qk_rope_head_dim}
+        if config.q_lora_rank:
+            sizes["q_down"], self.q_norm = config.q_lora_rank, Norm(config, config.q_lora_rank)
+            self.q_up = fresh_weight(config, rngs, (config.q_lora_rank, heads, size), config.q_lora_rank**-0.5, 1)
+        else:
+            self.q = fresh_weight(config, rngs, (dim, heads, size), dim**-0.5, 1)
+        for name, features in sizes.items():
+            setattr(self, name, fresh_weight(config, rngs, (dim, features), dim**-0.5))
+            if config.attention_bias:
+                setattr(self, f"{name}_bias", nnx.Param(jnp.zeros((features,), dtype)))
+        self.kv_norm, value = Norm(config, self.rank), config.value_size
+        self.kv_up = fresh_weight(config, rngs, (self.rank, heads, self.own_size + value), self.rank**-0.5, 1)
+        self.out = fresh_weight(config, rngs, (heads, value, dim), (2 * depth * heads * value) ** -0.5, 0)
+        if config.attention_bias:
+            self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
+
+    def __call__(self, x, group: ModelGroup, documents=None, positions=None, mix=None):
+        """Return the residual branch, of the shape of x; arguments are those of `Attention`."""
+        config = self.config
+        with jax.named_scope("attention"):
+            h = self.norm(x)
+            latent, k_rotary = jnp.split(self._down(h, "kv_down", group), [self.rank], axis=-1)
+            latent, k_rotary = self.kv_norm(latent), group.whole(k_rotary)[:, :, None]  # [b, Sq, 1, dr]
+            if config.q_lora_rank:
+                q_latent = self.q_norm(self._down(h, "q_down", group))
+                (q,) = group.project(q_latent, ["bsr,rhd->bshd"], [in_dtype(self.q_up[...], x.dtype)])
+            else:
+                (q,) = group.project(h, ["bsm,mhd->bshd"], [in_dtype(self.q[...], x.dtype)])
+            q_own, q_rotary = jnp.split(q, [self.own_size], axis=-1)
+            positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
+            rotary = config.rotary_base, config.rotary_factor, config.rotary_yarn
+            q_rotary, k_rotary = (rotate(array, positions, *rotary) for array in (q_rotary, k_rotary))
+            factor = yarn_magnitude(config.rotary_factor, config.rotary_yarn[4]) ** 2 if config.rotary_yarn else 1.0
+
+            def among():
+                (kv,) = group.project(latent, ["bsr,rhd->bshd"], [in_dtype(self.kv_up[...], x.dtype)])
+                rest = jnp.concatenate([q_own, q_rotary], axis=-1), kv, k_rotary
+                q, kv, shared = (checkpoint_name(array, "heads") for array in rest)
+                k, v = jnp.split(kv, [self.own_size], axis=-1)
+                k = jnp.concatenate([k, jnp.broadcast_to(shared, (*k.shape[:3], shared.shape[3]))], axis=-1)
+                return attend(q, k, v, config.kind == "gpt", config.attention, documents, factor)
+
+            def over(cached, positions, in_place):
+                k_up, v_up = jnp.split(in_dtype(self.kv_up[...], x.dtype)[0], [self.own_size], axis=-1)
+                queries = jnp.einsum("bshd,rhd->bshr", q_own, k_up), q_rotary
+                divisor = math.sqrt(config.head_size) / factor
+                mixed = attend_cached(queries, kept, divisor, 0, cached, positions, in_place)
+                return jnp.einsum("bshr,rhd->bshd", mixed, v_up)
+
+            if mix is None:
+                mixed = among()
+            else:
+                kept = latent[:, :, None], k_rotary
+                mixed = mix(kept, among, over)
+            out = group.reduce(group.times("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
+            return add_bias(out, self.out_bias[...]) if config.attention_bias else out
+
+    def _down(self, h, name: str, group: ModelGroup):
+        """Return a latent of the tokens h, which are kept as the residual stream is; it is as all devices have it."""
+        spec = "bsm,mr->bsr" if h.ndim == 3 else "tm,mr->tr"
+        latent = group.times(spec, h, in_dtype(getattr(self, name)[...], h.dtype))
+        return add_bias(latent, getattr(self, f"{name}_bias")[...]) if self.config.attention_bias else latent
 
 
 class FeedForward(nnx.Module):
