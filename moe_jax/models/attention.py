@@ -227,8 +227,8 @@ def _cudnn(causal: bool, bias):
 
 # JAX's own backward saves an absent bias as an array of no elements. After a scan it becomes an input that the
 # backward's loop carries and never reads, and the compiler of jax 0.11.2 crashes while it removes that (Shardy's
-# ManualComputationUnusedInputsPattern, a segmentation fault) as soon as there are several devices. `Residuals` save no
-# empty array. The bias of documents is made again in the backward, not saved for it.
+# ManualComputationUnusedInputsPattern, a segmentation fault) as soon as there are several devices. `residuals_of` saves
+# no empty array. The bias of documents is made again in the backward, not saved for it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_cudnn(causal: bool, q, k, v, documents):
     """Call cuDNN as JAX does; documents: int32 [b, Sq], or None."""
@@ -255,7 +255,7 @@ def _forward_cudnn(causal: bool, q, k, v, documents):
 def _backward_cudnn(causal: bool, saved, dout):
     del causal
     residuals, documents = saved
-    return *residuals.restore(_bias_of(documents, dout.dtype))(dout), None
+    return *residuals(_bias_of(documents, dout.dtype))(dout), None
 
 
 _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)

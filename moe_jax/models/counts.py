@@ -16,6 +16,7 @@ from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
 from moe_jax.models.config import LoraConfig, ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
 from moe_jax.models.model_group import rows_of
+from moe_jax.models.transformer import MODULES
 from moe_jax.moe.bank import reads_as_stored
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.config import MoEConfig
@@ -25,10 +26,6 @@ from moe_jax.planning.plan_shape import Shapes
 
 GROUPS = ("embedding", "attention", "feed_forward", "shared_experts", "gate", "norm", "bias", "experts")
 PAPER_GROUPS = ("attention", "feed_forward", "shared_experts", "experts")
-GROUP_OF = {  # of what a unit consists of
-    "dense_attention": "attention", "attention": "attention", "dense": "feed_forward", "shared": "shared_experts",
-    "gate": "gate",
-}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=32)
@@ -54,7 +51,8 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tu
     by_group = dict.fromkeys(GROUPS, 0)
     for name, shape in leaf_shapes(config, moe, vocab_size).items():
         path = name.split("/")[1:]
-        group = "embedding" if path[0] == "embedding" else GROUP_OF.get(path[2] if len(path) > 2 else "", "")
+        group = "embedding" if path[0] == "embedding" else path[2] if len(path) > 2 else ""
+        group = MODULES.get(group, group)
         if name.startswith("bank"):
             group = "experts"
         elif "norm" in name:
@@ -187,12 +185,13 @@ def _held(shapes, specs, model: LanguageModel, dtype=None) -> int:
       dtype: that leaves are copied to where they have another one; only the copies count then.
     """
 
-    def one(leaf, spec):
+    total = 0
+    for leaf, spec in zip(jax.tree.leaves(shapes), jax.tree.structure(shapes).flatten_up_to(specs), strict=True):
         # None is float64 to a dtype that is compared with it
-        item = 0 if dtype is not None and leaf.dtype == dtype else jnp.dtype(dtype or leaf.dtype).itemsize
-        return item * math.prod(model.roles.sharding(*spec).shard_shape(leaf.shape))
-
-    return sum(jax.tree.leaves(jax.tree.map(one, shapes, specs)))
+        if dtype is None or leaf.dtype != dtype:
+            values = math.prod(model.roles.sharding(*spec).shard_shape(leaf.shape))
+            total += jnp.dtype(dtype or leaf.dtype).itemsize * values
+    return total
 
 
 def device_bytes(
@@ -214,7 +213,7 @@ def device_bytes(
     # but their inputs. Left out: other temporaries, the buffers of collectives and fragmentation. Later passes are
     # those of the complete program, which optimistic steps run too.
     model = sizes.model
-    (shapes, layout), (param_itemsize, compute_itemsize) = shapes_and_layout(model), _itemsizes(model.config)
+    shapes, layout = shapes_and_layout(model)
     trained = model.trained(shapes)
     moments = _held(trained, model.trained(layout.state), model)
     of_grads = model.trained({**layout.params, "bank": layout.grad_sink})
@@ -223,7 +222,7 @@ def device_bytes(
     outer = [{n: leaf for n, leaf in of.get("dense", {}).items() if n != "units"} for of in (trained, of_grads)]
     outer = _held(*outer, model)
     cast, own = 0, {segment.name: None if plan is None else plan[segment.name] for segment in model.expert_segments}
-    if compute_itemsize != param_itemsize:  # but where a named kernel reads the bank as it is
+    if model.config.dtype != model.config.param_dtype:  # but where a named kernel reads the bank as it is
         named = {s.name: s.moe for s in model.expert_segments if s.moe.grouped_matmul != "auto"}
         split = layout.dp_stage == 3 and model.roles.size(model.roles.data) > 1
         read = {name for name, moe in named.items() if reads_as_stored(moe.grouped_matmul, own[name], split)}
@@ -261,11 +260,6 @@ def teacher_bytes(sizes: Sizes) -> int:
     return held + _gathered(model) + forward
 
 
-def _itemsizes(config: ModelConfig) -> tuple[int, int]:
-    """Return the bytes of one value of a parameter and of the compute dtype."""
-    return jnp.dtype(config.param_dtype).itemsize, jnp.dtype(config.dtype).itemsize
-
-
 def _gathered(model: LanguageModel) -> int:
     """Return the bytes of whole leaves that stage 3 holds at once: all outer ones, one unit, one layer's experts.
 
@@ -289,7 +283,9 @@ def _gathered(model: LanguageModel) -> int:
 def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int]:
     """Return the bytes of replicas, and of what later passes hold."""
     model, roles = sizes.model, sizes.model.roles
-    param_itemsize, compute_itemsize = _itemsizes(model.config)
+    param_itemsize, compute_itemsize = (
+        jnp.dtype(own).itemsize for own in (model.config.param_dtype, model.config.dtype)
+    )
     replicas, overflow = 0, 0
     matrices = matrices_of(model.config.activation)
     group_tokens = sizes.group_tokens // (2 if model.config.overlap == "halves" else 1)

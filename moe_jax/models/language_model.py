@@ -360,13 +360,10 @@ class Teacher:
     layout: Layout
     alpha: float
 
-    def shardings(self) -> dict:
-        """Return where every leaf of the parameters lies, as NamedShardings."""
-        return jax.tree.map(lambda spec: self.model.roles.sharding(*spec), self.layout.params)
-
     def stored_params(self) -> dict:
         """Return the parameters as they stand in a checkpoint, as ShapeDtypeStructs with shardings."""
-        return jax.tree.map(lambda leaf, own: leaf.update(sharding=own), self.model.shapes(), self.shardings())
+        sharding, specs = self.model.roles.sharding, self.layout.params
+        return jax.tree.map(lambda leaf, spec: leaf.update(sharding=sharding(*spec)), self.model.shapes(), specs)
 
     def held_params(self) -> dict:
         """Return the parameters as a step takes them: the bank in the compute dtype, since nobody updates it."""

@@ -22,15 +22,10 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.models.config import LoraConfig, Segment
-from moe_jax.models.transformer import matrix_dims
+from moe_jax.models.transformer import MODULES, matrix_dims
 from moe_jax.moe.bank import bank_of
 from moe_jax.moe.experts import LORA_A, LORA_B
 from moe_jax.parallel.gather import gather_tree
-
-MODULES = {  # of a unit: what a target calls it
-    "dense_attention": "attention", "attention": "attention", "dense": "feed_forward", "shared": "shared_experts",
-}  # fmt: skip
-EXPERTS = "experts"
 
 
 def is_adapter(name: str) -> bool:
@@ -71,7 +66,7 @@ def find_sites(config: LoraConfig, base: dict) -> dict[tuple[str, ...], tuple[st
     known = {}
     for path, leaf in jax.tree.leaves_with_path(base):
         names = tuple(step.key for step in path)
-        module = EXPERTS if names[0] == "bank" else MODULES.get(names[3]) if names[1] == "units" else None
+        module = "experts" if names[0] == "bank" else MODULES.get(names[3]) if names[1] == "units" else None
         if module is not None and len(names) < 6 and matrix_dims(names[-1]) is not None:
             known[names] = f"{module}/{names[-1]}", leaf.shape
     found = {}

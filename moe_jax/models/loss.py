@@ -146,13 +146,11 @@ def make_loss(
             its_sinks = by_segment(teacher.model, with_grad_sink(held["bank"])[1])
             frozen = (held["dense"], held["bank"], its_sinks), teacher.model.even_tables()
         total, stats = sharded(*inputs, frozen)
-        if len(stats.loads) > 1:  # [L, sources, E] of each segment; sources and experts that one lacks are 0
-            sources, experts = (max(part.shape[dim] for part in stats.loads) for dim in (1, 2))
-            widths = [((0, 0), (0, sources - own.shape[1]), (0, experts - own.shape[2])) for own in stats.loads]
-            loads = jnp.concatenate([jnp.pad(own, width) for own, width in zip(stats.loads, widths, strict=True)])
-        else:
-            (loads,) = stats.loads
-        return total, dataclasses.replace(stats, loads=loads)
+        # [L, sources, E] of each segment; sources and experts that one lacks are 0
+        sources, experts = (max(part.shape[dim] for part in stats.loads) for dim in (1, 2))
+        widths = [((0, 0), (0, sources - own.shape[1]), (0, experts - own.shape[2])) for own in stats.loads]
+        loads = [jnp.pad(own, width) for own, width in zip(stats.loads, widths, strict=True)]
+        return total, dataclasses.replace(stats, loads=_all_layers(loads))
 
     return loss
 

@@ -39,10 +39,10 @@ Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 # travelled    l   the same as the bank has it, not in its sum yet    `write`                `add_home`
 # gradients    s   of all layers: {'mix', 'gate'}, leaves [L, ...],   `write`                returned
 #                  written out {layer: leaves [...]}; 'home', [Rb, ...]
-# the name of  h   the `Residuals` of a stage that ran again          `again`                that stage
+# the name of  h   the residuals of a stage that ran again            `again`                that stage
 # a stage
 #
-# Leaves the forward ("emitted") under the same keys, and is the backward's `saved`: the `Residuals` of each stage under
+# Leaves the forward ("emitted") under the same keys, and is the backward's `saved`: the residuals of each stage under
 # its name, ahead, late; where a layer's stages run again, of these attention's and ahead alone, and a. The results do,
 # too: counted, (GateStats, passes).
 
@@ -59,9 +59,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from moe_jax.models.lora import adapters_of, base_of, joined
-from moe_jax.models.residuals import Residuals, residuals_of
+from moe_jax.models.residuals import residuals_of
 from moe_jax.models.stages import StackConstants, Stages, join_floats
 from moe_jax.moe.bank import add_rows
 from moe_jax.parallel.ordering import wait_for
@@ -106,10 +107,10 @@ def run_stack(how: Stages, carry, units, constants: StackConstants):
 
     @jax.custom_vjp
     def stack(x, params, sinks, constants):
-        return *Forward(how, params, sinks[0], constants, save_residuals=False).run(x)[0], sinks
+        return *Forward(how, params, sinks[0], constants).run(x, save_residuals=False)[0], sinks
 
     def forward(x, params, sinks, constants):
-        out, saved = Forward(how, params, sinks[0], constants, save_residuals=True).run(x)
+        out, saved = Forward(how, params, sinks[0], constants).run(x, save_residuals=True)
         return (*out, sinks), (params, constants, saved)
 
     def backward(residuals, cotangents):
@@ -292,7 +293,7 @@ class Direction(abc.ABC):
         live.update(arrived)
         return value
 
-    def compute(self, stage: str, window: Window, live: Live, save: bool) -> Residuals | None:
+    def compute(self, stage: str, window: Window, live: Live, save: bool) -> Partial | None:
         """Run a stage of the forward on live values, the window's moves next to it; what it makes goes to `live`.
 
         Returns:
@@ -383,21 +384,18 @@ class Direction(abc.ABC):
 
 
 class Forward(Direction):
-    """The forward direction."""
+    """The forward direction; `save_residuals` says whether a backward follows."""
 
     last_half = 1
+    save_residuals = False
 
-    def __init__(self, how: Stages, params, grad_sink, constants: StackConstants, *, save_residuals: bool):
-        super().__init__(how, params, grad_sink, constants)
-        self.save_residuals = save_residuals
-
-    def run(self, x: tuple):
+    def run(self, x: tuple, save_residuals: bool):
         """Return ((x, counted), saved): x by half, and by half (stats [L, ...], passes [L]).
 
         Saved is what the backward takes, (emitted outside the loop, emitted by its turns, values [turns, ...], the top
         layer's replicas {name: [m, ...]}, None where the backward fetches none again).
         """
-        schedule = self.how.block_schedule
+        schedule, self.save_residuals = self.how.block_schedule, save_residuals
         live = {("x", 0, half): part for half, part in zip(self.halves, x, strict=True)}
         if self.how.transfer is not None and self.save_residuals and schedule.refetch_replicas:
             # The backward needs the top layer's replicas at once. All turns of a loop are alike, so each leaves its
@@ -407,10 +405,10 @@ class Forward(Direction):
         counted = []
         for half in self.halves:
             pieces = {}  # by their first layer, leaves [1 or turns, ...]
-            for layer, value in _pop_counted(outside, half):
-                pieces[layer] = jax.tree.map(lambda leaf: leaf[None], value)
-            for offset, value in _pop_counted(stacked, half):
-                pieces[schedule.forward.turns[0] + offset] = value
+            for key in [key for key in outside if key[::2] == ("counted", half)]:
+                pieces[key[1]] = jax.tree.map(lambda leaf: leaf[None], outside.pop(key))
+            for key in [key for key in stacked if key[::2] == ("counted", half)]:
+                pieces[schedule.forward.turns[0] + key[1]] = stacked.pop(key)
             ordered = [pieces[layer] for layer in sorted(pieces)]
             counted.append(jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered))
         x = tuple(live["x", self.layers, half] for half in self.halves)
@@ -438,12 +436,6 @@ class Forward(Direction):
                     live[TOP_REPLICAS] = replicas
                 elif self.save_residuals and replicas is not None:
                     emit["ahead", window.layer, None] = replicas
-
-
-def _pop_counted(emitted: Live, half: int | None) -> list:
-    """Take one half's counts out of what was emitted: [(layer, (stats, passes))]."""
-    keys = [key for key in emitted if key[0] == "counted" and key[2] == half]
-    return [(key[1], emitted.pop(key)) for key in keys]
 
 
 class Backward(Direction):
@@ -527,9 +519,8 @@ class Backward(Direction):
                 if leaf.ndim == 0 if stage == "unpack" else jnp.issubdtype(leaf.dtype, jnp.floating):
                     leaves[place] = self.after(leaf, d[makes[0]])
             residuals = jax.tree.unflatten(tree, leaves)
-        restored = residuals.restore((constants, own))
         d[makes[0]], moves = self.start_moves(window, live, d[makes[0]])
-        (read,) = restored(d)
+        (read,) = residuals((constants, own))(d)
         # else the sum of dmix over devices, and so all of attention, would run before the moves
         late = (reads[0], "mix") if stage == "attention" else reads[:1]
         read |= self.end_moves(moves, live, {name: read[name] for name in late})
@@ -561,7 +552,7 @@ class Backward(Direction):
             key = STAGES[stage][2][0], *at
             live[key] = self.after(cast_varying(jnp.zeros_like(live[key]), varying_axes(live[key])), live[key])
             if stage == "experts":  # what is kept is there before the backward of the layer begins
-                live[dx] = fence((live[stage, *at].arrays, live[dx]))[1]
+                live[dx] = fence((live[stage, *at].args, live[dx]))[1]
         if stage == "route":
             del live["stats", *at], live["counted", *at]
         elif stage == "unpack":  # what was computed again ends before the backward of the layer begins

@@ -1,45 +1,28 @@
 """What a backward keeps: residuals of a stage without the arrays it has anyway, and of a scan what is expensive."""
 
-# `Residuals` hold what `jax.vjp` returned but for arrays that the backward will have again (parameters, the bank,
-# tables, replicas of experts); `restore` joins the two in another iteration of another loop. So a loop can stack them
+# `residuals_of` keeps what `jax.vjp` returned but for arrays that the backward will have again (parameters, the bank,
+# tables, replicas of experts), and joins the two in another iteration of another loop. So a loop can stack residuals
 # without stacking a bank in every turn, and replicas can be fetched a second time instead of being saved.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from moe_jax.models.config import ModelConfig
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
-@dataclasses.dataclass(frozen=True, eq=False)
-class Residuals:
-    """What `jax.vjp` returned, taken apart: `arrays` are its own, `plan` says where each of its leaves comes from."""
+def residuals_of(pull_back, known) -> Partial:
+    """Take apart what `jax.vjp` returned; left out: leaves of `known`, the same objects, and empty arrays.
 
-    arrays: list
-    plan: tuple
-
-    def restore(self, known):
-        """Return the function; `known` is the tree that was given to `residuals_of`, with arrays of the same shapes."""
-        tree, places = self.plan
-        sources, leaves = {"known": jax.tree.leaves(known), "own": self.arrays}, []
-        for kind, at in places:
-            if kind == "empty":
-                shape, dtype, axes = at
-                leaves.append(cast_varying(jnp.zeros(shape, dtype), axes))
-            else:
-                leaves.append(at if kind == "static" else sources[kind][at])
-        return jax.tree.unflatten(tree, leaves)
-
-
-def residuals_of(pull_back, known) -> Residuals:
-    """Take apart what `jax.vjp` returned; left out: leaves of `known`, the same objects, and empty arrays."""
+    Returns:
+      a pytree of the arrays that are its own. Called with a tree like `known`, whose arrays have the same shapes, it
+      returns the function.
+    """
     place = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(known))}
     leaves, tree = jax.tree.flatten(pull_back)
     arrays, places = [], []
@@ -55,7 +38,18 @@ def residuals_of(pull_back, known) -> Residuals:
             places.append(("own", place_of_own))
         else:  # JAX's placeholder for an argument that it does not need
             places.append(("static", leaf))
-    return Residuals(arrays, (tree, tuple(places)))
+
+    def restore(own, known):
+        sources, leaves = {"known": jax.tree.leaves(known), "own": own}, []
+        for kind, at in places:
+            if kind == "empty":
+                shape, dtype, axes = at
+                leaves.append(cast_varying(jnp.zeros(shape, dtype), axes))
+            else:
+                leaves.append(at if kind == "static" else sources[kind][at])
+        return jax.tree.unflatten(tree, leaves)
+
+    return Partial(restore, arrays)
 
 
 # queries, keys and values as attention reads them; x before the MoE half; experts' products with their input weights

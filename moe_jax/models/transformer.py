@@ -429,6 +429,15 @@ class Transformer(nnx.Module):
         self.norm = Norm(config)
 
 
+# of a unit: what a target of LoRA and a count of parameters call its modules with matrices, but for the gate
+MODULES = {
+    "dense_attention": "attention",
+    "attention": "attention",
+    "dense": "feed_forward",
+    "shared": "shared_experts",
+}
+
+
 def matrix_dims(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the dims (in, out) of the matrices in the leaf of this name, not counting what it is stacked over.
 
