@@ -99,7 +99,7 @@ def _choice_lines(
     if wanted.attention == "auto":
         reason = missing_for_cudnn(wanted, target)
         if target is None:
-            on_gpus = f"'xla' on GPUs: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
+            on_gpus = f"and on GPUs: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
             line += f" is 'blocks' on CPU devices, {on_gpus}"
         else:
             resolved = resolve_attention(wanted, target).attention

@@ -1,9 +1,9 @@
 """Self-attention of one device's heads, and which implementation computes it.
 
-`xla` writes the scores [b, H, Sq, Sq] to memory; `blocks` keeps none of them; `cudnn` does not write them (flash
-attention), but of packed documents it reads their mask as a bias [b, 1, Sq, Sq], and writes that one's gradient, which
-nobody reads. 'auto' is resolved once, when a step is built: to `blocks` on CPUs, to `cudnn` on a GPU where cuDNN takes
-the dtype, the head size and the GPU's generation, else to `xla`.
+`blocks` keeps none of the scores [b, H, Sq, Sq]; `cudnn` does not write them (flash attention), but of packed documents
+it reads their mask as a bias [b, 1, Sq, Sq], and writes that one's gradient, which nobody reads. 'auto' is resolved
+once, when a step is built: to `cudnn` on a GPU where cuDNN takes the dtype, the head size and the GPU's generation,
+else to `blocks`.
 Letters: docs/notation.md.
 """
 
@@ -32,9 +32,6 @@ CAPABILITY = (8, 0)  # Ampere: the first with flash attention in cuDNN
 def attend(q, k, v, causal: bool, implementation: str, documents=None, factor: float = 1.0):
     """Return softmax(factor q k^T / sqrt(Dh)) v.
 
-    In float64 and float16 `xla` is `blocks`: JAX's function leaves the one, and asks in the other for a matmul that
-    CPUs do not have. So it is where values have another size than keys or scores a factor, as in latent attention.
-
     Args:
       q: [b, Sq, H, Dh]; k, v: [b, Sq, Hkv, Dh]; query head i reads k and v of head i // (H / Hkv).
       documents: int32 [b, Sq], as in `Batch`: a token attends to its own document alone; None lets it attend to all.
@@ -43,10 +40,6 @@ def attend(q, k, v, causal: bool, implementation: str, documents=None, factor: f
         raise ValueError("attention 'auto' must be resolved by resolve_attention before the step is built")
     if implementation == "cudnn":
         return _attend_cudnn(causal, q, k, v, documents)
-    plain = q.dtype not in (jnp.float64, jnp.float16) and k.shape == v.shape and factor == 1
-    if implementation == "xla" and plain:
-        mask = None if documents is None else same_document(documents)
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
     return _attend_blocks(causal, factor * q.shape[-1] ** -0.5, *match_varying(q, k, v, documents))
 
 
@@ -262,7 +255,7 @@ _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)
 
 
 def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
-    """Return the config with the attention that its step computes: 'auto' becomes 'blocks', 'xla' or 'cudnn'.
+    """Return the config with the attention that its step computes: 'auto' becomes 'blocks' or 'cudnn'.
 
     Args:
       device: one of the mesh's, real or described; None, that of an abstract mesh, counts as a CPU for 'auto' and does
@@ -271,7 +264,7 @@ def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
     Raises:
       UserError: 'cudnn' where cuDNN cannot compute it, with the reason.
     """
-    if config.attention in ("xla", "blocks"):
+    if config.attention == "blocks":
         return config
     reason = missing_for_cudnn(config, device)
     if config.attention == "cudnn":
@@ -282,10 +275,9 @@ def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
             )
         return config
     on_cpu = device is None or device.platform == "cpu"
-    other = "blocks" if on_cpu or config.kv_lora_rank else "xla"
     if reason and not on_cpu:
-        _say_fallback(other, reason)
-    return dataclasses.replace(config, attention=other if on_cpu or reason else "cudnn")
+        _say_fallback(reason)
+    return dataclasses.replace(config, attention="blocks" if on_cpu or reason else "cudnn")
 
 
 def missing_for_cudnn(config: ModelConfig, device=None) -> str:
@@ -322,13 +314,13 @@ def check_document_mask(config: ModelConfig, length: int) -> None:
     if config.document_mask and config.attention == "cudnn" and length % 2:
         raise UserError(
             f"DataConfig.sequence_length ({length}) must be even where ModelConfig.document_mask (True) and "
-            "ModelConfig.attention ('cudnn') meet; raise it by 1, or set ModelConfig.attention = 'xla'"
+            "ModelConfig.attention ('cudnn') meet; raise it by 1, or set ModelConfig.attention = 'blocks'"
         )
 
 
 @functools.cache
-def _say_fallback(other: str, reason: str) -> None:
-    _LOG.warning("ModelConfig.attention 'auto' is %r here, not 'cudnn': %s", other, reason)
+def _say_fallback(reason: str) -> None:
+    _LOG.warning("ModelConfig.attention 'auto' is 'blocks' here, not 'cudnn': %s", reason)
 
 
 # Documents packed into one sequence: `Batch.documents` is equal exactly for tokens of one document, whose tokens are

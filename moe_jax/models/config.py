@@ -30,7 +30,7 @@ CHOICES = {
     "positions": ("learned", "rotary"),
     "norm": ("layer", "rms"),
     "qk_norm": ("none", "head", "width"),
-    "attention": ("auto", "xla", "blocks", "cudnn"),
+    "attention": ("auto", "blocks", "cudnn"),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "remat": ("none", "block", "block_but_attention", "dots"),
     "prefetch": SCHEDULES,
@@ -82,9 +82,8 @@ class ModelConfig:
         slowed down by rotary_factor, at most, and weights of what enlarges rotated features, and divides that and
         enlarges the scores (`mscale`, `mscale_all_dim`); () is linear scaling.
       tied_head: whether the token table serves as the output head, or the head [V, M] is a parameter of its own.
-      attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn', or 'blocks', which keeps no scores;
-        'auto' is 'blocks' on CPUs, 'cudnn' on the GPUs that have it for this dtype and head size, else 'xla'
-        (`models/attention.py`).
+      attention: 'blocks', which keeps no scores, or 'cudnn'; 'auto' is 'cudnn' on the GPUs that have it for this dtype
+        and head size, else 'blocks' (`models/attention.py`).
       dtype: compute dtype, 'float32', 'bfloat16', 'float16' or 'float64'; parameters are float32 (float64 where this is
         float64). In float16 the loss is scaled, dynamically (`training/step.py`).
       remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything) or

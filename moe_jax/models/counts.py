@@ -158,8 +158,7 @@ class Sizes:
     """The inputs of `device_bytes`.
 
     Attributes:
-      model: on its mesh, an abstract one will do, with the attention that it will run (`resolve_attention`); 'auto'
-        counts as 'xla'.
+      model: on its mesh, an abstract one will do, with the attention that it will run (`resolve_attention`).
       length: Sq.
       batch_size: global sequences of a step.
       grad_accum_steps: microbatches of a step.
@@ -339,13 +338,12 @@ def _activations(sizes: Sizes, plan: Shapes | None) -> int:
         masks = (4 if config.attention == "cudnn" else 1) * sizes.length if config.document_mask else 0
         own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
         gathered = dim if find_schedule(moe.schedule).gates_group else own
-        scores = config.heads * sizes.length / model if config.attention == "xla" else 0
         mixed = config.heads * config.value_size / model
         qkv = (config.heads + config.key_value_heads) * config.head_size / model
         qkv += config.key_value_heads * config.value_size / model
         if config.kv_lora_rank:  # latents, before and after their norms
             qkv += 2 * (config.kv_lora_rank + (config.q_lora_rank or 0)) * own / dim + config.qk_rope_head_dim
-        attention = item * (5 * own + qkv + mixed) + (4 + item) * scores
+        attention = item * (5 * own + qkv + mixed)
         hidden = item * (3 * own + matrices * config.ffn_dim / model)
         rows = moe.top_k
         if moe.capacity_factor is not None:

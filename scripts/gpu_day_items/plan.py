@@ -105,7 +105,7 @@ ITEMS = (
             _variant("base"),
             _variant("xla_gpu_enable_command_buffer = ''", options={"xla_gpu_enable_command_buffer": ""}),
             _variant("stack = 'unrolled'", model={"stack": "unrolled"}),
-            _variant("attention = 'xla'", model={"attention": "xla"}),
+            _variant("attention = 'blocks'", model={"attention": "blocks"}),
             _variant("attention = 'cudnn'", model={"attention": "cudnn"}),
             _variant("loss_chunk x 4", chunk=4),
             _variant("loss_chunk x 16", chunk=16),

@@ -163,7 +163,7 @@ def compare_with(golden, run, folder, source):
       golden: {'tokens' int [B, Sq + 1], 'loss', 'gradient NAME'}, NAME as in the files of the folder `source`.
       run: the config of the run folder `folder`.
     """
-    config = dataclasses.replace(run.model, dtype="float32", attention="xla")
+    config = dataclasses.replace(run.model, dtype="float32", attention="blocks")
     moe = dataclasses.replace(run.moe, aux_loss_weight=0.0)
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     model = LanguageModel(config=config, moe=moe, vocab_size=config.vocab_size, roles=roles)

@@ -65,8 +65,8 @@ def test_fallbacks_on_gpus_are_said_once_and_named_choices_refused(config, devic
         for _ in range(2):
             other = resolve_attention(config, device).attention
     (record,) = caplog.records
-    assert other == ("blocks" if config.kv_lora_rank else "xla")
-    assert record.getMessage().startswith(f"ModelConfig.attention 'auto' is {other!r} here, not 'cudnn': ")
+    assert other == "blocks"
+    assert record.getMessage().startswith("ModelConfig.attention 'auto' is 'blocks' here, not 'cudnn': ")
     assert record.getMessage().endswith(reason)
     with pytest.raises(UserError) as raised:
         resolve_attention(dataclasses.replace(config, attention="cudnn"), device)
@@ -77,17 +77,16 @@ def test_fallbacks_on_gpus_are_said_once_and_named_choices_refused(config, devic
 PAIRS = [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "blocks"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_shared_keys_in_jax_and_here_are_alike(dtype, implementation):
-    """float64 and float16 are always computed in blocks; query head i reads keys and values of head i // 3."""
+def test_query_heads_share_keys(dtype):
+    """Query head i reads keys and values of head i // 3."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 5, heads, 4)), dtype) for heads in (6, 2, 2))
-    got = np.asarray(attend(q, k, v, True, implementation), np.float64)
+    got = np.asarray(attend(q, k, v, True, "blocks"), np.float64)
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(np.asarray(array, np.float64)) for array in (q, k, v))
-        want = np.asarray(attend(q, k, v, True, "xla"))
-        alone = [attend(q[:, :, i : i + 1], k[:, :, j : j + 1], v[:, :, j : j + 1], True, "xla") for i, j in PAIRS]
+        want = np.asarray(attend(q, k, v, True, "blocks"))
+        alone = [attend(q[:, :, i : i + 1], k[:, :, j : j + 1], v[:, :, j : j + 1], True, "blocks") for i, j in PAIRS]
     np.testing.assert_allclose(want, np.concatenate(alone, axis=2), atol=1e-14)
     assert np.max(np.abs(got - want)) < {"float32": 1e-6, "bfloat16": 0.02, "float16": 0.0025}[dtype]
 

@@ -52,7 +52,7 @@ CASES = {
 
 def of_case(name):
     schedule, mesh, zero, changes = CASES[name]
-    config = model_config(document_mask=True, **{"overlap": "none", "attention": "xla", **changes})
+    config = model_config(document_mask=True, **{"overlap": "none", "attention": "blocks", **changes})
     moe = moe_config(num_experts=4, schedule=schedule, gate_noise=0.0, aux_loss_weight=0.0, z_loss_weight=0.0)
     return config, moe, build(config, moe, mesh, zero_stage=zero)
 
@@ -101,7 +101,7 @@ def test_the_masked_reference_is_each_document_alone():
 
 def test_a_bfloat16_model_keeps_documents_apart():
     """What precedes a document changes none of its logits' bits: a masked weight is 0, not a small number."""
-    config = model_config(document_mask=True, overlap="none", attention="xla", dtype="bfloat16", layers=1)
+    config = model_config(document_mask=True, overlap="none", attention="blocks", dtype="bfloat16", layers=1)
     moe = moe_config(num_experts=2, gate_noise=0.0)
     model = build(config, moe, {"expert": 2})
     params, packed = reference_params(config, moe), packed_batch()

@@ -19,7 +19,7 @@ PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13, 14, 15]]
 
 def configs(moe=None, **changes):
     """Return (ModelConfig, MoEConfig) for inference: a dense and an MoE block, 32 positions."""
-    changes = {"layers": 2, "moe_every": 2, "max_length": 32, "attention": "xla", **changes}
+    changes = {"layers": 2, "moe_every": 2, "max_length": 32, "attention": "blocks", **changes}
     return inference_configs(model_config(**changes), moe_config(**(moe or {})))
 
 

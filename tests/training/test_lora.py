@@ -40,7 +40,7 @@ MODELS = {
 
 
 def model_of(case, lora):
-    sizes = {"layers": 2, "model_dim": 16, "heads": 4, "hidden_dim": 12, "max_length": LENGTH, "attention": "xla"}
+    sizes = {"layers": 2, "model_dim": 16, "heads": 4, "hidden_dim": 12, "max_length": LENGTH, "attention": "blocks"}
     config = ModelConfig(**{**sizes, "dtype": "float64", **MODELS[case]})
     moe = MoEConfig(num_experts=4, shared_experts=1)
     return LanguageModel(
