@@ -301,7 +301,7 @@ def missing_for_cudnn(config: ModelConfig, device=None) -> str:
     if config.kv_lora_rank:
         return "cuDNN's attention is called for values as wide as keys, and those of latent attention are not"
     if config.head_size > LARGEST_HEAD or config.head_size % 8:
-        return f"cuDNN's attention takes heads of a multiple of 8 up to {LARGEST_HEAD}, and {config.head_size_in_words}"
+        return f"cuDNN's attention takes heads of a multiple of 8 up to {LARGEST_HEAD}, not {config.head_size}"
     return ""
 
 

@@ -180,7 +180,10 @@ class ModelConfig:
             )
         self._check_latent()
         if self.positions == "rotary" and self.head_size % 2 and not self.kv_lora_rank:
-            raise UserError(f"rotary positions need an even head size, and {self.head_size_in_words}")
+            raise UserError(
+                f"rotary positions need an even head size, and ModelConfig.head_dim, or model_dim / heads, is "
+                f"{self.head_size}"
+            )
         for name in ("norm_epsilon", "rotary_base", "rotary_factor"):
             if not getattr(self, name) > 0:
                 raise UserError(f"ModelConfig.{name} ({getattr(self, name)}) must be positive")
@@ -210,8 +213,8 @@ class ModelConfig:
                 )
         if rotated is None or rotated % 2 or rotated >= self.head_size:
             raise UserError(
-                f"ModelConfig.qk_rope_head_dim ({rotated}) must be even and below the head size "
-                f"({self.head_size_in_words}), which counts it too"
+                f"ModelConfig.qk_rope_head_dim ({rotated}) must be even and below ModelConfig.head_dim, or model_dim / "
+                f"heads ({self.head_size}), which counts it too"
             )
         if yarn and (len(yarn) != 5 or min(yarn) < 0 or not yarn[0] > 0 or not yarn[1] >= yarn[2] > 0):
             raise UserError(
@@ -310,12 +313,6 @@ class ModelConfig:
         if self.kv_lora_rank is None:
             return self.head_size
         return self.v_head_dim or self.head_size - (self.qk_rope_head_dim or 0)
-
-    @property
-    def head_size_in_words(self) -> str:
-        if self.head_dim is not None:
-            return f"ModelConfig.head_dim is {self.head_dim}"
-        return f"ModelConfig.model_dim ({self.model_dim}) / heads ({self.heads}) is {self.head_size}"
 
     @property
     def key_value_heads(self) -> int:

@@ -220,11 +220,11 @@ def device_bytes(
     # a microbatch's gradients of units and experts are added to their sum layer by layer, all others after the backward
     outer = [{n: leaf for n, leaf in of.get("dense", {}).items() if n != "units"} for of in (trained, of_grads)]
     outer = _held(*outer, model)
-    cast, own = 0, {segment.name: None if plan is None else plan[segment.name] for segment in model.expert_segments}
+    cast, plan = 0, plan or {}
     if model.config.dtype != model.config.param_dtype:  # but where a named kernel reads the bank as it is
         named = {s.name: s.moe for s in model.expert_segments if s.moe.grouped_matmul != "auto"}
         split = layout.dp_stage == 3 and model.roles.size(model.roles.data) > 1
-        read = {name for name, moe in named.items() if reads_as_stored(moe.grouped_matmul, own[name], split)}
+        read = {name for name, moe in named.items() if reads_as_stored(moe.grouped_matmul, plan.get(name), split)}
         banks = (shapes["bank"], layout.params["bank"])
         banks = ({name: of[name] for name in of if name not in read} for of in banks)
         cast = _held(*banks, model, model.config.dtype)
@@ -255,7 +255,7 @@ def teacher_bytes(sizes: Sizes) -> int:
     for segment in model.expert_segments:
         unit = {"layers": segment.config.moe_every, "remat": "block", "prefetch": "none", "refetch_replicas": False}
         own = dataclasses.replace(model, config=dataclasses.replace(segment.config, **unit), moe=segment.moe)
-        forward = max(forward, _activations(dataclasses.replace(sizes, model=own), None))
+        forward = max(forward, _activations(dataclasses.replace(sizes, model=own), {}))
     return held + _gathered(model) + forward
 
 
@@ -279,7 +279,7 @@ def _gathered(model: LanguageModel) -> int:
     return count
 
 
-def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int]:
+def _around_experts(sizes: Sizes, plan: Shapes) -> tuple[int, int]:
     """Return the bytes of replicas, and of what later passes hold."""
     model, roles = sizes.model, sizes.model.roles
     param_itemsize, compute_itemsize = (
@@ -290,7 +290,7 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int]:
     group_tokens = sizes.group_tokens // (2 if model.config.overlap == "halves" else 1)
     for segment in model.expert_segments:
         config, moe, own = segment.config, segment.moe, segment.roles(roles)
-        shape = None if plan is None else plan[segment.name]
+        shape = plan.get(segment.name)
         matrix = config.model_dim * config.hidden_dim // own.size(own.expert_shard)
         if shape is not None:
             # Parameters of layers in memory, and what one layer gets and returns: their gradients twice, for Agg, or
@@ -322,7 +322,7 @@ def _around_experts(sizes: Sizes, plan: Shapes | None) -> tuple[int, int]:
     return replicas, overflow
 
 
-def _activations(sizes: Sizes, plan: Shapes | None) -> int:
+def _activations(sizes: Sizes, plan: Shapes) -> int:
     """Return the estimated bytes of activations of one microbatch on one device.
 
     They are what each unit saves, once more all of the unit whose backward runs, and the logits of one chunk.
@@ -333,7 +333,7 @@ def _activations(sizes: Sizes, plan: Shapes | None) -> int:
     saved, running = 0.0, 0.0
     for segment in sizes.model.segments:
         config, moe, own_roles = segment.config, segment.moe, segment.roles(roles)
-        shape = plan[segment.name] if plan is not None and segment.has_experts else None
+        shape = plan.get(segment.name)
         matrices = matrices_of(config.activation) - 1
         masks = (4 if config.attention == "cudnn" else 1) * sizes.length if config.document_mask else 0
         own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream

@@ -170,6 +170,9 @@ class LanguageModel:
         for segment in self.segments:
             if segment.config.moe_every != 1:
                 sizes.append(("the dense hidden dim", segment.config.ffn_dim))
+            if segment.has_experts:
+                shared = segment.moe.shared_ffn_dim(segment.config.hidden_dim)
+                sizes.append(("the hidden dim of all shared experts", shared))
         for name, size in sizes:
             if size % parts:
                 raise UserError(
@@ -177,12 +180,6 @@ class LanguageModel:
                     f"divisor of {size}"
                 )
         for segment in self.expert_segments:
-            shared = segment.moe.shared_ffn_dim(segment.config.hidden_dim)
-            if shared % parts:
-                raise UserError(
-                    f"the hidden dim of all shared experts ({shared}) must be divisible by MeshConfig.model ({parts}); "
-                    f"set MoEConfig.shared_hidden_dim to a multiple of {parts}"
-                )
             check_hidden_dim("ModelConfig.hidden_dim", segment.config.hidden_dim, self.roles)
             check_float8(segment.moe, segment.config.model_dim)
             layer_sizes(segment.moe, segment.roles(self.roles), 1)

@@ -59,23 +59,21 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
     Raises:
       UserError: a block-wise schedule where it cannot run.
     """
-    config, roles = model.config, model.roles
+    config, roles, plan = model.config, model.roles, plan or {}
     group, loops = make_model_group(config, roles, batch_size, length), {}
     group = dataclasses.replace(group, padded=group.padded or model.padded)
     dtype, rows, tokens = jnp.dtype(config.dtype), group.rows, group.rows * length
     transformer = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     for segment in model.segments:
-        own_plan = plan[segment.name] if plan is not None and segment.has_experts else None
-        own_roles, block_wise = segment.roles(model.roles), segment.has_experts and segment.config.is_block_wise
+        own_plan, own_roles = plan.get(segment.name), segment.roles(roles)
         data = own_roles.size(own_roles.data)
         if own_plan is not None and own_plan.replica_slots and layout.dp_stage is not None and data > 1:
             raise UserError(
                 f"train.expert_zero_stage ({layout.dp_stage}) splits experts over MeshConfig.data ({data}), and "
                 "replicas are of whole ones; set it to 1, or PlannerConfig.name to a planner without replicas"
             )
-        make = _make_block_wise_loop if block_wise else _make_loop
+        make = _make_block_wise_loop if segment.has_experts and segment.config.is_block_wise else _make_loop
         loops[segment] = make(segment, own_roles, layout, tokens, own_plan, group)
-    plans = {segment: None if plan is None else plan[segment.name] for segment in model.expert_segments}
 
     def trunk(weights, batch, tables, key, first_row):
         dense, bank, sinks = weights
@@ -86,12 +84,9 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
         elif group.padded:
             token_ids = jnp.where(token_ids < (first_row + batch_size) * length, token_ids, PADDING)
         tables = local(tables)
-        bank = {
-            segment.name: _as_read(
-                bank[segment.name], segment, segment.roles(model.roles), plans[segment], layout, dtype
-            )
-            for segment in model.expert_segments
-        }
+        for segment in model.expert_segments:
+            read = _as_read(bank[segment.name], segment, segment.roles(roles), plan.get(segment.name), layout, dtype)
+            bank = {**bank, segment.name: read}
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
         dims, wires = ({name: tree[name] for name in outer} for tree in (layout.gather, layout.wires))
         outer = gather_tree(outer, dims, roles.dense, roles.size(roles.dense), wires)
@@ -131,12 +126,6 @@ def _as_read(bank: dict, segment: Segment, roles: Roles, plan: PlanShape | None,
     if reads_as_stored(implementation, plan, layout.dp_stage == 3 and roles.size(roles.data) > 1):
         return bank
     return {name: leaf.astype(dtype) for name, leaf in bank.items()}
-
-
-def _block_wise_choice(segment: Segment) -> tuple[str, str]:
-    """Return which field of the ModelConfig makes layers block-wise, and its value."""
-    config = segment.config
-    return ("overlap", config.overlap) if config.overlap == "halves" else ("prefetch", config.prefetch)
 
 
 def _make_loop(
@@ -230,10 +219,11 @@ def _make_block_wise_loop(
     segment: Segment, roles: Roles, layout: Layout, tokens: int, plan: PlanShape | None, group: ModelGroup
 ) -> Callable:
     """Return the same loop in the order of a block-wise schedule."""
-    config, halves, (name, value) = segment.config, segment.config.overlap == "halves", _block_wise_choice(segment)
+    config, halves = segment.config, segment.config.overlap == "halves"
+    name = "overlap" if halves else "prefetch"
     if not find_schedule(segment.moe.schedule).moves_tokens:
         raise UserError(
-            f"ModelConfig.{name} ({value!r}) has nothing to move under MoEConfig.schedule = "
+            f"ModelConfig.{name} ({getattr(config, name)!r}) has nothing to move under MoEConfig.schedule = "
             f"{segment.moe.schedule!r}; set ModelConfig.{name} = 'none'"
         )
     if not find_schedule(segment.moe.schedule).one_piece:

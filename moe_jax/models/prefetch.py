@@ -524,8 +524,9 @@ class Backward(Direction):
         # else the sum of dmix over devices, and so all of attention, would run before the moves
         late = (reads[0], "mix") if stage == "attention" else reads[:1]
         read |= self.end_moves(moves, live, {name: read[name] for name in late})
-        for name, value in read.items():
-            add(live, ("d" + name, layer, None if name in SHARED else half), value)
+        for name, value in read.items():  # added to what other stages and the other half gave
+            key = "d" + name, layer, None if name in SHARED else half
+            live[key] = jax.tree.map(jnp.add, live[key], value) if key in live else value
         if stage == "experts":  # the replicas are used no more
             live.pop(("late", layer, half), None)
             if self.closes_layer(window):
@@ -623,11 +624,6 @@ class Backward(Direction):
             self.add_home(live)
         waiting, self.unwritten = self.unwritten, []
         return self.after(values, [self.write(key, live) for key in waiting])
-
-
-def add(live: Live, key: Key, value):
-    """Add a value to a sum that may not have begun."""
-    live[key] = jax.tree.map(jnp.add, live[key], value) if key in live else value
 
 
 def fence(tree):
