@@ -30,10 +30,9 @@ from moe_jax.models.residuals import checkpointed
 from moe_jax.models.stages import StackConstants, Stages
 from moe_jax.models.transformer import abstract_transformer, add_shared, unit_graph
 from moe_jax.moe.bank import fetch_in_turn, fetch_replicas, open_grad_sink, reads_as_stored, with_row_sums
-from moe_jax.moe.build import make_moe
+from moe_jax.moe.build import check_one_piece, make_moe
 from moe_jax.moe.routers import PADDING, RouterInputs, build_router
 from moe_jax.moe.routing import local
-from moe_jax.moe.schedule import find_schedule, schedules
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
@@ -220,19 +219,7 @@ def _make_block_wise_loop(
 ) -> Callable:
     """Return the same loop in the order of a block-wise schedule."""
     config, halves = segment.config, segment.config.overlap == "halves"
-    name = "overlap" if halves else "prefetch"
-    if not find_schedule(segment.moe.schedule).moves_tokens:
-        raise UserError(
-            f"ModelConfig.{name} ({getattr(config, name)!r}) has nothing to move under MoEConfig.schedule = "
-            f"{segment.moe.schedule!r}; set ModelConfig.{name} = 'none'"
-        )
-    if not find_schedule(segment.moe.schedule).one_piece:
-        possible = [name for name in schedules() if find_schedule(name).one_piece]
-        raise UserError(
-            f"ModelConfig.{name} needs a MoEConfig.schedule whose experts run in one piece, not "
-            f"{segment.moe.schedule!r}; set MoEConfig.schedule to one of {', '.join(possible)}, or "
-            f"ModelConfig.{name} = 'none'"
-        )
+    check_one_piece(segment.moe, f"ModelConfig.{'overlap' if halves else 'prefetch'}", "none")
     group, tokens = group.part(), tokens // group.parts
     length, other_half = tokens // group.rows, None
     if halves and roles.mesh.devices.flat[0].platform != "cpu":  # there windows run in turn

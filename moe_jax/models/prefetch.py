@@ -149,6 +149,8 @@ def of_moe(units: dict) -> dict[str, dict]:
 class Direction(abc.ABC):
     """What both directions share: the loop, windows, moves, the inputs of a stage, and stages of the forward.
 
+    Where a value waits for others, it does so on XLA:CPU alone: their collectives may be in branches (`ordering.py`).
+
     Attributes:
       params: {'mix', 'gate'}, leaves [L, ...] as each device holds them.
       turn: int32 [], the turn of the loop that is traced; None outside, where layers are absolute.
@@ -246,7 +248,7 @@ class Direction(abc.ABC):
             if one in sides:
                 # what the next windows of the other half will read, as far as it is there
                 others = [v for (name, _, half), v in live.items() if half == 1 - one.half and name in GOES_ON_FROM]
-                live[sides[one]] = self.after(live[sides[one]], others)
+                live[sides[one]] = wait_for(live[sides[one]], others)
                 if self.how.segment.config.recomputes and not window.others:  # one that stands alone, on all platforms
                     live[sides[one]] = fence((live[sides[one]], others))[0]
             for stage in self.stages_of(one):
@@ -277,7 +279,7 @@ class Direction(abc.ABC):
         if not moves:
             return value, ()
         value, packed = fence((value, [steps.pack() for _, steps in moves]))
-        packed = self.after(packed, value)
+        packed = wait_for(packed, value)
         return value, [(*move, one) for move, one in zip(moves, packed, strict=True)]
 
     def end_moves(self, moves, live: Live, value):
@@ -378,10 +380,6 @@ class Direction(abc.ABC):
             return jax.tree.map(lambda leaf: leaf[index], tree)
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), tree)
 
-    def after(self, value, others):
-        """Return value; on XLA:CPU it waits for `others`, whose collectives may be in branches."""
-        return wait_for(value, others)
-
 
 class Forward(Direction):
     """The forward direction; `save_residuals` says whether a backward follows."""
@@ -424,7 +422,7 @@ class Forward(Direction):
             emit[stage, *at] = residuals
         if stage == "route":
             stats, (counts, passes) = live.pop(("stats", *at)), live.pop(("counted", *at))
-            live["packed", *at] = self.after(live["packed", *at], stats)
+            live["packed", *at] = wait_for(live["packed", *at], stats)
             emit["counted", *at] = join_floats(stats, counts), passes
         elif stage == "unpack":
             late = live.pop(("late", *at))
@@ -475,7 +473,7 @@ class Backward(Direction):
             self.write(key, live)
         self.add_home(live)
         dx = tuple(live["dx", 0, half] for half in self.halves)
-        dx = tuple(self.after(part, dx) for part in dx)
+        dx = tuple(wait_for(part, dx) for part in dx)
         gradients = live[GRADIENTS]
         if not self.in_place:  # layers that are written out are put together once
             for name, like in whole.items():
@@ -517,7 +515,7 @@ class Backward(Direction):
             leaves, tree = jax.tree.flatten(residuals)
             for place, leaf in enumerate(leaves):
                 if leaf.ndim == 0 if stage == "unpack" else jnp.issubdtype(leaf.dtype, jnp.floating):
-                    leaves[place] = self.after(leaf, d[makes[0]])
+                    leaves[place] = wait_for(leaf, d[makes[0]])
             residuals = jax.tree.unflatten(tree, leaves)
         d[makes[0]], moves = self.start_moves(window, live, d[makes[0]])
         (read,) = residuals((constants, own))(d)
@@ -534,7 +532,7 @@ class Backward(Direction):
         whole = [name for name, last in self.whole_after.items() if last == stage and self.closes_layer(window)]
         written = [self.close(name, layer, live) for name in whole]
         key = "d" + reads[0], layer, half
-        live[key] = self.after(live[key], written)
+        live[key] = wait_for(live[key], written)
 
     def take(self, live: Live, key: Key):
         """Return a value that is alive, which it is no longer, or was saved."""
@@ -544,20 +542,20 @@ class Backward(Direction):
         """Run a stage of the forward again, and keep what its backward needs."""
         at, dx = (window.layer, window.half), ("dx", window.layer + 1, window.half)
         if stage == "route":  # nothing is computed again before its cotangent is there
-            live["a", *at] = self.after(self.take(live, ("a", *at)), live[dx])
+            live["a", *at] = wait_for(self.take(live, ("a", *at)), live[dx])
             if window.half is not None:
                 live["a", *at], live[dx] = fence((live["a", *at], live[dx]))
         live[stage, *at] = self.compute(stage, window, live, save=True)
         if stage in ("experts", "send_back") and not self.how.moe.reads_results:
             # no backward reads the results: with zeros in their place the last product and the way home are not made
             key = STAGES[stage][2][0], *at
-            live[key] = self.after(cast_varying(jnp.zeros_like(live[key]), varying_axes(live[key])), live[key])
+            live[key] = wait_for(cast_varying(jnp.zeros_like(live[key]), varying_axes(live[key])), live[key])
             if stage == "experts":  # what is kept is there before the backward of the layer begins
                 live[dx] = fence((live[stage, *at].args, live[dx]))[1]
         if stage == "route":
             del live["stats", *at], live["counted", *at]
         elif stage == "unpack":  # what was computed again ends before the backward of the layer begins
-            live[dx] = self.after(live[dx], live.pop(("x", window.layer + 1, window.half)))
+            live[dx] = wait_for(live[dx], live.pop(("x", window.layer + 1, window.half)))
 
     def close(self, name: str, layer: int, live: Live):
         """Write a layer's whole gradient; written out with halves, when the next pair starts.
@@ -623,7 +621,7 @@ class Backward(Direction):
         if follows:
             self.add_home(live)
         waiting, self.unwritten = self.unwritten, []
-        return self.after(values, [self.write(key, live) for key in waiting])
+        return wait_for(values, [self.write(key, live) for key in waiting])
 
 
 def fence(tree):

@@ -136,14 +136,22 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
         )
 
 
+def check_one_piece(config: MoEConfig, binding: str, without: str) -> None:
+    """Raise a UserError where a binding needs a schedule whose experts run in one piece, and the config's is none.
+
+    Args:
+      without: the value of the binding that needs none.
+    """
+    if not find_schedule(config.schedule).one_piece:
+        possible = [name for name in schedules() if find_schedule(name).one_piece]
+        raise UserError(
+            f"{binding} needs a MoEConfig.schedule whose experts run in one piece, not {config.schedule!r}; set "
+            f"MoEConfig.schedule to one of {', '.join(possible)}, or {binding} = {without!r}"
+        )
+
+
 def check_float8(config: MoEConfig, model_dim: int) -> None:
     """Raise a UserError where `dispatch_dtype` asks for float8 and the model dim or the schedule forbids it."""
     if config.dispatch_dtype == E4M3:
-        if not find_schedule(config.schedule).one_piece:
-            possible = [name for name in schedules() if find_schedule(name).one_piece]
-            raise UserError(
-                f"MoEConfig.dispatch_dtype ('float8_e4m3') cannot be used with MoEConfig.schedule = "
-                f"{config.schedule!r}, which sends no rows in one exchange; choose one of {', '.join(possible)}, or "
-                "MoEConfig.dispatch_dtype = 'compute'"
-            )
+        check_one_piece(config, "MoEConfig.dispatch_dtype", "compute")
         check_blocks(model_dim)

@@ -74,7 +74,7 @@ LOSSES = {
     ),
     "nothing moves": (
         {"expert": 1, "data": 8}, {"schedule": "dp"}, {"prefetch": "pro_prophet"},
-        "ModelConfig.prefetch ('pro_prophet') has nothing to move under MoEConfig.schedule = 'dp'",
+        "ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not 'dp'; set MoEConfig",
     ),
 }  # fmt: skip
 
