@@ -236,7 +236,8 @@ def _bias_of(documents, dtype):
     if documents is None:
         return None
     below = jnp.asarray(-(2.0**15) if dtype == jnp.float16 else -(2.0**41), dtype)
-    return jnp.where(same_document(documents), jnp.zeros((), dtype), below)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return jnp.where(same, jnp.zeros((), dtype), below)
 
 
 def _forward_cudnn(causal: bool, q, k, v, documents):
@@ -327,11 +328,6 @@ def _say_fallback(reason: str) -> None:
 # neighbours. Only attention mixes tokens, so a document of a packed sequence gets the logits that it would have alone,
 # as long as its tokens go to the same experts. They do in dropless layers; routers that look at a whole batch, and
 # capacities, see all documents of it.
-def same_document(documents):
-    """Return bool [b, 1, Sq, Sq], True where query i and key j are of one document."""
-    return documents[:, None, :, None] == documents[:, None, None, :]
-
-
 def document_positions(documents):
     """Return int32 [b, Sq], the place of each token in its document, from 0 where it or the window begins."""
     index = jnp.broadcast_to(jnp.arange(documents.shape[1], dtype=jnp.int32), documents.shape)
