@@ -162,6 +162,7 @@ def runs(tmp_path_factory):
 PLANNED = "PlannerConfig.name = 'hecate'"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same(runs, capsys):
     """The base is found where it was; checkpoints hold its hash, and no array of it."""
     for steps in (3, 6):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.marks import slow_but
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
@@ -150,7 +151,7 @@ class Run:
 TOLERANCES = {"adamw": 2e-5, "muon+bfloat16": 2**-7}
 
 
-@pytest.mark.parametrize("name", TOLERANCES)
+@pytest.mark.parametrize("name", slow_but(TOLERANCES, "muon+bfloat16"))
 def test_every_mesh_gives_the_same_numbers(name, tmp_path):
     """Four updates on one device; on eight two, a move of experts, one, a checkpoint, and one on another mesh.
 
