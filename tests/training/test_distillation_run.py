@@ -61,6 +61,7 @@ def test_resume_on_either_side_equals_a_run_that_never_stopped(taught):
     assert set(held) == {"folder", "step", "config", "parameters"}
 
 
+@pytest.mark.slow
 def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
     stepper = build_stepper(config_of(taught, *STUDENT, by(taught / "teacher")), jax.devices())
     with_teacher = stepper.executable.memory_analysis().argument_size_in_bytes

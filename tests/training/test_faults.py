@@ -160,6 +160,7 @@ def test_damage_that_one_of_two_processes_meets_sends_both_to_the_one_before(tmp
     assert [record["step"] for record in read_metrics(work)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_finite_pushes_out_no_finite_one(whole, monkeypatch):
     """One moment is NaN after step 3: that step's loss and gradients are finite, and all later ones may be skipped."""
     dispatch = Stepper.dispatch

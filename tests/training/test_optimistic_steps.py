@@ -95,6 +95,7 @@ def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_i
     assert stepper.overflows.run_again == sum(again) and "run_again" not in wanted[0]
 
 
+@pytest.mark.slow
 def test_a_complete_program_that_cannot_be_compiled_ends_the_run_at_an_overflow(tmp_path, monkeypatch, three_in_flight):
     """It is compiled behind step 3, and the run goes on to step 8, which overflows; there it is saved."""
     begin, end, compile_step, read = *(threading.Event() for _ in range(2)), Program.compile_step, Feed.read
