@@ -110,11 +110,9 @@ def make_loss(
         frozen = teacher.layout
         its_specs = frozen.params["dense"], frozen.params["bank"], by_segment(teacher.model, frozen.grad_sink)
         frozen_specs = its_specs, teacher.model.tables_specs
-    stats_specs = StepStats(
-        cross_entropy=P(), aux_loss=P(), z_loss=P(), gate_entropy=P(), dropped=P(), passes=P(), kl=P(), completed=P(),
-        loads=tuple(P(None, segment.roles(model.roles).expert) for segment in model.expert_segments),
-        teacher_passes=P(),
-    )  # fmt: skip
+    whole = {field.name: P() for field in dataclasses.fields(StepStats)}
+    loads = tuple(P(None, segment.roles(roles).expert) for segment in model.expert_segments)
+    stats_specs = StepStats(**{**whole, "loads": loads})
     stack, specs = _make_stack(model, layout, batch_size, length, microbatches, plan, teacher), own_specs(layout, roles)
 
     def loss(params, batch, tables, key, first_row, normalizer, *teacher_params, sums=None):

@@ -331,8 +331,7 @@ class Direction(abc.ABC):
         replicas = {n: known[n, layer, None if n in SHARED else half] for n in self.transfers if n in own}
         key, token_ids, documents = self.constants.key, self.constants.token_ids, self.constants.documents
         if key is not None:
-            first = self.how.segment.first_layer
-            key = jax.random.fold_in(key, first + self.index(layer) if first else self.index(layer))
+            key = jax.random.fold_in(key, self.how.segment.first_layer + self.index(layer))
         if half is not None:
             token_ids = jnp.split(token_ids, 2)[half]
             documents = None if documents is None else jnp.split(documents, 2)[half]
