@@ -201,8 +201,8 @@ def _make_stack(
             x, found, taught = _run_teacher(teacher_trunk, frozen, batch, first_row, x, found)
             with jax.named_scope("loss"):
                 student, its_teacher = (jnp.concatenate(x), table), (jnp.concatenate(taught[0]), taught[1])
-                sums = chunked_distillation(student, its_teacher, targets, counts, config.loss_chunk, teacher.alpha)
-            token_loss, cross_entropy, kl = (own / normalizer for own in lax.psum(sums, roles.all))
+                losses = chunked_distillation(student, its_teacher, targets, counts, config.loss_chunk, teacher.alpha)
+            token_loss, cross_entropy, kl = (own / normalizer for own in lax.psum(losses, roles.all))
             teacher_passes = passes_of(taught[2])
         tokens = global_tokens
         if model.padded:
