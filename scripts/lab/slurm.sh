@@ -38,6 +38,12 @@ case ${1:-} in
   up)
     number=${2:-3}
     [ "$(id -u)" = 0 ] || { echo "a Slurm of its own needs root" >&2 && exit 2; }
+    case $PWD/ in
+      /tmp/* | /dev/shm/*)
+        echo "nodes have a /tmp and /dev/shm of their own, where $PWD is not: clone into another folder" >&2
+        exit 2
+        ;;
+    esac
     if ! command -v slurmctld >/dev/null; then
       echo "installing Slurm" >&2
       export DEBIAN_FRONTEND=noninteractive
