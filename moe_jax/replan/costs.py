@@ -200,11 +200,17 @@ def build_sessions(config: RunConfig, roles: Roles) -> dict[str, PlanSession]:
     runs = segment_runs(config, roles)
     _check(config, runs)
     config, costs = settle_memory(config, roles)
-    sessions = {name: _build_session(*run, costs[name]) for name, run in segment_runs(config, roles).items()}
-    for own in sessions.values():
+    sessions = {}
+    for name, (own, own_roles) in segment_runs(config, roles).items():
+        cost, groups, start = costs[name], own_roles.size(own_roles.data), initial_placement(own, own_roles)
+        if own.moe.schedule == "auto":
+            cost = dataclasses.replace(cost, schedules=_lines(own, own_roles))
+        exchanges, buckets = own.train.grad_accum_steps * groups, _buckets(own, own_roles)
+        session = plan_session(own.planner, start, cost, exchanges, buckets=buckets, groups=groups)
         # plan once, for even loads: a figure that a price needs and the cluster lacks is named before a step compiles
-        own.first_shape  # noqa: B018
-        own.trial.propose(np.ones((own.start.layers, own.start.devices, own.start.experts)), own.start, own.cost)
+        session.first_shape  # noqa: B018
+        session.trial.propose(np.ones((start.layers, start.devices, start.experts)), start, cost)
+        sessions[name] = session
     return sessions
 
 
@@ -226,15 +232,6 @@ def _check(config: RunConfig, runs: dict[str, tuple[RunConfig, Roles]]) -> None:
             f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {planner.replica_slots} "
             "replica slots; set bounded = True and replica_slots to the most that you want"
         )
-
-
-def _build_session(config: RunConfig, roles: Roles, cost: Cost) -> PlanSession:
-    """Return the session of a segment: its config, roles and cost, with memory settled."""
-    if config.moe.schedule == "auto":
-        cost = dataclasses.replace(cost, schedules=_lines(config, roles))
-    groups, start = roles.size(roles.data), initial_placement(config, roles)
-    exchanges, buckets = config.train.grad_accum_steps * groups, _buckets(config, roles)
-    return plan_session(config.planner, start, cost, exchanges, buckets=buckets, groups=groups)
 
 
 def _lines(config: RunConfig, roles: Roles) -> tuple[ScheduleLine, ...]:

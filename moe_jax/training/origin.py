@@ -209,7 +209,8 @@ def _choose_parent(opened: OpenRun) -> int | None:
     config, start, init_from = opened.config, opened.start, opened.start.init_from
     if not init_from:
         for folder in (Path(file).parent for file in start.gin_files):
-            if _is_converted(Checkpointer(folder / "checkpoints")):
+            made = Checkpointer(folder / "checkpoints")
+            if made.steps() == [0] and HostData.from_json(made.read_host(0)).parameters_only:
                 raise UserError(
                     f"{folder}/config.gin is of a converted model, and without --init_from={folder} random weights "
                     f"would learn at a rate of {config.train.learning_rate:g}; give that, or copy the file and set "
@@ -243,8 +244,3 @@ def _choose_parent(opened: OpenRun) -> int | None:
             f"{init_from} has seen",
         )
     return step
-
-
-def _is_converted(checkpoints: Checkpointer) -> bool:
-    """Say whether a folder holds what `moe_jax.convert` has made of a model."""
-    return checkpoints.steps() == [0] and HostData.from_json(checkpoints.read_host(0)).parameters_only
