@@ -107,7 +107,7 @@ def measure() -> dict:
     medians = {name: statistics.median(values) for name, values in times.items()}
     device, rows, sizes = jax.devices()[0], _TOP_K.value * _TOKENS.value, (_MODEL_DIM.value, _HIDDEN_DIM.value)
     name, executed = choose_implementation(_IMPLEMENTATION.value, device, dtype, sizes), None
-    if name in ("fused", "blocked"):  # these tell what they compute besides the rows that there are
+    if name == "fused":  # it tells what it computes besides the rows that there are
         heights = choose_heights(rows, _EXPERTS.value, sizes[0] * sizes[1])
         executed = float(rows_computed(np.asarray(counts), heights) / rows)
     return {

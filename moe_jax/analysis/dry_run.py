@@ -22,7 +22,7 @@ from moe_jax.kernels.float8 import E4M3
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.config import segments_of, with_experts
-from moe_jax.models.counts import flops_per_token, half_work, parameter_counts
+from moe_jax.models.counts import flops_per_token, parameter_counts
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.schedule import build_schedule, layer_shape
@@ -80,7 +80,7 @@ def dry_run(
         "Choices": _choice_lines(run, roles, described, plan.end_id, plan.sessions),
         "Mesh": _mesh_lines(run, roles, given=devices is not None or plan.target is not None),
         "Segments": _segment_lines(run, roles),
-        "Schedule": _schedule_lines(run, roles, described),
+        "Schedule": _schedule_lines(run, roles),
         "Parameters": _parameter_lines(run, plan.vocab_size),
         "Teacher": _teacher_lines(run, teacher) if teacher else [],
         "Bytes on each device": _byte_lines(run, needs),
@@ -188,7 +188,7 @@ def _segment_lines(run: RunConfig, roles: Roles) -> list[str]:
     return lines if len(segments) > 1 else []
 
 
-def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
+def _schedule_lines(run: RunConfig, roles: Roles) -> list[str]:
     """Say whether rows travel in float8, and what the schedule chooses for itself before there is a plan with buckets
     of its own, and by what; nothing of those that choose nothing."""
     lines, runs = [], segment_runs(run, roles)
@@ -204,12 +204,9 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
         if moe.schedule == "pairwise":
             said += _pairwise_lines(own, own_roles, tokens)
         else:
-            halves, other_half = model.overlap == "halves", None
-            tokens //= 2 if halves else 1
-            if halves and target is not None:
-                other_half = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
+            tokens //= 2 if model.overlap == "halves" else 1
             sizes = layer_sizes(moe, own_roles, tokens, None, model.model_dim, item)
-            sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, other_half=other_half)
+            sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel)
             said += build_schedule(moe.schedule, own_roles, sizes).notes
         lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines

@@ -23,7 +23,7 @@ from moe_jax.training.stepper import Stepper, build_stepper
 
 Setting = dict[str, object]
 CANDIDATES = {
-    "MoEConfig.grouped_matmul": ("auto", "fused", "blocked", "ragged"),
+    "MoEConfig.grouped_matmul": ("auto", "fused", "ragged"),
     "MoEConfig.schedule": ("deepspeed", "s1", "s2", "deduplicated", "dp", "pairwise", "ring"),
     "MoEConfig.bucket_slack": (1.25, 1.5, 2.0, 3.0),
     "ModelConfig.remat": ("none", "dots", "block"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.collectives import Group, Links
@@ -23,14 +23,6 @@ from moe_jax.errors import UserError
 
 TRANSPORTS = ("all_to_all", "two_level", "coordinated")  # as `MoEConfig.transport` names them
 FORMULAS = ("deepspeed", "s1", "deduplicated", "s2", "pairwise", "ring", "dp")  # other schedules have no price
-
-
-class HalfWork(typing.NamedTuple):
-    """What a device computes of a layer for one half of its tokens: FLOPs of a forward; a backward takes twice that."""
-
-    attention: float  # of what precedes the MoE layer
-    experts: float  # evenly loaded; shared experts are not counted
-    recompute: bool = False  # whether the backward computes the MoE layer again
 
 
 def matrices_of(activation: str) -> int:
@@ -310,18 +302,17 @@ def layer_seconds(
     cluster: Cluster,
     gather: str = "saa",
     transport: str = "all_to_all",
-    waits: Callable[[float], float] = float,
 ) -> LayerSeconds:
     """Predict one layer by fits; where whole layers were timed (`layer:SCHEDULE`), its parts cost what they did there.
 
     Args:
       load: (FLOPs, bytes touched) of one device's experts, forward and backward, None leaves them out.
-      shape, gather, transport, waits: see `moving_seconds`.
+      shape, gather, transport: see `moving_seconds`.
 
     Raises:
       UserError: the cluster lacks a fit; it names the fit.
     """
-    moving = moving_seconds(shape, cluster, gather, transport, waits)
+    moving = moving_seconds(shape, cluster, gather, transport)
     moving += transfer_seconds(index_transfers(shape, transport=transport), shape, cluster, _PARM)
     # tokens gated and combined, rows packed to be sent, and rows received, on one device
     gated = shape.tokens if shape.gates_group else shape.tokens // shape.mp_size
@@ -342,13 +333,7 @@ def layer_seconds(
     return LayerSeconds(whole.beta * alone.communication, *computation, whole.alpha)
 
 
-def moving_seconds(
-    shape: LayerShape,
-    cluster: Cluster,
-    gather: str = "saa",
-    transport: str = "all_to_all",
-    waits: Callable[[float], float] = float,
-) -> float:
+def moving_seconds(shape: LayerShape, cluster: Cluster, gather: str = "saa", transport: str = "all_to_all") -> float:
     """Predict what a layer waits for its rows, forward and backward, by `transfer_seconds`.
 
     With buckets of one length it is Parm's equation 13 (s1) or 14 (s2), once in each direction.
@@ -356,19 +341,14 @@ def moving_seconds(
     Args:
       shape: its schedule and sizes, with bytes of a row.
       gather, transport: as in `MoEConfig`; the fit of a transport is looked up under its name.
-      waits: seconds of the exchanges of one direction -> those that the layer waits for: all, unless something hides
-        them; what an MP group gathers before or after is none of them.
     """
     moving = 0.0
     # 'coordinated' is made of other collectives; a calibration has any other transport in place of its all-to-alls
     made_of = transport if transport == "coordinated" or not cluster.fits else "all_to_all"
     for way in layer_transfers(shape, gather, made_of):
-        outside = [move for move in shape.whole_gather() if move in way]
-        for move in outside:
-            way.remove(move)
         if transport != made_of:
             way = [move._replace(collective=transport) if move.collective == "all_to_all" else move for move in way]
-        moving += transfer_seconds(outside, shape, cluster, _PARM) + waits(transfer_seconds(way, shape, cluster, _PARM))
+        moving += transfer_seconds(way, shape, cluster, _PARM)
     return moving
 
 

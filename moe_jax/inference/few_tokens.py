@@ -60,8 +60,8 @@ class Int8MoE(MoE):
             group = jnp.minimum(group, group_sizes.shape[0] - 1)  # rows of no group are zero
             acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
-            def times(lhs, name):  # 'blocked' casts a block of weights as it reads it
-                out = grouped_matmul(lhs, group_sizes, weights.operands(name), implementation="blocked")
+            def times(lhs, name):  # a block of weights is cast as it is read
+                out = grouped_matmul(lhs, group_sizes, weights.operands(name), implementation="fused")
                 scale = weights.bank[name + SCALE][weights.home_row][group]
                 return out.astype(acc_dtype) * scale.astype(acc_dtype)
 

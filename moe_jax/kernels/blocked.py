@@ -1,8 +1,8 @@
-"""Grouped matmuls of plain XLA: `reference`, the oracle; `ragged`, for TPU; `blocked` and `fused`, loops of row blocks.
+"""Grouped matmuls of plain XLA: `reference`, the oracle; `ragged`, for TPU; `fused`, loops of row blocks.
 
-See `grouped.py` for inputs and outputs. `blocked` and `fused` are made for CPUs, where XLA expands `lax.ragged_dot` to
-G times the work: they take about the FLOPs of the rows in use. `fused` has the whole expert FFN in one loop forward and
-one backward, so the hidden rows of a block stay in the cache; only pre-activations [R, F] are saved.
+See `grouped.py` for inputs and outputs. `fused` is made for CPUs, where XLA expands `lax.ragged_dot` to G times the
+work: it takes about the FLOPs of the rows in use. It has the whole expert FFN in one loop forward and one backward, so
+the hidden rows of a block stay in the cache; only pre-activations [R, F] are saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 
 from moe_jax.kernels.grouped import GroupedWeights, Operands, register
 from moe_jax.parallel.few_kernels import rows_in_use
-from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.parallel.varying import zeros_varying
 
 Array = jax.Array
 ROWS_BY_WEIGHT = (((1,), (0,)), ((), ()))  # [R, K] x [K, N] -> [R, N]
@@ -261,23 +261,21 @@ def _loops(group_sizes: Array, operands: Operands, rows: int) -> list[tuple]:
     return parts
 
 
-def _zeros(shape, dtype, like: Array) -> Array:
-    """Return zeros that may be the carry of a loop whose body mixes them with `like`."""
-    return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
-
-
 def _open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
     """Return zeros for the gradient of an operand's groups, at least float32; None where it has no grad_sink."""
     sink = operand.grad_sink
-    return None if sink is None else _zeros(sink.shape, jnp.promote_types(sink.dtype, jnp.float32), like)
+    return None if sink is None else zeros_varying(sink.shape, jnp.promote_types(sink.dtype, jnp.float32), like)
 
 
-@register("blocked")
-class BlockedMatmul:
-    """One XLA matmul per row block; forward and backward are loops of a dynamic trip count."""
+@register("fused")
+class FusedBlocks:
+    """One XLA matmul per row block; forward and backward are loops of a dynamic trip count.
+
+    With the whole FFN in one loop it is about a tenth faster on a CPU than by its matmuls, in a third of the memory.
+    """
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
-        out = _zeros((lhs.shape[0], operands[0].bank.shape[2]), lhs.dtype, lhs)
+        out = zeros_varying((lhs.shape[0], operands[0].bank.shape[2]), lhs.dtype, lhs)
         for operand, loop in zip(operands, _loops(group_sizes, operands, lhs.shape[0]), strict=True):
 
             def step(out, block, operand=operand):
@@ -287,7 +285,7 @@ class BlockedMatmul:
         return out
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
-        dlhs, dweights = _zeros(lhs.shape, lhs.dtype, lhs), []
+        dlhs, dweights = zeros_varying(lhs.shape, lhs.dtype, lhs), []
         for operand, loop in zip(operands, _loops(group_sizes, operands, lhs.shape[0]), strict=True):
 
             def step(carry, block, operand=operand):
@@ -302,17 +300,12 @@ class BlockedMatmul:
             dweights.append(dweight if dweight is None else dweight.astype(operand.grad_sink.dtype))
         return dlhs, tuple(dweights)
 
-
-@register("fused")
-class FusedBlocks(BlockedMatmul):
-    """`blocked`, and the whole FFN in one loop: about a tenth faster on a CPU, in a third of the memory."""
-
     def ffn(self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple, outs: tuple, *, saved: bool):
         """Return the output [R, M], and if `saved` the pre-activations, one [R, F] per input weight, else ()."""
         dtype, acc_dtype = rows.dtype, jnp.promote_types(rows.dtype, jnp.float32)
-        out = _zeros(rows.shape, dtype, rows)
+        out = zeros_varying(rows.shape, dtype, rows)
         hidden_shape = (rows.shape[0], outs[0].bank.shape[1])
-        residuals = tuple(_zeros(hidden_shape, dtype, rows) for _ in ins) if saved else ()
+        residuals = tuple(zeros_varying(hidden_shape, dtype, rows) for _ in ins) if saved else ()
         for part, loop in enumerate(_loops(group_sizes, outs, rows.shape[0])):
             part_ins = [operands[part] for operands in ins]
 
@@ -335,7 +328,7 @@ class FusedBlocks(BlockedMatmul):
     ):
         """Return the gradients of rows [R, M], of each operand of each input weight, and of the output weight's."""
         dtype, acc_dtype = rows.dtype, jnp.promote_types(rows.dtype, jnp.float32)
-        drows, dins, douts = _zeros(rows.shape, dtype, rows), [], []
+        drows, dins, douts = zeros_varying(rows.shape, dtype, rows), [], []
         for part, loop in enumerate(_loops(group_sizes, outs, rows.shape[0])):
             part_ins, part_out = [operands[part] for operands in ins], outs[part]
 
@@ -364,7 +357,7 @@ class FusedBlocks(BlockedMatmul):
 
 
 def expert_work(group_sizes, rows: int, model_dim: int, hidden_dim: int, item: int = 4) -> tuple[float, float]:
-    """Return the work of the blocked implementations: FLOPs and bytes of a forward and backward.
+    """Return the work of `fused`: FLOPs and bytes of a forward and backward.
 
     A forward reads weights and rows once and writes rows and hidden rows; a backward does so twice and writes gradients
     of the weights, with three times the FLOPs together. Buffers are cleared whole, padding included.

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
+from moe_jax.cluster.layer_seconds import matrices_of
 from moe_jax.models.config import LoraConfig, ModelConfig, segments_of, with_experts
 from moe_jax.models.language_model import LanguageModel, Layout, flatten
 from moe_jax.models.model_group import rows_of
@@ -99,20 +99,6 @@ def preceding(config: ModelConfig, length: int) -> dict[str, int]:
         "matrices": matrices_of(config.activation),
         "dense_hidden_dim": config.ffn_dim,
     }
-
-
-def half_work(config: ModelConfig, moe: MoEConfig, tokens: int, length: int) -> HalfWork:
-    """Return what a device computes of a layer for one half of its tokens, next to the other half's exchanges.
-
-    Args:
-      tokens: of this device in one half; length: Sq.
-    """
-    expert = 2 * matrices_of(config.activation) * config.model_dim * config.hidden_dim
-    return HalfWork(
-        attention=tokens * preceding_flops(**preceding(config, length)),
-        experts=tokens * moe.top_k * expert,
-        recompute=config.recomputes,
-    )
 
 
 MOMENTS = 2  # of AdamW

@@ -21,7 +21,6 @@ from moe_jax.errors import UserError
 from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models.attention import document_positions
 from moe_jax.models.config import Segment
-from moe_jax.models.counts import half_work
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.lora import adapters_of, base_of, gather_merged, joined
 from moe_jax.models.model_group import ModelGroup, make_model_group
@@ -221,15 +220,13 @@ def _make_block_wise_loop(
     config, halves = segment.config, segment.config.overlap == "halves"
     check_one_piece(segment.moe, f"ModelConfig.{'overlap' if halves else 'prefetch'}", "none")
     group, tokens = group.part(), tokens // group.parts
-    length, other_half = tokens // group.rows, None
-    if halves and roles.mesh.devices.flat[0].platform != "cpu":  # there windows run in turn
-        other_half = half_work(config, segment.moe, tokens // roles.size(roles.model), length)
+    length = tokens // group.rows
     own_plan = plan
     if halves and plan is not None and plan.bucket_rows is not None:  # buckets half as long
         own_plan = dataclasses.replace(plan, bucket_rows=plan.bucket_rows.each(lambda rows: round_up(rows / 2, 8)))
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
     like = jax.ShapeDtypeStruct((group.rows, length, config.model_dim), config.dtype)
-    moe = make_moe(segment.moe, roles, like, config.activation, own_plan, group.split, other_half)
+    moe = make_moe(segment.moe, roles, like, config.activation, own_plan, group.split)
     how = Stages(
         segment=segment,
         roles=roles,

@@ -26,7 +26,7 @@ from jax import lax
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import in_line
-from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas, shrunk
+from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, empty_replicas, open_replicas, shrunk
 from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 from moe_jax.planning.arrays import LOOPS, falling
@@ -70,18 +70,13 @@ def fetch_late(x, transfer: ReplicaTransfer, decided, bank, grad_sink):
     bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(x))
 
     def none(grad_sink):
-        def zeros(leaf):
-            return cast_varying(jnp.zeros((late.slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
-
-        return jax.tree.map(zeros, (bank, grad_sink))
+        return empty_replicas(bank, transfer), empty_replicas(grad_sink, transfer)
 
     def fetch(grad_sink, part):
-        def padded(leaf):  # [late slots, ...] with zeros past the end of the leaf
-            return jnp.pad(leaf, ((0, late.slots - leaf.shape[0]), *((0, 0) for _ in leaf.shape[1:])))
-
         fitted = shrunk(lists, late, part)
         opened = open_replicas(bank, tables.home_row, grad_sink, fitted, ReplicaTransfer(part, transfer.axes))
-        return jax.tree.map(padded, opened)
+        rest = late.slots - part.slots  # zeros
+        return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, rest), *((0, 0),) * (leaf.ndim - 1))), opened)
 
     # a branch for none and one for each size, of which all devices take the same
     branches = [none, *(functools.partial(fetch, part=part) for part in late.halves())]

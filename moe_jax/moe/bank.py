@@ -23,7 +23,7 @@ from moe_jax.kernels.grouped import GroupedWeights, find_implementation
 from moe_jax.moe.experts import weight_names
 from moe_jax.parallel.ordering import in_line
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas
-from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.parallel.varying import cast_varying, varying_axes, zeros_varying
 from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.planning.plan_shape import PlanShape
 
@@ -159,9 +159,8 @@ def open_grad_sink(grad_sink, rows):
     """
     opened = {}
     for name, leaf in grad_sink.items():  # low-rank factors vary over other axes than each other
-        axes = varying_axes(leaf)
-        own = cast_varying(jnp.zeros((*rows.shape, *leaf.shape[1:]), leaf.dtype), axes)
-        opened[name] = with_row_sums(own, leaf, cast_varying(rows, axes))
+        own = zeros_varying((*rows.shape, *leaf.shape[1:]), leaf.dtype, leaf)
+        opened[name] = with_row_sums(own, leaf, cast_varying(rows, varying_axes(leaf)))
     return {name: own for name, (own, _) in opened.items()}, {name: whole for name, (_, whole) in opened.items()}
 
 

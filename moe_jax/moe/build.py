@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 import moe_jax.moe.choosers
 import moe_jax.moe.schedules  # noqa: F401 their files register themselves
-from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import E4M3, check_blocks
 from moe_jax.kernels.grouped import implementations
@@ -27,16 +26,15 @@ _LOG = logging.getLogger(__name__)
 
 
 def make_moe(
-    config: MoEConfig, roles: Roles, x, activation: str, plan: PlanShape | None = None,
-    split_tokens: bool = False, other_half: HalfWork | None = None,
-) -> MoE:  # fmt: skip
+    config: MoEConfig, roles: Roles, x, activation: str, plan: PlanShape | None = None, split_tokens: bool = False
+) -> MoE:
     """Return the layer, which is called with this device's tokens; see `MoE`.
 
     Args:
       x: array or `jax.ShapeDtypeStruct` [t, M], or [b, Sq, M] where sequences are known, like the tokens of this
         device's MP group.
       plan: sizes of the placements to come; None is an even one without replicas.
-      split_tokens, other_half: as in `LayerSizes`.
+      split_tokens: as in `LayerSizes`.
 
     Raises:
       UserError: as `make_schedule` and `check_router` do, or an unknown grouped matmul.
@@ -48,16 +46,15 @@ def make_moe(
         )
     router = build_router(config, router_place(config, roles, plan, x.shape[-2] if x.ndim == 3 else 0))
     router.check_tokens(x.size // x.shape[-1])
-    schedule = make_schedule(config, roles, x, plan, split_tokens, other_half)
+    schedule = make_schedule(config, roles, x, plan, split_tokens)
     for note in schedule.notes:
         _LOG.warning(note)
     return MoE(config, roles, activation, plan, router, schedule)
 
 
 def make_schedule(
-    config: MoEConfig, roles: Roles, x, plan: PlanShape | None = None,
-    split_tokens: bool = False, other_half: HalfWork | None = None,
-) -> Schedule:  # fmt: skip
+    config: MoEConfig, roles: Roles, x, plan: PlanShape | None = None, split_tokens: bool = False
+) -> Schedule:
     """Return the schedule that a config names, or the one that it chooses; arguments as of `make_moe`.
 
     The mesh may be abstract.
@@ -66,7 +63,7 @@ def make_schedule(
       UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
     sizes = layer_sizes(config, roles, x.size // x.shape[-1], plan, x.shape[-1], jnp.dtype(x.dtype).itemsize)
-    sizes = dataclasses.replace(sizes, split_tokens=split_tokens, other_half=other_half)
+    sizes = dataclasses.replace(sizes, split_tokens=split_tokens)
     return build_schedule((plan and plan.schedule) or config.schedule, roles, sizes)
 
 

@@ -7,7 +7,6 @@ its rows under each schedule, as a line in the rows of a bucket. All schedules c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.layer_seconds import ScheduleLine, layer_seconds, moving_seconds, schedule_line
@@ -16,7 +15,6 @@ from moe_jax.moe.schedule import CHOOSERS, Chooser, LayerSizes, layer_shape, sch
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.s2 import PauseAfterGate, choose_gather
 from moe_jax.parallel.mesh import Roles
-from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
 
 _RULES = {
     "links": "Parm's equations 13 and 14 on the links of {!r}, which has no fits",
@@ -47,9 +45,8 @@ class Parm(Chooser):
         seconds = parm_seconds(roles, sizes, cluster)
         name = min(seconds, key=seconds.__getitem__)
         listed = ", ".join(f"{other} {value:.4g} s" for other, value in seconds.items())
-        less = "" if _waits(cluster, sizes) is float else ", of exchanges what outlasts the other half's computation"
         by = _RULES[rule].format(cluster.name)
-        return name, f"schedule 'parm' takes {name} by {by}{less}: {listed} in one layer"
+        return name, f"schedule 'parm' takes {name} by {by}: {listed} in one layer"
 
 
 class Auto(Chooser):
@@ -120,8 +117,6 @@ def parm_seconds(roles: Roles, sizes: LayerSizes, cluster: Cluster) -> dict[str,
     There calibrations timed s2 with SAA, and the start of its layers belongs to that: under 'auto' s2 is judged so,
     even where it will run with AAS.
 
-    Where something computes next to the exchanges and the cluster has `flops`, what it hides of them is no cost.
-
     Args:
       sizes: of the whole MP group's tokens, with the bytes of a row.
 
@@ -132,7 +127,7 @@ def parm_seconds(roles: Roles, sizes: LayerSizes, cluster: Cluster) -> dict[str,
     timed_with = "saa" if rule == "layers" and config.gather == "auto" else config.gather
     far_rows = PauseAfterGate(roles, sizes).layout.rows.far
     gather = choose_gather(timed_with, roles, far_rows, sizes.row_bytes, cluster, config.transport)[0]
-    how, seconds = (cluster, gather, config.transport, _waits(cluster, sizes)), {}
+    how, seconds = (cluster, gather, config.transport), {}
     # deepspeed cannot exchange rows by 'coordinated'
     names = ("s1", "s2", "deepspeed") if rule == "layers" and config.transport != "coordinated" else ("s1", "s2")
     for name in names:
@@ -140,22 +135,3 @@ def parm_seconds(roles: Roles, sizes: LayerSizes, cluster: Cluster) -> dict[str,
         by_exchanges = rule in ("links", "equations")
         seconds[name] = moving_seconds(shape, *how) if by_exchanges else sum(layer_seconds(shape, None, *how))
     return seconds
-
-
-def _waits(cluster: Cluster, sizes: LayerSizes) -> Callable[[float], float]:
-    """Return a function of the seconds of one half's exchanges in one direction: those that a layer waits for.
-
-    All of them, or in two halves, where the rate of computation is known, what outlasts the other half's computation,
-    in the mean of forward and backward and with what the backward exchanges again. There and back count as equally
-    long. What an MP group gathers before or after counts whole, though it may fit next to the other half's exchange.
-    """
-    if sizes.other_half is None or cluster.flops is None:
-        return float
-    work, halves = sizes.other_half, Prefetch(halves=True)
-    alone = Times(attention=work.attention / cluster.flops, experts=work.experts / cluster.flops)
-
-    def waits(seconds: float) -> float:
-        with_it = dataclasses.replace(alone, exchange=seconds / 2)
-        return float(stage_seconds(halves, with_it, work.recompute) - stage_seconds(halves, alone, work.recompute)) / 2
-
-    return waits

@@ -92,7 +92,7 @@ def expert_ffn(
         return hidden.astype(rows.dtype)
 
     # kernels of tiles have none as narrow as a rank
-    narrow = implementation if implementation in ("reference", "ragged", "blocked") else "fused"
+    narrow = implementation if implementation in ("reference", "ragged") else "fused"
 
     def times(rows, name):
         product = grouped_matmul(rows, group_sizes, weights[name], implementation=implementation)

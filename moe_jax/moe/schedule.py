@@ -22,7 +22,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from moe_jax.cluster.layer_seconds import HalfWork, LayerShape
+from moe_jax.cluster.layer_seconds import LayerShape
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8 import bytes_to_rows, rows_to_bytes
 from moe_jax.moe.config import MoEConfig
@@ -52,8 +52,6 @@ class LayerSizes:
       sources: devices whose pairs that chance is of.
       row_bytes: bytes of a row of M elements; sent_bytes: those it is sent to experts in as float8, else 0.
       split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
-      other_half: what a device computes of the other half of a batch while one is exchanged, whose tokens the sizes
-        count; None where nothing computes next to them.
     """
 
     config: MoEConfig
@@ -65,7 +63,6 @@ class LayerSizes:
     row_bytes: int = 0
     sent_bytes: int = 0
     split_tokens: bool = False
-    other_half: HalfWork | None = None
 
     def bucket_rows(self, destinations: int) -> BucketRows:
         """Return the rows of one (source, destination) bucket: to the own member, within the node, to other nodes.

@@ -37,7 +37,7 @@ from jax import lax
 
 from moe_jax.parallel.few_kernels import first_places
 from moe_jax.parallel.transfer_shape import PARTS, TransferShape, TransferTables
-from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
+from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes, zeros_varying
 
 Array = jax.Array
 Bank = dict[str, Array]
@@ -253,11 +253,6 @@ def sum_by_target(values: Array, target: Array, targets: int, most: int) -> Arra
     first = first_places(ranked, wanted)
     found = ranked[jnp.minimum(first, rows - 1)] == wanted
     return _take(total, jnp.where(found, first, rows))
-
-
-def zeros_varying(shape, dtype, like) -> Array:
-    """Return zeros that vary over the axes of `like`."""
-    return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def _swap(blocks: Array, transfer: ReplicaTransfer, across: bool = False) -> Array:

@@ -43,6 +43,11 @@ def cast_varying(tree, axes):
     return structure.unflatten(leaves)
 
 
+def zeros_varying(shape, dtype, like):
+    """Return zeros that vary over the axes of the tree `like`: the carry of a loop or branch that mixes both."""
+    return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
+
+
 def match_varying(*trees):
     """Cast all `trees` to the union of the axes that any of them varies over; returns a tuple in the same order."""
     return cast_varying(trees, varying_axes(trees))

@@ -85,7 +85,6 @@ ITEMS = (
             _grouped("ragged_grouped_gemm", of="ragged", option=GROUPED_GEMM),
             _grouped("ragged"),
             _grouped("fused"),
-            _grouped("blocked"),
         ),
     ),
     Item(

@@ -20,7 +20,7 @@ from moe_jax.analysis.timed import (
     schedules_of,
 )
 from moe_jax.cluster import Cluster, Fit, read_cluster, write_cluster
-from moe_jax.cluster.layer_seconds import HalfWork, LayerShape, layer_seconds
+from moe_jax.cluster.layer_seconds import LayerShape, layer_seconds
 from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.moe.choosers import parm_seconds, rule_of
@@ -165,15 +165,12 @@ EXCHANGES = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-9)}
 PARTS = {name: (0, 0) for name in ("gate", "regroup", "expert_step", "call")}
 
 
-def chosen(fits, half=None, flops=1.0, capacity=None, top_k=2, gather="auto", **sizes):
-    """Return (schedule, seconds of each, rule) on 8 devices, N_MP = 4, next to a half whose attention and experts take
-    so many seconds."""
+def chosen(fits, capacity=None, top_k=2, gather="auto", **sizes):
+    """Return (schedule, seconds of each, rule) on 8 devices, N_MP = 4."""
     roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    moe, other_half = MoEConfig(num_experts=8, top_k=top_k, gather=gather), None if half is None else HalfWork(*half)
-    layer = LayerSizes(
-        config=moe, tokens=64, groups=1, capacity=capacity, row_bytes=256, other_half=other_half, **sizes
-    )
-    cluster = Cluster(fits=fits, flops=flops)
+    moe = MoEConfig(num_experts=8, top_k=top_k, gather=gather)
+    layer = LayerSizes(config=moe, tokens=64, groups=1, capacity=capacity, row_bytes=256, **sizes)
+    cluster = Cluster(fits=fits, flops=1.0)
     seconds = parm_seconds(roles, layer, cluster)
     return min(seconds, key=seconds.get), seconds, rule_of(cluster)
 
@@ -183,25 +180,6 @@ def test_parm_counts_the_gate_when_it_was_timed():
     fits, small = {**EXCHANGES, "all_gather:4": (0, 1e-6), "saa:8,4,1": (0, 1e-9, 1e-6)}, {"capacity": 2, "top_k": 1}
     assert chosen(fits, **small)[::2] == ("s2", "equations")  # Parm's rule does not read the gate
     assert chosen({**fits, **PARTS, "gate": (0, 1.0)}, **small)[::2] == ("s1", "parts")
-
-
-def test_parm_counts_no_exchange_that_the_other_half_hides():
-    """s2 gathers more bytes than s1 here, but next to the other half's computation, where s1's gather is not."""
-    (schedule, alone, _), (with_half, hidden, _) = chosen(EXCHANGES), chosen(EXCHANGES, (1.0, 1.0))
-    gathered = 2 * 64 * 256 * 1e-9  # forward and backward
-    exchange = (alone["s1"] - gathered) / 4
-    assert schedule == "s1" and alone["s2"] > alone["s1"]
-    assert with_half == "s2" and hidden == pytest.approx({"s1": gathered, "s2": 0.0}, abs=1e-15)
-    # an exchange overlaps once with half of attention and once with half of the experts, which take twice as long in
-    # the backward: 1/2 and 3/4 of it next to, then all of it and all of it
-    some = chosen(EXCHANGES, (exchange / 2, exchange * 3 / 4))[1]
-    assert some["s1"] == pytest.approx(exchange * (1 / 2 + 1 / 4) + gathered)
-    assert chosen(EXCHANGES, (0.0, 0.0))[1] == pytest.approx(alone)
-    assert chosen(EXCHANGES, (1.0, 1.0), flops=None)[1] == alone  # of unknown computation nothing hides
-    # computed again: an exchange has unpacking alone next to it in the forward, and goes back twice in the backward
-    once, again = (chosen(EXCHANGES, (exchange, exchange, recompute))[1] for recompute in (False, True))
-    assert again["s1"] > once["s1"]
-    assert chosen(EXCHANGES, (0.0, 0.0, True))[1]["s1"] == pytest.approx(6 * exchange + gathered)
 
 
 def test_file_of_another_machine_is_refused(tmp_path):

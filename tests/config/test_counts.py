@@ -10,9 +10,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from support.reference_model import reference_loss
 
+from moe_jax.cluster.layer_seconds import preceding_flops
 from moe_jax.models import Batch, LanguageModel, ModelConfig
 from moe_jax.models.config import LoraConfig
-from moe_jax.models.counts import Sizes, device_bytes, flops_per_token, half_work, parameter_counts
+from moe_jax.models.counts import Sizes, device_bytes, flops_per_token, parameter_counts, preceding
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -140,10 +141,9 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
         assert twice.gradients == got.gradients + bytes_of(*outer, roles) and twice.activations == got.activations
 
 
-def test_work_of_a_half_by_hand():
-    """M = 16, F = 24, Sq = 8: attention 8 M^2 + 4 Sq M = 2,560 a token; two of them, and a dense FFN of three matrices
-    16 x 40, 3,840 FLOPs, where every second block is MoE; an expert of two matrices 1,536, of three 2,304."""
-    moe = MoEConfig(num_experts=4, top_k=2)
-    assert half_work(ModelConfig(**SIZES), moe, 10, 8) == (10 * 2560, 10 * 2 * 1536, False)
-    other = ModelConfig(**SIZES, moe_every=2, activation="swiglu", dense_hidden_dim=40, remat="block")
-    assert half_work(other, moe, 10, 8) == (10 * (2 * 2560 + 3840), 10 * 2 * 2304, True)
+def test_flops_between_moe_layers_by_hand():
+    """M = 16, Sq = 8: attention 8 M^2 + 4 Sq M = 2,560 a token; two of them, and a dense FFN of three matrices 16 x 40,
+    3,840 FLOPs, where every second block is MoE."""
+    assert preceding_flops(**preceding(ModelConfig(**SIZES), 8)) == 2560
+    other = ModelConfig(**SIZES, moe_every=2, activation="swiglu", dense_hidden_dim=40)
+    assert preceding_flops(**preceding(other, 8)) == 2 * 2560 + 3840

@@ -13,7 +13,7 @@ from support.grouped_cases import as_operands, loop_oracle, make_case
 from moe_jax.errors import UserError
 from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, grouped_matmul, implementations, register
 
-ON_CPU = ("fused", "ragged", "reference")  # 'fused' multiplies as 'blocked' does
+ON_CPU = ("fused", "ragged", "reference")
 
 # rows, group sizes: balanced; empty ones, first, last and in between; one that owns all; a tail that nobody owns;
 # nothing at all; groups beyond the highest block, so that full blocks and a tail share one group
@@ -99,7 +99,7 @@ def test_kernels_lower_for_cuda(rows=8 * 1003):
 
 
 def test_registry():
-    names = ("blocked", "fused", "hopper", "ragged", "reference")
+    names = ("fused", "hopper", "ragged", "reference")
     assert implementations() == names
     cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
     hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
@@ -110,7 +110,7 @@ def test_registry():
         cases.append((types.SimpleNamespace(platform="gpu", compute_capability=capability), *fits, "fused"))
     for *device, wanted in cases:
         assert choose_implementation("auto", *device) == wanted
-    assert choose_implementation("blocked", hopper, *fits) == "blocked"
+    assert choose_implementation("fused", hopper, *fits) == "fused"
     assert [choose_implementation("hopper", device, *fits) for device in (hopper, None)] == ["hopper", "hopper"]
     with pytest.raises(UserError, match=r"\('hopper'\) needs a GPU of compute capability 9.0, not cpu; set MoEConfig"):
         choose_implementation("hopper", cpu, *fits)
@@ -124,9 +124,9 @@ TILES = r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"
 @pytest.mark.parametrize(
     ("implementation", "dims", "dtype", "groups", "sink", "message"),
     [
-        ("fast", (8, 6), F32, 4, None, r"implementation \('fast'\) is unknown; choose one of blocked, fused"),
-        ("blocked", (8, 6), F32, 3, None, "serve 4 groups and group_sizes has 3"),
-        ("blocked", (8, 6), F32, 4, (7, 8, 6), r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"),
+        ("fast", (8, 6), F32, 4, None, r"implementation \('fast'\) is unknown; choose one of fused, hopper"),
+        ("fused", (8, 6), F32, 3, None, "serve 4 groups and group_sizes has 3"),
+        ("fused", (8, 6), F32, 4, (7, 8, 6), r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"),
         ("hopper", (8, 6), BF16, 4, None, TILES),
         ("hopper", (128, 128), F32, 4, None, "or float16, not float32"),
     ],

@@ -25,7 +25,7 @@ from moe_jax.moe.schedule import LayerSizes, Sent, register
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
 from moe_jax.parallel.exchange import ExpertGroup, by_piece, cut, join, member, shift_pairs
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.varying import cast_varying, declare_equal, join_parts, varying_axes
+from moe_jax.parallel.varying import cast_varying, declare_equal, join_parts, zeros_varying
 
 
 @register("s2")
@@ -164,7 +164,7 @@ def _send_tokens_fwd(schedule, x, mine, whole):
 def _send_tokens_bwd(schedule, residuals, d):
     tokens, whole = residuals
     rows = schedule.collect(d)
-    like = cast_varying(jnp.zeros((tokens.shape[0], d.shape[-1]), d.dtype), varying_axes(rows))
+    like = zeros_varying((tokens.shape[0], d.shape[-1]), d.dtype, rows)
     return jax.vjp(lambda x: permute_tokens(x, whole), like)[1](rows)[0], None, None
 
 
