@@ -12,6 +12,7 @@ Runs on one device: a CPU, or a GPU where jax finds one. It needs no gin.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -34,7 +35,7 @@ def moe_case(dtype):
     import jax.numpy as jnp
 
     from moe_jax.moe import MoEConfig, make_moe
-    from moe_jax.moe.bank import init_bank, open_grad_sink, with_grad_sink
+    from moe_jax.moe.bank import init_bank, init_expert, open_grad_sink, with_grad_sink
     from moe_jax.moe.routers import RouterInputs
     from moe_jax.moe.routing import even_tables, local
     from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -43,7 +44,8 @@ def moe_case(dtype):
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     config = MoEConfig(num_experts=experts, top_k=_TOP_K.value, grouped_matmul=_IMPLEMENTATION.value)
     sizes = {"model_dim": dim, "hidden_dim": hidden, "activation": "gelu", "dtype": jnp.float32}
-    bank = jax.jit(lambda key: init_bank(key, 1, experts, 1, **sizes))(jax.random.key(0))
+    make = functools.partial(init_expert, **sizes)
+    bank = jax.jit(lambda key: init_bank(make, key, 1, experts, 1))(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (tokens, dim), dtype)
     w_gate = jax.random.normal(jax.random.key(2), (dim, experts)) * dim**-0.5
     tables = jax.tree.map(jnp.asarray, local(even_tables(1, experts, 1)))

@@ -22,7 +22,7 @@ from moe_jax.errors import UserError
 from moe_jax.models.config import LoraConfig, ModelConfig, Segment, segments_of, with_experts
 from moe_jax.models.lora import adapters_of, factor_model_dims, init_adapters, joined, scaled
 from moe_jax.models.transformer import Transformer, abstract_transformer
-from moe_jax.moe.bank import init_bank
+from moe_jax.moe.bank import init_bank, init_expert
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.passes import FirstPassOnly
@@ -251,10 +251,15 @@ class LanguageModel:
             config, roles = segment.config, segment.roles(self.roles)
             own_key = jax.random.fold_in(expert_key, segment.first_layer) if segment.first_layer else expert_key
             sizes = config.moe_layers, segment.moe.num_experts, roles.size(roles.expert)
-            banks[segment.name] = init_bank(
-                own_key, *sizes, model_dim=config.model_dim, hidden_dim=config.hidden_dim,
-                activation=config.activation, dtype=config.param_dtype, output_scale=(2 * segment.depth) ** -0.5,
-            )  # fmt: skip
+            make = functools.partial(
+                init_expert,
+                model_dim=config.model_dim,
+                hidden_dim=config.hidden_dim,
+                activation=config.activation,
+                dtype=config.param_dtype,
+                output_scale=(2 * segment.depth) ** -0.5,
+            )
+            banks[segment.name] = init_bank(make, own_key, *sizes)
         return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": banks}
 
     def shapes(self) -> dict:

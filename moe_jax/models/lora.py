@@ -23,7 +23,7 @@ from jax import lax
 from moe_jax.errors import UserError
 from moe_jax.models.config import LoraConfig, Segment
 from moe_jax.models.transformer import MODULES, matrix_dims
-from moe_jax.moe.bank import bank_of
+from moe_jax.moe.bank import init_bank
 from moe_jax.moe.experts import LORA_A, LORA_B
 from moe_jax.parallel.gather import gather_tree
 
@@ -183,7 +183,7 @@ def init_adapters(config: LoraConfig, key, base: dict, segments: tuple[Segment, 
         )
         if path[0] == "bank":
             own = experts[path[1]]
-            made = bank_of(make, own_key, own.config.moe_layers, own.moe.num_experts, devices[own.name])
+            made = init_bank(make, own_key, own.config.moe_layers, own.moe.num_experts, devices[own.name])
         else:
             made = jax.vmap(make)(jax.random.split(own_key, shape[0]))
         tree: Any = made

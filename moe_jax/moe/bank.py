@@ -23,7 +23,7 @@ from moe_jax.kernels.grouped import GroupedWeights, find_implementation
 from moe_jax.moe.experts import weight_names
 from moe_jax.parallel.ordering import in_line
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas
-from moe_jax.parallel.varying import cast_varying, varying_axes, zeros_varying
+from moe_jax.parallel.varying import cast_varying, varying_axes, with_gradient, zeros_varying
 from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.planning.plan_shape import PlanShape
 
@@ -71,12 +71,7 @@ def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, ou
     return weights
 
 
-def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
-    """Return the bank {name: [D Rb, ...]} of an even placement; sizes: as in `init_expert`."""
-    return bank_of(lambda key: init_expert(key, **sizes), key, layers, experts, devices)
-
-
-def bank_of(make: Callable, key, layers: int, experts: int, devices: int) -> dict:
+def init_bank(make: Callable, key, layers: int, experts: int, devices: int) -> dict:
     """Return {name: [D Rb, ...]} of an even placement: expert (l, e) is make(fold_in(layer, expert)), {name: [...]}."""
     placement = Placement.even(layers, experts, devices)
     rows = layers * -(-experts // devices)
@@ -107,7 +102,7 @@ def reads_as_stored(implementation: str, plan: PlanShape | None, split: bool) ->
     return gathers and not travels and not split
 
 
-@jax.custom_vjp
+@with_gradient(lambda d: d[1])
 def with_grad_sink(bank):
     """Return (bank, grad_sink): the grad_sink is zeros shaped like the bank, and its cotangent is the bank's gradient.
 
@@ -115,17 +110,6 @@ def with_grad_sink(bank):
 
     Called outside `shard_map`; the two may then be sharded differently."""
     return bank, jax.tree.map(jnp.zeros_like, bank)
-
-
-def _with_grad_sink_fwd(bank):
-    return with_grad_sink(bank), None
-
-
-def _with_grad_sink_bwd(_, cotangents):
-    return (cotangents[1],)
-
-
-with_grad_sink.defvjp(_with_grad_sink_fwd, _with_grad_sink_bwd)
 
 
 @jax.custom_vjp

@@ -67,16 +67,8 @@ class MoELayer(nnx.Module):
         layer_sizes(config, roles, 1)
         check_hidden_dim("hidden_dim", hidden_dim, roles)
         check_float8(config, model_dim)
-        bank = init_bank(
-            rngs.params(),
-            1,
-            config.num_experts,
-            devices,
-            model_dim=model_dim,
-            hidden_dim=hidden_dim,
-            activation=activation,
-            dtype=dtype,
-        )
+        sizes = {"model_dim": model_dim, "hidden_dim": hidden_dim, "activation": activation, "dtype": dtype}
+        bank = init_bank(functools.partial(init_expert, **sizes), rngs.params(), 1, config.num_experts, devices)
         self.config, self.roles, self.activation = config, roles, activation
         scale = model_dim**-0.5
         self.w_gate = nnx.Param(scale * jax.random.normal(rngs.params(), (model_dim, config.num_experts), dtype))

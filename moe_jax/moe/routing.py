@@ -15,13 +15,12 @@ import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from moe_jax.parallel.bucket_rows import BucketLayout, Piece
 from moe_jax.parallel.few_kernels import first_places, places_of_keys
-from moe_jax.planning.placement import Placement, numbered
-from moe_jax.planning.plan_shape import Tables
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import Tables, build_shape, fill_tables
 
 jax.tree_util.register_dataclass(
     Tables, data_fields=[field.name for field in dataclasses.fields(Tables)], meta_fields=[]
@@ -304,13 +303,5 @@ def even_tables(layers: int, experts: int, devices: int) -> Tables:
 
     Bank rows are layer-major: of the n experts of a layer on a device, row l n + j is the j-th one of layer l.
     """
-    home, slots = Placement.even(1, experts, devices).home[0], -(-experts // devices)
-    held = np.bincount(home, minlength=devices)[:, None, None]  # [D, 1, 1]
-    shape, nth = (devices, layers, experts, 1), np.arange(slots, dtype=np.int32)
-    rows = np.where(nth < held, np.arange(layers)[:, None] * held + nth, layers * slots)
-    return Tables(
-        dest_slot=np.broadcast_to((home * slots + numbered(home)).astype(np.int32)[:, None], shape),
-        dest_num=np.ones(shape, np.uint32),
-        dest_den=np.ones(shape[:3], np.uint32),
-        home_row=rows.astype(np.int32),
-    )
+    placement = Placement.even(layers, experts, devices, rule="home")
+    return dataclasses.replace(fill_tables(build_shape(placement), placement), slot_expert=None)

@@ -29,7 +29,7 @@ from jax import lax
 from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketLayout
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.varying import cast_varying
+from moe_jax.parallel.varying import cast_varying, with_gradient
 
 TRANSPORTS = ("all_to_all", "two_level", "coordinated")
 
@@ -78,8 +78,7 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int, 
             there = all_to_all(there, axis_index_groups=list(map(list, zip(*in_node, strict=True))))
         return there.reshape(x.shape)  # [Nn source node, Ll source place, ...]
 
-    symmetric = jax.custom_vjp(move)
-    symmetric.defvjp(lambda x: (move(x), None), lambda _, d: (move(d),))
+    symmetric = with_gradient(move)(move)
     return lambda x: symmetric(cast_varying(x, axes))
 
 
@@ -193,12 +192,6 @@ def member(roles: Roles):
     return lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else jnp.int32(0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def repeat_for_shards(array, esp_size: int):
-    """Return [n, Ns, ...] from [n, ...]: the same for every shard. The gradient is `sum_shards` of the cotangent."""
-    return jnp.stack([array] * esp_size, axis=1)
-
-
 def sum_shards(array):
     """Return the sum [n, ...] of array [n, Ns, ...] over the shards, in at least float32.
 
@@ -208,9 +201,10 @@ def sum_shards(array):
     return sum(parts[1:], parts[0]).astype(array.dtype)
 
 
-repeat_for_shards.defvjp(
-    lambda array, esp_size: (repeat_for_shards(array, esp_size), None), lambda esp_size, _, d: (sum_shards(d),)
-)
+@with_gradient(lambda d, esp_size: sum_shards(d), 1)
+def repeat_for_shards(array, esp_size: int):
+    """Return [n, Ns, ...] from [n, ...]: the same for every shard. The gradient is `sum_shards` of the cotangent."""
+    return jnp.stack([array] * esp_size, axis=1)
 
 
 def gather_shards(array, axes: tuple[str, ...], dim: int):
@@ -220,12 +214,12 @@ def gather_shards(array, axes: tuple[str, ...], dim: int):
     return _gather_shards(array, axes, dim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@with_gradient(lambda d, axes, dim: scatter_sum(d, axes, dim), 2)
 def _gather_shards(array, axes, dim):
     return lax.all_gather(array, axes, axis=dim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@with_gradient(_gather_shards, 2)
 def scatter_sum(array, axes: tuple[str, ...], dim: int):
     """Return this shard's entry along `dim` of the sum over the shards.
 
@@ -234,13 +228,3 @@ def scatter_sum(array, axes: tuple[str, ...], dim: int):
     """
     acc_dtype = jnp.promote_types(array.dtype, jnp.float32)
     return lax.psum_scatter(array.astype(acc_dtype), axes, scatter_dimension=dim).astype(array.dtype)
-
-
-_gather_shards.defvjp(
-    lambda array, axes, dim: (_gather_shards(array, axes, dim), None),
-    lambda axes, dim, _, d: (scatter_sum(d, axes, dim),),
-)
-scatter_sum.defvjp(
-    lambda array, axes, dim: (scatter_sum(array, axes, dim), None),
-    lambda axes, dim, _, d: (_gather_shards(d, axes, dim),),
-)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.parallel.varying import match_varying
+from moe_jax.parallel.varying import match_varying, with_gradient
 
 MOST_ROWS = 1024  # of a part; a GPU still has enough parts to keep its cores busy
 MOST_PARTS = 16
@@ -34,19 +34,13 @@ def sum_rows(x, dtype=None):
 
 def spread(vector, like):
     """Return `vector` [...] for every row of `like` [rows ..., ...]; the gradient is `sum_rows` over the rows."""
-    return _spread(like.shape, *match_varying(vector, like)[:1])
+    own, shape = vector.shape, like.shape
 
+    @with_gradient(lambda d: sum_rows(d.reshape(-1, *own)))
+    def repeat(vector):
+        return jnp.broadcast_to(vector, shape)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(shape, vector):
-    return jnp.broadcast_to(vector, shape)
-
-
-def _spread_bwd(shape, dims, d):
-    return (sum_rows(d.reshape(-1, *shape[len(shape) - dims :])),)
-
-
-_spread.defvjp(lambda shape, vector: (_spread(shape, vector), vector.ndim), _spread_bwd)
+    return repeat(match_varying(vector, like)[0])
 
 
 def rows_in_use(group_sizes, rows: int):

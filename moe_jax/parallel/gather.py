@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.parallel.varying import cast_varying, varying_axes, with_gradient
 
 
 def gather_tree(shards, dims, axes: tuple[str, ...], parts: int, wires=None):
@@ -88,7 +88,14 @@ _gather_narrow.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum_gradients(gradients, axes):
+    packed = lax.psum(jnp.concatenate([gradient.reshape(-1) for gradient in gradients]), axes)
+    stops = np.cumsum([gradient.size for gradient in gradients])[:-1]
+    parts = jnp.split(packed, stops)
+    return tuple(part.reshape(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
+
+
+@with_gradient(_sum_gradients, 1)
 def _give_each(leaves: tuple, axes: tuple[str, ...]) -> tuple:
     """Return leaves that are equal over `axes`, typed as varying; one collective sums their gradients.
 
@@ -96,13 +103,3 @@ def _give_each(leaves: tuple, axes: tuple[str, ...]) -> tuple:
     and one of its fusions of such a slice did not compile at all.
     """
     return cast_varying(leaves, axes)
-
-
-def _sum_gradients(axes, _, gradients):
-    packed = lax.psum(jnp.concatenate([gradient.reshape(-1) for gradient in gradients]), axes)
-    stops = np.cumsum([gradient.size for gradient in gradients])[:-1]
-    parts = jnp.split(packed, stops)
-    return (tuple(part.reshape(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)),)
-
-
-_give_each.defvjp(lambda leaves, axes: (cast_varying(leaves, axes), None), _sum_gradients)

@@ -192,47 +192,34 @@ def mesh_axes(
     Raises:
       UserError: if the MP group does not cut an axis into equal parts, or groups do not lie inside one another.
     """
-    cuts = {"expert": {ep_degree(number, config.expert) for number in experts} - {config.expert}}
+    cuts = {"expert": {ep_degree(number, config.expert) for number in experts}}
     sizes = {"data": config.data, "expert": config.expert, "expert_shard": config.expert_shard}
     axes: list[tuple[str, int]] = []
     inside: list[str] = []
-    inner = 1  # devices in one block of the axes already placed, from the innermost outwards
+    begin = 1  # devices in one block of the axes already placed, from the innermost outwards
     for name in reversed(AXES):
-        outer = inner * sizes[name]
-        if config.model >= outer:
-            split = sizes[name]  # the whole axis lies inside the MP group
-        elif config.model <= inner:
-            split = 1
-        else:
-            split = config.model // inner  # inner divides model, as was checked for the axis before
-            if sizes[name] % split:
-                raise UserError(
-                    f"MeshConfig.model ({config.model}) does not cut the mesh of data ({config.data}) x expert "
-                    f"({config.expert}) x expert_shard ({config.expert_shard}) = {num_devices} devices evenly; make "
-                    "model and expert_shard powers of two"
-                )
-        if config.model >= outer and config.model % outer:
+        inner, outer = begin, begin * sizes[name]
+        if max(outer, config.model) % min(outer, config.model):
             product = " x ".join(AXES[AXES.index(name) :])
             raise UserError(
-                f"MeshConfig.model ({config.model}) must be a multiple or a divisor of {product} ({outer}); make "
-                "model, expert and expert_shard powers of two"
+                f"MeshConfig.model ({config.model}) must be a multiple or a divisor of {product} ({outer}) of the "
+                f"{num_devices} devices; make model, expert and expert_shard powers of two"
             )
-        # (axis, size) of the parts of this axis, innermost first: the one inside the MP group, and each cut's
-        within = 1
-        for end in sorted({sizes[name], *cuts.get(name, ())} | ({split} if split > 1 else set())):
-            if end % within:
+        # where the parts of this axis end, innermost first: the one inside the MP group, and each cut's
+        ends = {outer, min(outer, max(inner, config.model)), *(inner * cut for cut in cuts.get(name, ()))}
+        for end in sorted(ends - {inner}) or [outer]:
+            if end % begin:
                 raise UserError(
-                    f"expert-parallel groups of {within} and of {end} devices do not lie inside one another on an "
-                    f"expert axis of {sizes[name]} (layers with fewer experts have a group of so many devices, and "
-                    "MeshConfig.model cuts the axis too); make the numbers of experts divide one another"
+                    f"expert-parallel groups of {begin // inner} and of {end // inner} devices do not lie inside one "
+                    f"another on an expert axis of {sizes[name]} (layers with fewer experts have a group of so many "
+                    "devices, and MeshConfig.model cuts the axis too); make the numbers of experts divide one another"
                 )
-            in_model = split > 1 and end <= split
+            in_model = inner < end <= config.model
             axis = f"{name}_mp" if in_model else name
-            axis = axis if end == (split if in_model else sizes[name]) else f"{axis}_of_{end}"
-            axes.append((axis, end // within))
+            axis = axis if end == (min(outer, config.model) if in_model else outer) else f"{axis}_of_{end // inner}"
+            axes.append((axis, end // begin))
             inside += [axis] if in_model else []
-            within = end
-        inner = outer
+            begin = end
     return dict(reversed(axes)), tuple(reversed(inside))
 
 

@@ -12,8 +12,8 @@ all-reduce that the mathematics does not need. `axes` = () makes each of them th
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,21 @@ mlir.register_lowering(_cast_alone_p, lambda ctx, x, *, axes: [x])
 ad.deflinear2(_cast_alone_p, lambda d, x, *, axes: [declare_equal(d, axes)])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def with_gradient(back: Callable, static: int = 0) -> Callable:
+    """Give the decorated function(x, ...) another gradient: back(d, ...), of the cotangent d of its result alone.
+
+    static: how many arguments follow x, which are no arrays; `back` gets the same.
+    """
+
+    def decorate(there):
+        function = jax.custom_vjp(there, nondiff_argnums=tuple(range(1, static + 1)))
+        function.defvjp(lambda *given: (there(*given), None), lambda *given: (back(given[-1], *given[:static]),))
+        return function
+
+    return decorate
+
+
+@with_gradient(declare_equal, 1)
 def replicated_to_varying(x, axes: tuple[str, ...]):
     """Return x typed as varying over `axes`, for code in which each device of the group works on x by itself.
 
@@ -96,12 +110,7 @@ def replicated_to_varying(x, axes: tuple[str, ...]):
     return cast_varying(x, axes)
 
 
-replicated_to_varying.defvjp(
-    lambda x, axes: (cast_varying(x, axes), None), lambda axes, _, d: (declare_equal(d, axes),)
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@with_gradient(cast_varying, 1)
 def varying_to_replicated(x, axes: tuple[str, ...]):
     """Type values that are equal on the group as one value; each device gets the whole cotangent.
 
@@ -110,21 +119,10 @@ def varying_to_replicated(x, axes: tuple[str, ...]):
     return declare_equal(x, axes)
 
 
-varying_to_replicated.defvjp(
-    lambda x, axes: (declare_equal(x, axes), None), lambda axes, _, d: (cast_varying(d, axes),)
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@with_gradient(lambda d, factor: d if factor == 1 else d * jnp.asarray(factor, d.dtype), 1)
 def scale_gradient(x, factor: float):
     """Return x; its cotangent is multiplied by `factor`."""
     return x
-
-
-scale_gradient.defvjp(
-    lambda x, factor: (x, None),
-    lambda factor, _, d: (d if factor == 1 else d * jnp.asarray(factor, d.dtype),),
-)
 
 
 def _take_part(x, axes, dim):
@@ -139,16 +137,6 @@ def join_parts(x, axes: tuple[str, ...], dim: int = 0):
     return lax.all_gather(cast_varying(x, axes), axes, axis=dim, tiled=True, to="invarying")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _own_part(x, axes, dim):
-    return _take_part(x, axes, dim)
-
-
-_own_part.defvjp(
-    lambda x, axes, dim: (_take_part(x, axes, dim), None), lambda axes, dim, _, d: (join_parts(d, axes, dim),)
-)
-
-
 def own_part(x, axes: tuple[str, ...], dim: int = 0):
     """Return this device's part of x along `dim`; x is equal on the group. The gradient is one all-gather.
 
@@ -158,5 +146,5 @@ def own_part(x, axes: tuple[str, ...], dim: int = 0):
         return x
     assert not frozenset(axes) & varying_axes(x), f"own_part needs a value that is equal over {axes}"
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return _own_part(x, tuple(axes), dim)
+        return with_gradient(join_parts, 2)(_take_part)(x, tuple(axes), dim)
     return _take_part(x, axes, dim)

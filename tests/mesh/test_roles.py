@@ -71,6 +71,6 @@ def test_sizes_that_do_not_fit_are_refused(fields, message):
 
 
 def test_model_parallelism_that_cuts_no_axis_evenly_is_refused():
-    for expert, shard, model, message in ((2, 3, 2, "does not cut the mesh"), (3, 2, 3, "a multiple or a divisor of")):
-        with pytest.raises(UserError, match=rf"MeshConfig.model \({model}\) .*{message}"):
+    for expert, shard, model in ((2, 3, 2), (3, 2, 3)):
+        with pytest.raises(UserError, match=rf"MeshConfig.model \({model}\) must be a multiple or a divisor of"):
             mesh_axes(MeshConfig(expert=expert, expert_shard=shard, model=model), 6)

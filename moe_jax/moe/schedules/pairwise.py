@@ -22,7 +22,7 @@ from moe_jax.moe.routing import Parcel, counts_within, members_of, pack, regroup
 from moe_jax.moe.schedule import LayerSizes, register
 from moe_jax.parallel.exchange import ExpertGroup, cut, join, repeat_for_shards, shift_pairs
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.varying import cast_varying, match_varying
+from moe_jax.parallel.varying import cast_varying, match_varying, with_gradient
 
 
 def choose_groups(roles: Roles, wanted: int) -> int:
@@ -122,12 +122,11 @@ class Pipeline:
         """Send a block to the device in the same place, `steps` groups ahead on the ring."""
         return lax.ppermute(block, self.group.axes, shift_pairs(self.groups, self.local, steps % self.groups, 0))
 
-    def compute(self, received, arriving, experts, near=()):
-        """C_s: rows [Pg, c, M] as they arrived, and further pieces -> (the same places, computed; theirs)."""
+    def compute(self, blocks, experts):
+        """C_s: a list of (rows [n, c, M] as they arrived, counts [n, groups]) -> the same places, computed, a list."""
         with jax.named_scope("experts"):
-            blocks = [(received, arriving), *near]
-            if len(blocks) == 1 and arriving.shape[0] == 1:  # one bucket, already in group order
-                return experts(received[0], arriving[0])[None], []
+            if len(blocks) == 1 and blocks[0][0].shape[0] == 1:  # one bucket, already in group order
+                return [experts(blocks[0][0][0], blocks[0][1][0])[None]]
             sizes = [rows.shape[0] for rows, _ in blocks]
             ids = jnp.split(jnp.arange(sum(sizes), dtype=jnp.int32), np.cumsum(sizes)[:-1])
             pieces = [
@@ -138,8 +137,7 @@ class Pipeline:
             rows = join(rows for rows, _ in blocks)
             done = unpermute_rows(experts(permute_rows(rows, grouping), grouping.group_sizes), grouping)
             parts = jnp.split(done, np.cumsum([rows.shape[0] * rows.shape[1] for rows, _ in blocks])[:-1])
-            first, *rest = [part.reshape(rows.shape) for part, (rows, _) in zip(parts, blocks, strict=True)]
-            return first, rest
+            return [part.reshape(rows.shape) for part, (rows, _) in zip(parts, blocks, strict=True)]
 
     def run(self, blocks, arriving, experts, near=()):
         """Run all tasks: blocks [Dg, Ng, c, M] -> the same places, computed and summed over shards.
@@ -159,22 +157,24 @@ class Pipeline:
             outgoing = [collected[:, s] for s in range(self.groups)]
         arriving = arriving.reshape(self.groups, self.local, -1)
         received, done, near_done = outgoing[:1], [], []
+
+        def compute(s, more=()):
+            here, *rest = self.compute([(received[s], arriving[s]), *more], experts)
+            done.append(here)
+            near_done.extend(rest)
+
         for s in range(1, self.groups):
             if s > 1:  # C_{s-2} has run next to S_{s-1}
-                outgoing[s], done[s - 2] = _both_ready(*match_varying(outgoing[s], done[s - 2]))
+                outgoing[s], done[s - 2] = _both_ready(match_varying(outgoing[s], done[s - 2]))
             # the stream of transfers keeps its order; C_{s-1} is free to run next to S_s
             outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
             with jax.named_scope("dispatch"):  # S_s
                 received.append(self.move(outgoing[s], -s))
-            here, rest = self.compute(received[s - 1], arriving[s - 1], experts, near if s == 1 else ())
-            done.append(here)
-            near_done = rest if s == 1 else near_done
+            compute(s - 1, near if s == 1 else ())
         last = self.groups - 1
         if last > 1:
             done[1], received[last] = lax.optimization_barrier((done[1], received[last]))
-        here, rest = self.compute(received[last], arriving[last], experts, () if last else near)
-        done.append(here)
-        near_done = near_done if last else rest
+        compute(last, () if last else near)
         home = done[:1]
         for s in range(1, self.groups):
             if s > 1:
@@ -192,10 +192,7 @@ class Pipeline:
             return jnp.sum(parts, axis=1, dtype=acc_dtype).astype(parts.dtype), near_done
 
 
-@jax.custom_vjp
-def _both_ready(first, second):
-    """Return (first, second), neither of which a compiler may use before both are ready; gradients are not ordered."""
-    return lax.optimization_barrier((first, second))
-
-
-_both_ready.defvjp(lambda first, second: (_both_ready(first, second), None), lambda _, d: d)
+@with_gradient(lambda d: d)
+def _both_ready(arrays: tuple):
+    """Return the arrays, none of which a compiler may use before all are ready; gradients are not ordered."""
+    return lax.optimization_barrier(arrays)

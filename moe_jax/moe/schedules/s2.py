@@ -25,7 +25,7 @@ from moe_jax.moe.schedule import LayerSizes, Sent, register
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
 from moe_jax.parallel.exchange import ExpertGroup, by_piece, cut, join, member, shift_pairs
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.varying import cast_varying, declare_equal, join_parts, zeros_varying
+from moe_jax.parallel.varying import cast_varying, declare_equal, join_parts, with_gradient, zeros_varying
 
 
 @register("s2")
@@ -108,11 +108,7 @@ class PauseAfterGate(ExpertParallel):
 
     def send_back(self, rows, sent):
         with jax.named_scope("combine"):
-            return _collect_rows(self, rows)
-
-    def collect(self, rows):
-        """Bring computed rows to every device of their MP group: [Ns R / N_MP, M] -> [R, M]; without a gradient."""
-        return collect_parts(self.roles, self.group, self.returns[0], self.part, rows)
+            return with_gradient(_send_parts, 1)(_collect_rows)(rows, self)
 
     def member(self):
         """Return int32 [], the first EP member of this device's MP group, equal on the group."""
@@ -163,7 +159,7 @@ def _send_tokens_fwd(schedule, x, mine, whole):
 
 def _send_tokens_bwd(schedule, residuals, d):
     tokens, whole = residuals
-    rows = schedule.collect(d)
+    rows = _collect_rows(d, schedule)
     like = zeros_varying((tokens.shape[0], d.shape[-1]), d.dtype, rows)
     return jax.vjp(lambda x: permute_tokens(x, whole), like)[1](rows)[0], None, None
 
@@ -171,26 +167,20 @@ def _send_tokens_bwd(schedule, residuals, d):
 _send_tokens.defvjp(_send_tokens_fwd, _send_tokens_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _collect_rows(schedule: PauseAfterGate, rows):
-    return schedule.collect(rows)
+def _collect_rows(rows, schedule: PauseAfterGate):
+    """Bring computed rows to every device of their MP group: [Ns R / N_MP, M] -> [R, M]; without a gradient."""
+    return collect_parts(schedule.roles, schedule.group, schedule.returns[0], schedule.part, rows)
 
 
-def _collect_rows_fwd(schedule, rows):
-    return schedule.collect(rows), None
-
-
-def _collect_rows_bwd(schedule, _, d):
+def _send_parts(d, schedule: PauseAfterGate):
+    """Send this device's part of every bucket of d [R, M] to the experts: [Ns R / N_MP, M]."""
     axes = schedule.roles.model
 
     def own(_, blocks):
         part = blocks.shape[1] // schedule.roles.size(axes)
         return lax.dynamic_slice_in_dim(cast_varying(blocks, axes), lax.axis_index(axes) * part, part, axis=1)
 
-    return (schedule.group.send(by_piece(own, d, schedule.layout), schedule.part),)
-
-
-_collect_rows.defvjp(_collect_rows_fwd, _collect_rows_bwd)
+    return schedule.group.send(by_piece(own, d, schedule.layout), schedule.part)
 
 
 def collect_parts(roles: Roles, group: ExpertGroup, gather: str, part: BucketLayout, rows):
