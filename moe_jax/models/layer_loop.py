@@ -33,9 +33,8 @@ from moe_jax.moe.build import check_one_piece, make_moe
 from moe_jax.moe.routers import PADDING, RouterInputs, build_router
 from moe_jax.moe.routing import local
 from moe_jax.parallel.bucket_rows import round_up
-from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.sharding import split_dims
+from moe_jax.parallel.sharding import gather_tree, split_dims
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape, Shapes

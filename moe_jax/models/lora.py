@@ -25,7 +25,7 @@ from moe_jax.models.config import LoraConfig, Segment
 from moe_jax.models.transformer import MODULES, matrix_dims
 from moe_jax.moe.bank import init_bank
 from moe_jax.moe.experts import LORA_A, LORA_B
-from moe_jax.parallel.gather import gather_tree
+from moe_jax.parallel.sharding import gather_tree
 
 
 def is_adapter(name: str) -> bool:

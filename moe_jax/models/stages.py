@@ -24,8 +24,8 @@ from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import record
-from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.sharding import gather_tree
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.block_schedule import BlockSchedule

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.sharding import spec_of
+from moe_jax.parallel.sharding import gather_tree, spec_of
 from moe_jax.parallel.varying import cast_varying
 
 TREE = {  # leaf -> (global shape, dim that is split over the eight devices or -1)
