@@ -201,25 +201,22 @@ class ReferenceMatmul:
     gathers = True
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
-        weights, owner_GR, einsum = self._of_groups(lhs, group_sizes, operands)
-        lhs = clear_unowned_rows(lhs, group_sizes)
-        of_group = [einsum("r,rk,kn->rn", owner, lhs, weight) for owner, weight in zip(owner_GR, weights, strict=True)]
-        return jnp.sum(jnp.stack(of_group), axis=0).astype(lhs.dtype)
+        owner, einsum = self._owner(lhs, group_sizes)
+        lhs, weights = clear_unowned_rows(lhs, group_sizes), gather_weights(operands, lhs.dtype)
+        return einsum("gr,rk,gkn->rn", owner, lhs, weights).astype(lhs.dtype)
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
-        weights, owner_GR, einsum = self._of_groups(lhs, group_sizes, operands)
+        owner, einsum = self._owner(lhs, group_sizes)
         lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
-        of_group = [einsum("r,rn,kn->rk", owner, dout, weight) for owner, weight in zip(owner_GR, weights, strict=True)]
-        dweight = jnp.stack([einsum("r,rk,rn->kn", owner, lhs, dout) for owner in owner_GR])
-        return jnp.sum(jnp.stack(of_group), axis=0).astype(lhs.dtype), split_gradient(dweight, operands)
+        dlhs = einsum("gr,rn,gkn->rk", owner, dout, gather_weights(operands, lhs.dtype)).astype(lhs.dtype)
+        return dlhs, split_gradient(einsum("gr,rk,rn->gkn", owner, lhs, dout), operands)
 
-    def _of_groups(self, lhs: Array, group_sizes: Array, operands: Operands):
-        """Return (weights [G, K, N], [G, R] that is one where the group owns the row, einsum in at least float32)."""
+    def _owner(self, lhs: Array, group_sizes: Array):
+        """Return ([G, R] that is one where the group owns the row, einsum in at least float32)."""
         stops, row = jnp.cumsum(group_sizes)[:, None], jnp.arange(lhs.shape[0])[None]
         owner = ((row >= stops - group_sizes[:, None]) & (row < stops)).astype(lhs.dtype)
         acc_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
-        einsum = functools.partial(jnp.einsum, preferred_element_type=acc_dtype)
-        return gather_weights(operands, lhs.dtype), owner, einsum
+        return owner, functools.partial(jnp.einsum, preferred_element_type=acc_dtype)
 
 
 @register("ragged")

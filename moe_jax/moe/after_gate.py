@@ -167,11 +167,9 @@ class ShareRule:
         def loops(totals, held, home):
             return level_quotas(jnp, totals[None], held[None], home[None], self.sweeps)[0]
 
-        def kernel(totals, held, home):
-            return level_in_one_kernel(totals, held, home, sweeps=self.sweeps)
-
         if not fits_one_kernel(*held.shape):
             return loops(totals, held, home)
+        kernel = functools.partial(level_in_one_kernel, sweeps=self.sweeps)
         return lax.platform_dependent(totals, held, home, cuda=kernel, default=loops)
 
 

@@ -30,7 +30,7 @@ class Parm(Chooser):
     Compared are a layer's exchanges by the links of a cluster, with start-ups and what SAA lets run at the same time,
     or by a calibration's fits; with fits of the gate and of moved rows those too, with fits of whole layers whole
     layers. The choice is made once, for static sizes. Source: Parm, section V, algorithm 1; `deepspeed` for small
-    layers, and two halves, are our additions.
+    layers is our addition.
     """
 
     among = ("deepspeed", "s1", "s2")
