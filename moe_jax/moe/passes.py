@@ -45,47 +45,61 @@ def add_later_passes(first, one_pass, needed, most: int, before=()):
     if most == 1:
         return first
     closed = jax.make_jaxpr(one_pass)(jnp.int32(0))
+    program, consts = closed.jaxpr, closed.consts
     # the constants of that function for which its result has a gradient
-    floats = [i for i, leaf in enumerate(closed.consts) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floats = [i for i, leaf in enumerate(consts) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
-    def of_leaves(leaves):
-        consts = list(closed.consts)
-        for i, leaf in zip(floats, leaves, strict=True):
-            consts[i] = leaf
-        return jax.core.eval_jaxpr(closed.jaxpr, consts, jnp.int32(0))[0]
+    def run(chosen, own, others, index):  # own: the constants whose places are `chosen`
+        own, others = iter(own), iter(others)
+        values = [next(own if i in chosen else others) for i in range(len(program.constvars))]
+        return jax.core.eval_jaxpr(program, values, index)[0]
 
-    def gradients(leaves):
-        out, pull = jax.vjp(of_leaves, leaves)
+    def split(chosen):
+        return [consts[i] for i in chosen], [leaf for i, leaf in enumerate(consts) if i not in chosen]
+
+    def gradients(own, others):
+        out, pull = jax.vjp(lambda own: run(floats, own, others, jnp.int32(0)), own)
         return pull(out)[0]
 
     # A custom_vjp returns a gradient for every input, zeros where there is none: for the bank, whose gradient leaves
     # through its grad_sink, zeros of its size in every pass. So what a gradient reaches is found in its jaxpr.
-    jaxpr = jax.make_jaxpr(gradients)([closed.consts[i] for i in floats]).jaxpr
+    jaxpr = jax.make_jaxpr(gradients)(*split(floats)).jaxpr
     read = set(map(id, jaxpr.invars + jaxpr.constvars))
     for equation in jaxpr.eqns:
         if any(id(atom) in read for atom in equation.invars):
             read |= set(map(id, equation.outvars))
     trained = tuple(i for i, out in zip(floats, jaxpr.outvars, strict=True) if id(out) in read)
-    leaves = [closed.consts[i] for i in trained]
-    fixed = [leaf for i, leaf in enumerate(closed.consts) if i not in trained]
-
-    def rest(leaves, needed):
-        return _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
-
-    (first, _), later = in_line((first, before), rest, leaves, needed)
+    leaves, fixed = split(trained)
+    rest = _later_passes(functools.partial(run, trained), most)
+    (first, _), later = in_line((first, before), lambda leaves, needed: rest(leaves, fixed, needed), leaves, needed)
     return first + later
 
 
-def _one_pass(how, fixed):
-    """Return the function (leaves, index) of one pass."""
-    jaxpr, trained, _ = how
+def _later_passes(run, most: int):
+    """Return function(leaves, fixed, needed): the sum of run(leaves, fixed, index) over the passes from 1 on.
 
-    def run(leaves, index):
-        own, others = iter(leaves), iter(fixed)
-        consts = [next(own if i in trained else others) for i in range(len(leaves) + len(fixed))]
-        return jax.core.eval_jaxpr(jaxpr, consts, index)[0]
+    It has a gradient for `leaves`. A pass runs again and backward in one branch: nothing that it saves leaves the
+    branch. The gradient of a loop over branches would copy what they save, the bank too, for every pass.
+    """
 
-    return run
+    @jax.custom_vjp
+    def rest(leaves, fixed, needed):
+        return _sum_passes(functools.partial(run, leaves, fixed), needed, most)
+
+    def forward(leaves, fixed, needed):
+        total = rest(leaves, fixed, needed)
+        return total, (leaves, fixed, wait_for(needed, total))
+
+    def backward(residuals, d):
+        leaves, fixed, needed = residuals
+
+        def gradients(index):
+            return jax.vjp(lambda leaves: run(leaves, fixed, index), leaves)[1](d)[0]
+
+        return _sum_passes(gradients, wait_for(needed, d), most), None, None
+
+    rest.defvjp(forward, backward)
+    return rest
 
 
 def _sum_passes(run, needed, most: int):
@@ -97,31 +111,3 @@ def _sum_passes(run, needed, most: int):
         return lax.cond(index < needed, lambda: jax.tree.map(jnp.add, total, run(index)), lambda: total), None
 
     return lax.cond(needed > 1, lambda: lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0], lambda: zeros)
-
-
-def _plain_rest(how, leaves, fixed, needed):
-    """Return the sum of the passes from 1 on; without a rule for its gradient."""
-    return _sum_passes(functools.partial(_one_pass(how, fixed), leaves), needed, how[2])
-
-
-_rest = jax.custom_vjp(_plain_rest, nondiff_argnums=(0,))
-
-
-def _rest_fwd(how, leaves, fixed, needed):
-    total = _plain_rest(how, leaves, fixed, needed)
-    return total, (leaves, fixed, wait_for(needed, total))
-
-
-def _rest_bwd(how, residuals, d):
-    leaves, fixed, needed = residuals
-    run = _one_pass(how, fixed)
-
-    # A pass runs again and backward in one branch: nothing that it saves leaves the branch. The gradient of a loop over
-    # branches would copy what they save, the bank too, for every pass.
-    def gradients(index):
-        return jax.vjp(lambda leaves: run(leaves, index), leaves)[1](d)[0]
-
-    return _sum_passes(gradients, wait_for(needed, d), how[2]), None, None
-
-
-_rest.defvjp(_rest_fwd, _rest_bwd)
