@@ -206,17 +206,18 @@ def mesh_axes(
                 f"{num_devices} devices; make model, expert and expert_shard powers of two"
             )
         # where the parts of this axis end, innermost first: the one inside the MP group, and each cut's
-        ends = {outer, min(outer, max(inner, config.model)), *(inner * cut for cut in cuts.get(name, ()))}
-        for end in sorted(ends - {inner}) or [outer]:
+        shared = min(outer, config.model)
+        ends = {outer, shared if shared > inner else outer, *(inner * cut for cut in cuts.get(name, ()))}
+        for end in sorted(ends):
             if end % begin:
                 raise UserError(
                     f"expert-parallel groups of {begin // inner} and of {end // inner} devices do not lie inside one "
                     f"another on an expert axis of {sizes[name]} (layers with fewer experts have a group of so many "
                     "devices, and MeshConfig.model cuts the axis too); make the numbers of experts divide one another"
                 )
-            in_model = inner < end <= config.model
+            in_model = shared > inner and end <= shared
             axis = f"{name}_mp" if in_model else name
-            axis = axis if end == (min(outer, config.model) if in_model else outer) else f"{axis}_of_{end // inner}"
+            axis = axis if end == (shared if in_model else outer) else f"{axis}_of_{end // inner}"
             axes.append((axis, end // begin))
             inside += [axis] if in_model else []
             begin = end
