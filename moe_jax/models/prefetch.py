@@ -288,8 +288,7 @@ class Direction(abc.ABC):
             return value
         arrived = {}
         for key, steps, packed in moves:
-            into = live.pop(key, None)
-            into = empty_replicas(self.constants.bank, self.how.transfer) if into is None else into
+            into = live.pop(key) if key in live else empty_replicas(self.constants.bank, self.how.transfer)
             arrived[key] = steps.unpack(steps.communicate(packed), into)
         value, arrived = fence((value, arrived))
         live.update(arrived)
@@ -519,8 +518,8 @@ class Backward(Direction):
         d[makes[0]], moves = self.start_moves(window, live, d[makes[0]])
         (read,) = residuals((constants, own))(d)
         # else the sum of dmix over devices, and so all of attention, would run before the moves
-        late = (reads[0], "mix") if stage == "attention" else reads[:1]
-        read |= self.end_moves(moves, live, {name: read[name] for name in late})
+        fenced = (reads[0], "mix") if stage == "attention" else reads[:1]
+        read |= self.end_moves(moves, live, {name: read[name] for name in fenced})
         for name, value in read.items():  # added to what other stages and the other half gave
             key = "d" + name, layer, None if name in SHARED else half
             live[key] = jax.tree.map(jnp.add, live[key], value) if key in live else value
