@@ -1,71 +1,43 @@
 """Planners, routers and schedules of files outside of this tree, which `--plugin=FOLDER` names.
 
-A plugin is a Python package with any of the files of KINDS. Each is imported by the package that it adds to, at the end
-of that package's own files and before the config that takes its knobs is made; so a plugin is chosen before any of
-these packages is imported, by the flag (config/command_line.py) or by `choose`.
+A plugin is a Python package with any of the files of KINDS, which register classes as those of this tree do
+(`registry.py`). They are imported where a config is first read (`config/gin_files.py`).
 """
 
+import importlib
 import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from types import ModuleType
 
 from moe_jax.errors import UserError
 
-# planners.py declares planners (docs/adding_a_planner.md), routers.py routers, schedules.py schedules; knobs.py has
-# KNOBS, dataclasses whose fields MoEConfig gets for schedules
-KINDS = ("planners", "routers", "schedules", "knobs")
+KINDS = ("planners", "routers", "schedules")  # docs/adding_a_planner.md, adding_a_router.md, adding_a_schedule.md
 _chosen: list[str] = []
 
 
 def choose(names: Sequence[str]) -> None:
-    """Set the plugins of this process, by the names of their packages.
-
-    Raises:
-      UserError: one cannot be found, or what it adds to was imported already.
-    """
-    if names and list(names) == _chosen:
-        return
-    if names and "moe_jax.planning" in sys.modules:
-        raise UserError(
-            f"plugin {names[0]!r} comes too late: choose plugins before other parts of moe_jax are imported"
-        )
+    """Set the plugins of this process, by the names of their packages; a UserError for one that cannot be found."""
     if names and os.getcwd() not in sys.path:  # an installed command does not look where it was started
         sys.path.insert(0, os.getcwd())
     for name in names:
-        with_files = [kind for kind in KINDS if _spec(name, kind) is not None]
-        if not with_files:
+        if all(_spec(name, kind) is None for kind in KINDS):
             files = ", ".join(f"{kind}.py" for kind in KINDS)
             raise UserError(f"--plugin={name} has none of the files {files}; add one to that folder")
     _chosen[:] = names
 
 
-def named_in(argv: Sequence[str]) -> list[str]:
-    """Return the plugins that a command line names, for a command whose flags are made of their knobs."""
-    words = (*argv, "")
-    given = [word.partition("=") for word in words]
-    return [value or after for (flag, _, value), after in zip(given, words[1:], strict=False) if flag == "--plugin"]
-
-
-def load(kind: str) -> list[ModuleType]:
-    """Import one file of each plugin that has it; a UserError of one line names a file that raises."""
-    loaded = []
-    for name in _chosen:
-        spec = _spec(name, kind)
-        if spec is None or spec.loader is None:
-            continue
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+def load() -> None:
+    """Import the files of the plugins; a UserError of one line names a file that raises."""
+    for spec in filter(None, (_spec(name, kind) for name in _chosen for kind in KINDS)):
         try:
-            spec.loader.exec_module(module)
+            importlib.import_module(spec.name)
         except Exception as error:
-            what = " ".join(str(error).split())
+            what, name = " ".join(str(error).split()), spec.name.rpartition(".")[0]
             raise UserError(
                 f"--plugin={name}: {spec.origin} raises {type(error).__name__}: {what}; correct it"
             ) from error
-        loaded.append(module)
-    return loaded
 
 
 def blame(error: BaseException) -> str | None:
@@ -83,6 +55,7 @@ def blame(error: BaseException) -> str | None:
 
 
 def _spec(name: str, kind: str) -> importlib.machinery.ModuleSpec | None:
+    """Return how a file of a plugin is imported, None where it has no such file; a UserError where it is no package."""
     try:
         return importlib.util.find_spec(f"{name}.{kind}")
     except ModuleNotFoundError as error:

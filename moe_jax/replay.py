@@ -19,29 +19,23 @@ import json
 import pathlib
 import subprocess
 import sys
-import typing
+from typing import Any
 
 from absl import flags
 
 from moe_jax import plugins
+from moe_jax.analysis import replay_inputs as inputs
+from moe_jax.analysis import replay_report as report
+from moe_jax.analysis import simulate
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
-
-try:
-    plugins.choose(plugins.named_in(sys.argv))  # before planners, whose knobs are flags here, are imported
-    import moe_jax.planning  # noqa: F401 and with it the plugins
-except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-
-from moe_jax.analysis import replay_inputs as inputs  # noqa: E402
-from moe_jax.analysis import replay_report as report  # noqa: E402
-from moe_jax.analysis import simulate  # noqa: E402
-from moe_jax.parallel.transfer_shape import TransferShape  # noqa: E402
-from moe_jax.planning.balancer import BALANCERS, build_planner  # noqa: E402
-from moe_jax.planning.config import PREDICTORS, PlannerConfig  # noqa: E402
-from moe_jax.planning.cost import FORMS, PRICES, Cost  # noqa: E402
-from moe_jax.planning.placement import Placement  # noqa: E402
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.auto import Auto
+from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.config import PREDICTORS, PlannerConfig
+from moe_jax.planning.cost import FORMS, PRICES, Cost
+from moe_jax.planning.placement import Placement
+from moe_jax.registry import options_in
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string(
@@ -57,10 +51,8 @@ flags.DEFINE_integer("devices_per_node", None, "devices of a node; as --nodes")
 flags.DEFINE_integer("lag", None, "steps between the loads seen and the step planned for; the trace's fewest, else")
 flags.DEFINE_integer("every", 1, "judge each so many-th sample that has another one `lag` steps before it")
 flags.DEFINE_integer("replica_slots", 4, "mu: replicas of a device in one layer")
-flags.DEFINE_string(
-    "overlap_degree",
-    None,
-    "tau: experts that may get replicas, or 'paper' for Hecate's formula; by predicted time when not given",
+flags.DEFINE_multi_string(
+    "gin_bindings", [], "Binding of a planner's own options, such as 'Hecate.shard_every = 10'; may repeat."
 )
 flags.DEFINE_integer("model_dim", None, f"M; the trace's when not given, else {inputs.LAYER['model_dim']}")
 flags.DEFINE_integer(
@@ -93,39 +85,31 @@ flags.DEFINE_integer("plot_layer", 0, "layer that is drawn")
 flags.DEFINE_string("out", None, "folder for replay.json and pictures; none: print only")
 
 
-DEFINE = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}
-KNOBS = []  # a flag of every planner's knob, None where it is not given
-for _balancer in BALANCERS.values():
-    for _knob, (_hint, _field) in _balancer.knobs.items():
-        _kinds = set(typing.get_args(_hint) or (_hint,)) - {type(None)}
-        _define = DEFINE.get(_kinds.pop(), flags.DEFINE_string) if len(_kinds) == 1 else flags.DEFINE_string
-        _define(_knob, None, f"{_balancer.name}: {_field.metadata['doc']}")
-        KNOBS.append(_knob)
+def _options() -> tuple[Any, ...]:
+    """Return planners' own options, as bound; `auto` reads those of all."""
+    from moe_jax.config.gin_files import parse_run_config  # imports jax, which nothing else here needs
+
+    return parse_run_config(gin_bindings=["PlannerConfig.name = 'auto'", *FLAGS.gin_bindings])[0].planner.options
 
 
 def _config() -> PlannerConfig:
-    given = {name: _number(getattr(FLAGS, name)) for name in KNOBS if getattr(FLAGS, name) is not None}
+    """Return what the flags say of the planners, which `auto` reads all."""
     return PlannerConfig(
         replica_slots=FLAGS.replica_slots,
-        overlap_degree=_number(FLAGS.overlap_degree),
         interval=FLAGS.interval,
         predictor=FLAGS.predictor,
         transfer=FLAGS.transfer,
         must_pay=FLAGS.must_pay,
         bounded=FLAGS.bounded,
         split="plan",  # a trace's exchanges are timed by their exact rows
-        **given,
+        options=_options() if FLAGS.gin_bindings else (),
     )
-
-
-def _number(value):
-    """Return the value of a flag; a text that is a whole number is one."""
-    return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 def replay() -> dict:
     """Run the planners that the flags name; return the JSON answer and write pictures to --out."""
-    asked = list(simulate.EVERY_NAME) if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
+    config = _config()
+    asked = list(simulate.every_name()) if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
     for name in asked:
         simulate.split_name(name)
     if FLAGS.every < 1:
@@ -147,7 +131,6 @@ def replay() -> dict:
     cost = Cost(
         prices=PRICES[FLAGS.price](**inputs.layer_of(given), form=FLAGS.transfer),
         replica_slots=FLAGS.replica_slots,
-        overlap_degree=_number(FLAGS.overlap_degree),
         attention_seconds=attention,
     )
     judged = (
@@ -157,12 +140,13 @@ def replay() -> dict:
     for note in (judged, *given.messages):
         print(note, flush=True)
     every = dict.fromkeys(["none", *asked])  # plain EP is the base of RB and speed-up
-    how = (given.trace, _config(), placement, cost, lag, FLAGS.every)
+    how = (given.trace, config, placement, cost, lag, FLAGS.every)
     records = {name: simulate.simulate(name, *how) for name in every}
-    if "auto" in asked and count <= (needed := 2 * _config().auto_steps):
-        print(f"auto: {count} samples are too few, so it stays plain: it needs {needed}, twice --auto_steps, to choose")
+    if "auto" in asked and count <= (needed := 2 * options_in(config, Auto()).round_steps):
+        needs = f"it needs {needed}, twice Auto.round_steps, to choose"
+        print(f"auto: {count} samples are too few, so it stays plain: {needs}")
     for name in asked:
-        planner = build_planner(dataclasses.replace(_config(), name=simulate.split_name(name)[0]))
+        planner = build_planner(dataclasses.replace(config, name=simulate.split_name(name)[0]))
         if (remark := planner.remark(cost)) is not None:
             print(f"{name}: {remark}", flush=True)
     answer = {name: report.summarize(records[name], records["none"], cost) for name in asked}
@@ -193,6 +177,7 @@ def replay() -> dict:
 def command(argv: list[str]) -> None:
     """Carry out the command line."""
     parse_flags(argv, "moe_jax.replay", "trace")
+    plugins.load()
     answer = replay()
     if FLAGS.out is not None:
         (pathlib.Path(FLAGS.out) / "replay.json").write_text(json.dumps(answer) + "\n", encoding="utf-8")

@@ -32,9 +32,9 @@ BELOW = {
     "models": ("moe",),
     "moe": ("moe.schedules",),
     "moe.schedules": ("moe layer",),
-    "moe layer": ("moe.routers", "kernels"),
+    "moe layer": ("moe.routers",),
     "moe.routers": ("moe parts",),
-    "moe parts": ("planning",),
+    "moe parts": ("planning", "kernels"),
     "planning": ("cluster", "parallel"),
     "kernels": ("parallel",),
     "parallel": (),
@@ -42,13 +42,13 @@ BELOW = {
     "data": (),
     "foundation": (),
 }
-MOE_PARTS = ("routing", "permute")  # what the layer and the routers are built from
+MOE_PARTS = ("config", "routing", "permute")  # what the layer and the routers are built from
 MOE_TOP = (
     "build",
     "choosers",
     "flax_layer",
 )  # modules of `moe` that know of all schedules; the rest is the layer
-FOUNDATION = ("errors", "plugins", "shipped")  # modules that every package may import, and that import none
+FOUNDATION = ("errors", "plugins", "registry", "shipped")  # modules that every package may import, and that import none
 PACKAGES = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py"))[1:]
 HOST_PACKAGES = ("cluster", "planning")
 BY_TEXT = ("import_module", "__import__", "resolve_name", "run_module")

@@ -5,7 +5,6 @@ seconds are run: one that is run gets arguments appended that make it small; one
 with the reason. A new command fails here until it is in one of the two.
 """
 
-import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -18,7 +17,7 @@ import pytest
 from support.quick_compiles import QUICK
 
 from moe_jax.config.gin_files import parse_run_config
-from moe_jax.config.run_config import CONFIG_CLASSES
+from moe_jax.config.run_config import bindable
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAMS = ("python", "bash", "sbatch", "kubectl", "pip", "ruff")
@@ -212,8 +211,9 @@ def missing_in(text, page):
     """Return what a text names that does not exist: paths, modules, bindings, headings that links point to."""
     missing = [word for word in paths_in(text) if not path_exists(word, page)]
     missing += [name for name in re.findall(r"\bmoe_jax(?:\.\w+)+", text) if not module_exists(name)]
-    for name, field in re.findall(rf"(?<![\w/])({'|'.join(CONFIG_CLASSES)})\.(\w+)", text):
-        if field not in {entry.name for entry in dataclasses.fields(CONFIG_CLASSES[name])}:
+    known = bindable()
+    for name, field in re.findall(rf"(?<![\w/])({'|'.join(known)})\.(\w+)", text):
+        if field not in known[name]:
             missing.append(f"{name}.{field}")
     for target, heading in re.findall(r"\]\(([^):#]+)#([^)]+)\)", text):
         headings = re.findall(r"^#+ (.*)", ((ROOT / page).parent / target).read_text(encoding="utf-8"), re.MULTILINE)

@@ -15,8 +15,8 @@ from moe_jax.cluster import Links
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning import AFTER_GATE, NAMES, routing
-from moe_jax.planning.balancer import BALANCERS, Planner
+from moe_jax.planning import routing
+from moe_jax.planning.balancer import Planner, build_planner, names
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
@@ -28,7 +28,6 @@ from moe_jax.replan.auto import plan_session
 
 SUFFIX = "_after_gate"
 SHOWN = 8  # lags that a message names
-EVERY_NAME = (*NAMES, *(name + SUFFIX for name in AFTER_GATE))  # what `all` stands for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,11 +63,16 @@ class Records:
     counters: dict[str, int]  # the planner's own
 
 
+def every_name() -> tuple[str, ...]:
+    """Return what `all` stands for: every planner, and every one that can decide after the gate as such."""
+    return (*names(), *(name + SUFFIX for name in names(after_gate=True)))
+
+
 def split_name(name: str) -> tuple[str, bool]:
     """Return (planner, sees the step itself) of NAME or NAME_after_gate."""
     base = name.removesuffix(SUFFIX)
-    if base not in BALANCERS:
-        raise UserError(f"planner {name!r} is unknown; use {', '.join(NAMES)}, each with or without {SUFFIX}, or all")
+    if base not in names():
+        raise UserError(f"planner {name!r} is unknown; use {', '.join(names())}, each with or without {SUFFIX}, or all")
     return base, base != name
 
 
@@ -100,15 +104,14 @@ def simulate(
     """Plan each judged sample from the loads of `lag` steps before it and earlier, and evaluate it on its own loads.
 
     Args:
-      config: the planner's knobs; name and `when` are set from `name`.
+      config: of the planner; name and `when` are set from `name`.
       lag: steps, of the trace's iterations; samples without one so many steps before them are not judged.
       every: judge each so many-th of the others.
     """
     base, sees = split_name(name)
-    late = sees and base in AFTER_GATE
+    late = sees and base in names(after_gate=True)
     config = dataclasses.replace(config, name=base, when="after_gate" if late else "ahead")
-    planner = BALANCERS[base]
-    hiding = planner.schedule if getattr(config, "scheduler", True) else "none"
+    hiding = build_planner(config).schedule
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
     session = plan_session(config, placement, cost)
     largest = with_late(session.planner, build_shape(placement), cost).late if config.bounded else None

@@ -14,13 +14,23 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, REMOVED, RunConfig, config_text
+from moe_jax import plugins
+from moe_jax.config.run_config import (
+    BOUND,
+    REMOVED,
+    RENAMED,
+    RunConfig,
+    bindable,
+    config_text,
+    with_bindings,
+)
 from moe_jax.errors import UserError
 from moe_jax.shipped import ROOT, shipped
 
 BINDINGS, OVERRIDES = FLAGS = "--gin_bindings", "--override"
-EXTENSIBLE = ("MoEConfig", "PlannerConfig")  # get knobs of plugins
+OF_RUNS = ("config.gin", "operative_config.gin")  # names of files that a run writes
 MODULE = "moe_jax"
 WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text in quotes"}  # else None
 
@@ -69,6 +79,7 @@ def parse_run_config(
     Raises:
       UserError: whatever is wrong, in one line.
     """
+    plugins.load()
     folders = ["", *search_paths, *([str(ROOT)] if shipped("configs").is_dir() else [])]
     read = [binding for name in gin_files for binding in _read_file(name, "--gin_file", folders, ())]
     in_files = {binding.target for binding in read}
@@ -81,17 +92,16 @@ def parse_run_config(
     for name, macro in macros.items():
         if name not in used and name not in in_files:
             near = _near(name, used | {target for target in in_files if "." not in target})
-            near += [f"{other}.{name}" for other in CONFIG_CLASSES if name in _types(other)]
+            near += [f"{other}.{name}" for other, fields in bindable().items() if name in fields]
             hint = _did_you_mean(near, "macros of the files", sorted(in_files & set(macros)))
             raise UserError(
                 f"{macro.place} sets the macro {name!r}, which no gin file defines and nothing uses; {hint}"
             )
-    values: dict[str, dict] = {name: {} for name in CONFIG_CLASSES}
+    types, values = bindable(), {}
     for target, binding in bindings.items():
         name, field = target.split(".")
-        values[name][field] = fitted(target, _types(name)[field], _resolved(binding, macros), binding.place)
-    parts = (cls(**values[name]) for name, cls in CONFIG_CLASSES.items())
-    run = RunConfig(**dict(zip((field.name for field in dataclasses.fields(RunConfig)), parts, strict=True)))
+        values[target] = fitted(target, types[name][field], _resolved(binding, macros), binding.place)
+    run = with_bindings(RunConfig(), values)
     bound = {target for target, binding in bindings.items() if not binding.is_default}
     lines = [f"{name} = {macro.value!r}" for name, macro in macros.items()]
     lines += [f"{MODULE}.{target} = {binding.value!r}" for target, binding in bindings.items()]
@@ -112,7 +122,7 @@ def _read_file(name: str, place: str, folders: list[str], open_files: tuple[str,
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"gin file {name!r} cannot be read: {why} ({place}); name another file") from error
     found = _read_text(text, name, folders, (*open_files, os.path.realpath(path)))
-    if Path(path).name not in ("config.gin", "operative_config.gin"):
+    if Path(path).name not in OF_RUNS:
         return found
     lines, defaults, marked = text.splitlines(), RunConfig().by_name(), []
     for binding in found:  # a run wrote the file, and marked what it was given
@@ -168,7 +178,7 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
             f"{place}: {lines[number - 1].strip()!r} {is_not} ({' '.join(why.split()).rstrip('.')}); text stands in "
             "quotes, a macro after %"
         ) from error
-    found = []
+    found, known = [], bindable()
     for statement in statements:
         place = source if source in FLAGS else f"{source}:{statement.location.line_num}"
         match type(statement).__name__:
@@ -188,22 +198,28 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                         f"'{statement.scope}/{target}' has a scope ({statement.scope!r}), and no part of a run enters "
                         f"a scope; write {target} = {shown} ({place})"
                     )
-                if field and name not in CONFIG_CLASSES:
-                    near = _near(name.split(".")[-1], (*CONFIG_CLASSES, "TrainConfig"))
+                if target in RENAMED:
+                    if Path(source).name not in OF_RUNS:
+                        raise UserError(f"{target} ({place}) is {RENAMED[target]} now")
+                    if statement.value is None:
+                        continue  # left to the default, which is a value now
+                    target = RENAMED[target]
+                    name, field = target.split(".")
+                if field and name not in known:
+                    near = _near(name.split(".")[-1], (*known, "TrainConfig"))
                     near = [f"{'train' if found == 'TrainConfig' else found}.{field}" for found in near]
-                    hint = _did_you_mean(near, "known names", CONFIG_CLASSES)
+                    hint = _did_you_mean(near, "options of a plugin need its --plugin; known names", known)
                     raise UserError(f"unknown name {name!r} in {target} ({place}); {hint}")
                 if target in REMOVED:
                     default, instead = REMOVED[target]
                     if repr(statement.value) == default:
                         continue
                     raise UserError(f"{target} ({place}) is no binding any more; {instead}")
-                if field and field not in _types(name):
-                    near = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _types(other)]
-                    near = near or [f"{name}.{found}" for found in _near(field, _types(name))]
-                    hint = _did_you_mean(near, "its fields are", sorted(_types(name)))
-                    own = "" if near or name not in EXTENSIBLE else "one of a plugin needs its --plugin; "
-                    raise UserError(f"{name} has no field {field!r} ({place}); {own}{hint}")
+                if field and field not in known[name]:
+                    near = [f"{other}.{field}" for other, fields in known.items() if field in fields]
+                    near = near or [f"{name}.{found}" for found in _near(field, known[name])]
+                    hint = _did_you_mean(near, "its fields are", sorted(known[name]))
+                    raise UserError(f"{name} has no field {field!r} ({place}); {hint}")
                 found.append(Binding(target, statement.value, place))
     return found
 
@@ -275,12 +291,6 @@ def _in_words(annotation) -> str:
     return WORDS.get(annotation, "None")
 
 
-def _types(name: str) -> dict[str, object]:
-    """Return field -> type of the config class that gin binds as `name`."""
-    hints = typing.get_type_hints(CONFIG_CLASSES[name])
-    return {field.name: hints[field.name] for field in dataclasses.fields(CONFIG_CLASSES[name])}
-
-
 def _near(word: str, candidates) -> list[str]:
     """Return the candidate that looks most like `word`, whatever its case, as a list of at most one."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
@@ -295,13 +305,15 @@ def _operative_text(lines: list[str]) -> str:
     """Return gin's operative config of a run with these bindings, and leave gin empty."""
     import gin
 
+    known, parts = bindable(), RunConfig().by_name()
     gin.clear_config()
     try:
         with gin.config.interactive_mode():  # a reloaded module may register again
-            for name, cls in CONFIG_CLASSES.items():
-                gin.external_configurable(cls, name=name, module=MODULE)
+            for name, part in parts.items():  # its fields alone: what they may be was checked
+                fields = [(field, Any, getattr(type(part), field)) for field in known[name]]
+                gin.external_configurable(dataclasses.make_dataclass(name, fields), name=name, module=MODULE)
         gin.parse_config_files_and_bindings([], lines, finalize_config=True, skip_unknown=False)
-        for name in CONFIG_CLASSES:
+        for name in known:
             gin.get_configurable(f"{MODULE}.{name}")()
         return gin.operative_config_str()
     finally:

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import fnmatch
 import os
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from moe_jax.models.config import LoraConfig, ModelConfig
 from moe_jax.moe.config import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig
 from moe_jax.planning.config import PlannerConfig
+from moe_jax.registry import OPTIONS, PLANNERS, options_in, replaced
 
 CONFIG_CLASSES: dict[str, type] = {
     "train": TrainConfig,
@@ -64,7 +66,7 @@ REMOVED = {
     ),
     "ModelConfig.mask_rate": ("0.15", "leave it out: 0.15 of the tokens are masked, as by BERT"),
     "MoEConfig.record_choices": ("False", "leave it out: only generation returns the experts of each token"),
-    "MoEConfig.topology_release": ("False", "leave it out: only MoEConfig.remote_fraction of the tokens leave a node"),
+    "MoEConfig.topology_release": ("False", "leave it out: only Topology.remote_fraction of the tokens leave a node"),
     "PlannerConfig.headroom": ("2.0", "leave it out: 'balanced' has two replicas a device after the gate"),
     "PlannerConfig.residual": ("True", "leave it out: 'fastermoe' counts the exchange that is left after shadowing"),
     "PlannerConfig.auto_margin": (
@@ -75,7 +77,27 @@ REMOVED = {
     "PlannerConfig.swap_seconds": ("0.0", "leave it out: a new shape compiles beside the steps and costs none"),
     "PlannerConfig.bucket_limit": ("4.0", "leave it out: planned buckets have at most four times their mean rows"),
     "PlannerConfig.executables": ("4", "leave it out: four compiled steps are kept"),
+    "PlannerConfig.horizon": ("100", "leave it out: under 'flexmoe' a gain must pay for moved state within 100 steps"),
     "train.min_dim_size_to_factor": ("128", "it was of 'adafactor': take train.optimizer = 'adamw' or 'muon'"),
+}
+# Bindings that have another name; files that runs wrote down are read as if they had it.
+RENAMED = {
+    "MoEConfig.bias_rate": "SigmoidBias.bias_rate",
+    "MoEConfig.remote_fraction": "Topology.remote_fraction",
+    "PlannerConfig.auto_steps": "Auto.round_steps",
+    "PlannerConfig.balance_threshold": "ProProphet.balance_threshold",
+    "PlannerConfig.calibrate": "Hecate.calibrate",
+    "PlannerConfig.capacity": "Llep.capacity",
+    "PlannerConfig.groups": "Eplb.groups",
+    "PlannerConfig.late_slots": "Hecate.late_slots",
+    "PlannerConfig.least_chunk": "Llep.least_chunk",
+    "PlannerConfig.materialize": "Hecate.materialize",
+    "PlannerConfig.overlap_degree": "Hecate.overlap_degree",
+    "PlannerConfig.scheduler": "ProProphet.scheduler",
+    "PlannerConfig.shard_every": "Hecate.shard_every",
+    "PlannerConfig.skipped_devices": "ProProphet.skipped_devices",
+    "PlannerConfig.top_k": "TopKAll.top_k",
+    "PlannerConfig.uneven_from": "Llep.uneven_from",
 }
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
@@ -95,7 +117,8 @@ class RunConfig:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self):
-        self.planner.check_knobs()
+        if self.planner.name not in ("auto", "none"):  # the one reads all, and without planning nothing is read
+            PLANNERS.check_read(self.planner.options, [self.planner.name])
         experts = self.moe.num_experts
         if (total := sum(run["layers"] * run.get("num_experts", experts) for run in self.model.runs)) > 2**24:
             raise UserError(
@@ -114,19 +137,38 @@ class RunConfig:
             )
 
     def by_name(self) -> dict[str, Any]:
-        """Return the configs under the names by which gin binds them."""
+        """Return the configs, and the options of every router, schedule and planner, by the names that gin binds."""
         parts = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return dict(zip(CONFIG_CLASSES, parts, strict=True))
+        found = dict(zip(CONFIG_CLASSES, parts, strict=True))
+        return found | {name: options_in(found[holder], own) for name, (holder, own) in sorted(OPTIONS.items())}
+
+
+def bindable() -> dict[str, dict[str, Any]]:
+    """Return {name: {field: type}} of what can be bound, plugins' options among it."""
+    classes = CONFIG_CLASSES | {name: type(own) for name, (_, own) in sorted(OPTIONS.items())}
+    hints = {name: typing.get_type_hints(cls) for name, cls in classes.items()}
+    return {
+        name: {field.name: hints[name][field.name] for field in dataclasses.fields(cls) if field.name != "options"}
+        for name, cls in classes.items()
+    }
 
 
 def with_bindings(config: RunConfig, setting: Mapping[str, Any]) -> RunConfig:
     """Return a run with these values, {'train.steps': 5, ...}; a UserError where they do not fit together."""
-    fields = dict(zip(CONFIG_CLASSES, (field.name for field in dataclasses.fields(config)), strict=True))
-    parts: dict[str, dict] = {}
+    now, fields = config.by_name(), [field.name for field in dataclasses.fields(config)]
+    parts: dict[str, dict] = {name: {} for name in now}
     for binding, value in setting.items():
         name, field = binding.split(".")
-        parts.setdefault(fields[name], {})[field] = value
-    changed = {name: dataclasses.replace(getattr(config, name), **own) for name, own in parts.items()}
+        parts[name][field] = value
+    for name, (holder, _) in OPTIONS.items():
+        if parts[name]:
+            options = parts[holder].get("options", now[holder].options)
+            parts[holder]["options"] = replaced(options, dataclasses.replace(now[name], **parts[name]))
+    changed = {
+        field: dataclasses.replace(now[name], **parts[name])
+        for field, name in zip(fields, CONFIG_CLASSES, strict=True)
+        if parts[name]
+    }
     return dataclasses.replace(config, **changed)
 
 
@@ -137,10 +179,11 @@ def config_text(run: RunConfig, bound: Collection[str] = ()) -> str:
       bound: the bindings `Name.field` that the user set; their lines end in `BOUND`, the others are defaults.
     """
     lines = []
-    for name, config in run.by_name().items():
-        for field in dataclasses.fields(config):
-            mark = BOUND if f"{name}.{field.name}" in bound else ""
-            lines.append(f"{name}.{field.name} = {getattr(config, field.name)!r}{mark}")
+    configs = run.by_name()
+    for name, fields in bindable().items():
+        for field in fields:
+            mark = BOUND if f"{name}.{field}" in bound else ""
+            lines.append(f"{name}.{field} = {getattr(configs[name], field)!r}{mark}")
     return "\n".join(sorted(lines)) + "\n"
 
 
@@ -179,8 +222,9 @@ def bindings_as_begun(workdir: str | Path) -> list[str]:
 
 
 def may_differ(binding: str) -> bool:
-    """Say whether a run may go on under another value of this binding."""
-    return any(fnmatch.fnmatchcase(binding, pattern) for pattern in MAY_DIFFER)
+    """Say whether a run may go on under another value of this binding; planners' options may all change."""
+    holder, _ = OPTIONS.get(binding.partition(".")[0], ("", None))
+    return holder == "PlannerConfig" or any(fnmatch.fnmatchcase(binding, pattern) for pattern in MAY_DIFFER)
 
 
 def overridden(lines: Sequence[str]) -> tuple[str, ...]:
@@ -230,7 +274,9 @@ def _values(text: str) -> dict[str, str]:
             raise UserError(
                 f"config text, line {number}: {line.strip()!r} is not a line 'Name.field = value'; restore the file"
             )
-        values[binding] = value
+        if binding in RENAMED and value == "None":
+            continue  # left to the default, which is a value now
+        values[RENAMED.get(binding, binding)] = value
     return values
 
 

@@ -35,7 +35,6 @@ from moe_jax.models.config import expert_counts
 from moe_jax.models.lora import adapters_of, base_of, joined, merged_model
 from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import build_mesh, replace_leaf, to_devices
 from moe_jax.planning.balancer import build_planner
@@ -43,6 +42,7 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
+from moe_jax.registry import ROUTERS
 from moe_jax.storage.checkpoint import Checkpointer, run_config
 from moe_jax.storage.host_data import HostData
 from moe_jax.storage.run_folder import RunFolder
@@ -63,7 +63,7 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
         )
     names = dict.fromkeys([moe.router, *(str(run.get("router", moe.router)) for run in model.runs)])
     for name in names:
-        if not find(name).by_token:
+        if not ROUTERS[name].by_token:
             raise UserError(
                 f"MoEConfig.router ({name!r}) lets a token's experts depend on the other tokens of its batch, so text "
                 f"would depend on what is generated next to it; bind MoEConfig.router = 'topk', by which each "

@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.routers import check_knobs
+from moe_jax.moe.routers import check_read
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import CASES, SCHEDULES, Prefetch
 
@@ -419,7 +419,7 @@ def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
             f"ModelConfig.moe_every ({config.moe_every}) leaves no layer with experts; set it to 1 or 2, or let a "
             "segment of ModelConfig.segments say moe_every=1"
         )
-    check_knobs(moe, {segment.moe.router for segment in with_experts(found)})
+    check_read(moe, {segment.moe.router for segment in with_experts(found)})
     return tuple(found)
 
 

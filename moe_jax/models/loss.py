@@ -33,11 +33,12 @@ from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import start_sums, with_grad_sink
 from moe_jax.moe.passes import most_of_all
-from moe_jax.moe.routers import PADDING, GateStats, build_router, find, z_loss
+from moe_jax.moe.routers import PADDING, GateStats, build_router, z_loss
 from moe_jax.moe.schedule import MOST_ROWS
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
 from moe_jax.planning.plan_shape import Shapes
+from moe_jax.registry import ROUTERS
 
 
 def check_step(model: LanguageModel, batch_size: int, length: int, microbatches: int = 1) -> None:
@@ -49,7 +50,7 @@ def check_step(model: LanguageModel, batch_size: int, length: int, microbatches:
     """
     uneven = make_model_group(model.config, model.roles, batch_size, length).padded
     for segment in model.expert_segments:
-        if (uneven or model.padded) and not find(segment.moe.router).takes_padding:
+        if (uneven or model.padded) and not ROUTERS[segment.moe.router].takes_padding:
             why, change = "windows of conversations are filled up with it", "set DataConfig.kind = 'text'"
             if not model.padded:
                 devices = model.roles.size(model.roles.dense)

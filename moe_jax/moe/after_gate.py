@@ -31,7 +31,6 @@ from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 from moe_jax.planning.arrays import LOOPS, falling
 from moe_jax.planning.balanced import level_quotas
-from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.hecate import Calibration
 from moe_jax.planning.placement import SHARE_ONE
@@ -179,17 +178,17 @@ class QuotaRule:
 
     Attributes:
       plan: what decides, as `fitted_quotas` of `planning/llep.py`: (quotas [L, E, D], _, what `fit_replicas` returns)
-        from (xp, totals [L, E], homes int [L, E], the transfer, config).
-      config: whose knobs `plan` reads.
+        from (xp, totals [L, E], homes int [L, E], the transfer, options).
+      options: of the planner.
     """
 
     plan: Callable
-    config: PlannerConfig
+    options: Any
 
     def decide(self, tables, counts, holders, me, shape):
         slot = slots_of(holders, counts.shape[1])
         counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
-        quota, _, fit = self.plan(jnp, jnp.sum(counts, axis=0)[None], home[None], shape.late, self.config)
+        quota, _, fit = self.plan(jnp, jnp.sum(counts, axis=0)[None], home[None], shape.late, self.options)
         _, slot, transfer, used = late_tables(fit, slot, me, shape)
         return share_tables(tables, counts, quota[0], slot, me, shape), transfer, used
 

@@ -19,8 +19,8 @@ from moe_jax.moe.schedule import CHOOSERS, LayerSizes, Schedule, build_schedule,
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning import PlannerConfig
-from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.registry import PLANNERS
 
 _LOG = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def check_router(config: MoEConfig, roles: Roles, tokens: int, length: int, plan
       UserError: one of them.
     """
     place = router_place(config, roles, length=length)
-    redirects = planner.decides_late and BALANCERS[planner.name].any_holder
+    redirects = planner.decides_late and PLANNERS[planner.name].any_holder
     build_router(config, dataclasses.replace(place, redirects=redirects)).check_tokens(tokens)
 
 

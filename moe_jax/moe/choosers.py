@@ -10,7 +10,6 @@ import dataclasses
 
 from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.layer_seconds import ScheduleLine, layer_seconds, moving_seconds, schedule_line
-from moe_jax.moe.routers import find
 from moe_jax.moe.schedule import CHOOSERS, Chooser, LayerSizes, layer_shape, schedule_on
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.s2 import PauseAfterGate, choose_gather
@@ -68,7 +67,7 @@ class Auto(Chooser):
         """
         parts, shards = roles.size(roles.model), roles.size(roles.expert_shard)
         different = dict.fromkeys(schedule_on(name, parts, shards) for name in self.among)
-        alike = parts == 1 or (config.dropless and find(config.router).by_token)
+        alike = parts == 1 or (config.dropless and ROUTERS[config.router].by_token)
         return tuple(
             schedule.name
             for schedule in different

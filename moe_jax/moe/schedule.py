@@ -17,7 +17,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import join_parts, own_part
 from moe_jax.planning.buckets import expected_rows
 from moe_jax.planning.plan_shape import Tables
+from moe_jax.registry import SCHEDULES
 
 MOST_ROWS = (1 << 31) - 1  # rows, choices and token ids are int32
 
@@ -169,7 +170,7 @@ class Schedule(abc.ABC):
     first six attributes are of the class: they are asked before one is built.
 
     Attributes:
-      name: by which `MoEConfig.schedule` selects it.
+      name: by which `MoEConfig.schedule` selects it; options: the defaults of what it alone reads (`registry.py`).
       gates_group: each device gates all tokens of its MP group, not its own part [t / N_MP, M] of them.
       moves_tokens: rows travel to their experts; else every device computes all experts, replicated or gathered.
       one_piece: rows travel in one exchange to experts that run in one piece, and back in another, so block-wise
@@ -184,6 +185,7 @@ class Schedule(abc.ABC):
     """
 
     name: ClassVar[str]
+    options: Any = None
     gates_group: ClassVar[bool] = False
     moves_tokens: ClassVar[bool] = True
     one_piece: ClassVar[bool] = False
@@ -309,20 +311,8 @@ class Chooser(abc.ABC):
         return self.among
 
 
-SCHEDULES: dict[str, type[Schedule]] = {}
+register = SCHEDULES.register
 CHOOSERS: dict[str, Chooser] = {}
-
-
-def register(name: str) -> Callable[[type[Schedule]], type[Schedule]]:
-    """Declare the decorated class as the schedule `name` of `MoEConfig.schedule`."""
-
-    def declare(cls):
-        assert name not in SCHEDULES, f"schedule {name!r} is registered twice"
-        cls.name = name
-        SCHEDULES[name] = cls
-        return cls
-
-    return declare
 
 
 def schedules() -> tuple[str, ...]:

@@ -28,12 +28,14 @@ from moe_jax.papers.systems import (
     as_reached,
     cost_of,
     machine,
+    planner_of,
     run,
 )
 from moe_jax.papers.table import Found, Inputs, Tables, texts_of
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
-from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.hecate import Hecate, HecatePlanner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +73,10 @@ GRID_B = tuple(Row("hecate_b", model) for model in MODELS)
 SMALL, *_, DEEP = GRID_B
 
 
-def _hecate(**knobs) -> System:
+def _hecate(materialize: bool = True, shard_every: int = 100) -> System:
     """Return Hecate without the optional calibration (4.2), which the evaluation does not mention."""
-    knobs = {"calibrate": False, "predictor": "last", **knobs}
-    return System(planner="hecate", knobs=tuple(knobs.items()), hiding="hecate", by_node=True)
+    options = (Hecate(calibrate=False, materialize=materialize, shard_every=shard_every),)
+    return System(planner="hecate", options=options, predictor="last", hiding="hecate", by_node=True)
 
 
 SYSTEMS = {
@@ -90,12 +92,19 @@ SYSTEMS = {
 }
 
 
+def hecate_on(setting: Setting) -> tuple[HecatePlanner, Cost]:
+    """Return Hecate's planner for a setting, and what it takes for the price of a layer."""
+    system = SYSTEMS["Hecate"]
+    return build_planner(dataclasses.replace(planner_of(system, setting), name="hecate")), cost_of(system, setting)
+
+
 def with_sold_links(setting: Setting) -> Setting:
     """Return the setting with links as others reached them between such nodes, t by the bandwidth they are sold as."""
     cluster = setting.cluster
     sold = read_cluster(f"configs/cluster/{cluster.name}.gin").inter_bandwidth
     as_sold = dataclasses.replace(setting, cluster=dataclasses.replace(cluster, inter_bandwidth=sold))
-    t = cost_of(SYSTEMS["Hecate"], as_sold).overlap()
+    planner, cost = hecate_on(as_sold)
+    t = planner.overlap(cost)
     return dataclasses.replace(setting, cluster=as_reached(cluster), overlap_degree=t)
 
 
@@ -240,12 +249,12 @@ def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[lis
 @TABLES.add()
 def overlap_degree(inputs, change=SAME):
     """Return t, the experts that hide behind attention, of every model and cluster."""
-    rows, planner = [], build_planner(PlannerConfig(name="hecate"))
+    rows = []
     for row in map(change, (*GRID_A, *GRID_B)):
         setting = setting_of(inputs, row)
-        cost = cost_of(SYSTEMS["Hecate"], setting)
+        planner, cost = hecate_on(setting)
         times = 1e3 * cost.attention_seconds, 1e3 * cost.overlap_seconds()
-        rows.append((row.cluster, setting.devices, row.model.name, *times, cost.overlap(), planner.remark(cost)))
+        rows.append((row.cluster, setting.devices, row.model.name, *times, planner.overlap(cost), planner.remark(cost)))
     return Found(rows, [[row[5] for row in rows]])
 
 

@@ -32,6 +32,8 @@ from moe_jax.papers.systems import (
     run,
 )
 from moe_jax.papers.table import Found, Inputs, Tables, texts_of
+from moe_jax.planning.pro_prophet import ProProphet
+from moe_jax.planning.topk_all import TopKAll
 
 # table III: layers, embedding, hidden
 SIZES = {"S": (12, 512, 1024), "M": (12, 1024, 2048), "L": (12, 2048, 4096), "DS": (24, 512, 1024),
@@ -47,9 +49,9 @@ SPAN = "Ours are of all 500 iterations of the trace, the text's of the first 100
 TABLES = Tables(
     texts_of("pro_prophet"), "simulated", {SKEW: "skew", WHOLE: "whole", COPIES: "copies"}, lambda *_: (SPAN,)
 )
-PLANNER = System(planner="pro_prophet", knobs=(("scheduler", False),))
+PLANNER = System(planner="pro_prophet", options=(ProProphet(scheduler=False),))
 SCHEDULER = dataclasses.replace(PLANNER, hiding="pro_prophet")
-TOP_2, TOP_3 = (System(planner="topk_all", knobs=(("top_k", count), ("bounded", False))) for count in (2, 3))
+TOP_2, TOP_3 = (System(planner="topk_all", options=(TopKAll(top_k=count),)) for count in (2, 3))
 PLANNED = ("FasterMoE", "Pro-Prophet")
 OVER_DEEPSPEED = "speed-up over DeepSpeed-MoE"
 BARS = bars(OVER_DEEPSPEED, *PLANNED)

@@ -18,7 +18,7 @@ from moe_jax.cluster.layer_seconds import preceding_seconds
 from moe_jax.papers.pictures import lines
 from moe_jax.papers.systems import listed
 from moe_jax.papers.table import Found, Tables, texts_of
-from moe_jax.planning.balancer import BALANCERS
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, LayerPrices, predicted_layer_seconds
@@ -57,8 +57,11 @@ def costs(devices: int, level: str) -> dict[str, Cost]:
     attention = preceding_seconds(cluster, TOKENS, 2, model_dim=MODEL_DIM, length=LENGTH, **block)
     sizes = {"model_dim": MODEL_DIM, "hidden_dim": HIDDEN_DIM, "matrices": 3, "dtype_bytes": 2, "param_bytes": 4}
     cost = Cost(prices=LayerPrices(cluster=cluster, **sizes), replica_slots=SLOTS, attention_seconds=attention)
-    return {system: dataclasses.replace(cost, prefetch=Prefetch(schedule=BALANCERS[name].schedule))
-            for system, name in SYSTEMS.items()}  # fmt: skip
+    planners = {system: build_planner(PlannerConfig(name=name)) for system, name in SYSTEMS.items()}
+    return {
+        system: dataclasses.replace(cost, prefetch=Prefetch(schedule=planner.schedule))
+        for system, planner in planners.items()
+    }
 
 
 def step(system: str, cost: Cost, loads: list[np.ndarray]) -> tuple[float, float, int]:

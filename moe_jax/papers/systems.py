@@ -26,7 +26,9 @@ from moe_jax.papers.loads import fit_loads, with_loads_before
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, PaperPrices
+from moe_jax.planning.hecate import Hecate
 from moe_jax.planning.placement import Placement
+from moe_jax.registry import options_in, replaced
 
 VOCABULARY = 50304  # GPT-2's, padded, as configs/model has it: no text names one
 REPORTED = ("johnny", "trevor")  # clusters whose FLOP/s are those that a paper reports as reached
@@ -100,7 +102,7 @@ class System:
 
     Attributes:
       planner: a name of `moe_jax.replay`, such as 'fastermoe_after_gate'.
-      knobs: of the planner.
+      options: of the planner; bounded, predictor: fields of `PlannerConfig`.
       hiding: block-wise schedule that hides transfers, 'none', 'pro_prophet' or 'hecate'.
       groups: exchanges and experts are cut into as many parts as there are nodes, each part's exchange next to
         another's experts (FasterMoE, section 4.2); else one after the other.
@@ -110,7 +112,8 @@ class System:
     """
 
     planner: str
-    knobs: tuple[tuple[str, object], ...] = ()
+    options: tuple[object, ...] = ()
+    predictor: str | None = None
     hiding: str = "none"
     groups: bool = False
     by_node: bool = False
@@ -190,9 +193,21 @@ def cost_of(system: System, setting: Setting) -> Cost:
     return Cost(
         prices=prices,
         replica_slots=setting.replica_slots,
-        overlap_degree=setting.overlap_degree,
         attention_seconds=setting.attention_seconds,
         prefetch=Prefetch(schedule=system.hiding, refetch_replicas=system.refetch),
+    )
+
+
+def planner_of(system: System, setting: Setting) -> PlannerConfig:
+    """Return the planner of a row."""
+    own = dataclasses.replace(options_in(system, Hecate()), overlap_degree=setting.overlap_degree)
+    return PlannerConfig(
+        replica_slots=setting.replica_slots,
+        split="plan",
+        bounded=False,
+        must_pay=False,
+        predictor=system.predictor,
+        options=replaced(system.options, own),
     )
 
 
@@ -202,8 +217,7 @@ def run(system: System, setting: Setting) -> Step:
     cluster, devices = setting.cluster, setting.devices
     placement = Placement.even(loads.loads.shape[1], setting.experts, devices, cluster.devices_per_node)
     cost = cost_of(system, setting)
-    config = PlannerConfig(replica_slots=setting.replica_slots, split="plan", bounded=False, must_pay=False)
-    config = dataclasses.replace(config, **dict(system.knobs))
+    config = planner_of(system, setting)
     records = simulate(system.planner, loads, config, placement, cost, lag=1, every=setting.every)
     holders = records.expert_replicas + (records.expert_replicas > 0)  # of a replicated expert its home too
     if system.by_node:  # replicas go to nodes without the expert first, so they reach as many nodes as they can

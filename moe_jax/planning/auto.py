@@ -7,15 +7,31 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_jax.planning.balancer import BALANCERS, Planner, build_planner, knob, register
+from moe_jax.errors import check_bounds
+from moe_jax.planning.balancer import Planner, build_planner, register
 from moe_jax.planning.cost import predicted_layer_seconds
+from moe_jax.registry import PLANNERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Auto:
+    """Options of the planner `auto`.
+
+    Attributes:
+      round_steps: steps that settings plan before they are judged, and in which they are judged.
+    """
+
+    round_steps: int = 32
+
+    def __post_init__(self):
+        check_bounds(self, {"round_steps": 2})
 
 
 @register("auto")
 class AutoPlanner(Planner):
     """One proposal: the cheapest of all planners that leave homes where they are; whether a move pays takes time."""
 
-    auto_steps: int = knob(32, "steps that settings plan before they are judged, and in which they are judged", least=2)
+    options: Auto = Auto()
 
     def propose(self, loads, placement, cost):
         found = [super().propose(loads, placement, cost)]
@@ -27,11 +43,10 @@ class AutoPlanner(Planner):
 
 def planners(devices: int) -> list[str]:
     """Return the names of the planners that plan for so many devices, without 'none' and 'auto', by the alphabet."""
-    able = [name for name, own in BALANCERS.items() if own.most_devices is None or devices <= own.most_devices]
+    able = [name for name, own in PLANNERS.items() if own.most_devices is None or devices <= own.most_devices]
     return sorted(set(able) - {"none", "auto"})
 
 
 def config_of(config, name: str, **fields):
     """Return a `PlannerConfig` of another planner that decides nothing after the gate."""
-    again = BALANCERS[name].decides_again
-    return dataclasses.replace(config, name=name, when="ahead", **({again: False} if again else {}), **fields)
+    return dataclasses.replace(PLANNERS[name].ahead_only(config), name=name, **fields)

@@ -18,7 +18,7 @@ TOLERANCE = 0.1  # the largest effect of one expert's error on a device's load, 
 MEAN_TO_STANDARD = 1.25  # standard over mean absolute error of a normal variable, sqrt(pi / 2)
 
 
-@register("balanced", after_gate=True)
+@register("balanced")
 class BalancedPlanner(Planner):
     """Move the surplus of heavy devices into the gaps of light ones, own node first.
 
@@ -26,6 +26,8 @@ class BalancedPlanner(Planner):
     two to the mean: at most (devices above + devices below - 1) replicas a layer, as long as single experts are large
     enough.
     """
+
+    after_gate = True
 
     def propose(self, loads, placement, cost):
         bare, totals = super().propose(loads, placement, cost), loads.sum(axis=1).astype(np.float64)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -214,7 +213,6 @@ class Cost:
 
     Attributes:
       replica_slots: mu.
-      overlap_degree: tau, 'paper' for that paper's rule, None where Hecate chooses it.
       attention_seconds: forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that.
       late_room: replica slots after the gate that fit in memory besides the model and `replica_slots`; None: those that
         fit in an empty device besides `replica_slots`.
@@ -231,7 +229,6 @@ class Cost:
 
     prices: LayerPrices
     replica_slots: int = 4
-    overlap_degree: int | str | None = None
     attention_seconds: float = 0.0
     late_room: int | None = None
     layers_alive: int = 1
@@ -256,18 +253,8 @@ class Cost:
         """mu: replicas of a device that fit, floor(free / (layers alive x bytes of an expert)) (Hecate 4.2)."""
         return int(free_bytes // (self.layers_alive * self.prices.expert_bytes))
 
-    def overlap(self) -> int | None:
-        """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.
-
-        'paper': floor(T_attention bw / bytes of an expert), bw of a whole node where links differ (Hecate, section
-        4.2). None where each plan chooses its own.
-        """
-        if self.overlap_degree == "paper":
-            return math.floor(self.attention_seconds / self.overlap_seconds())
-        return self.overlap_degree
-
     def overlap_seconds(self) -> float:
-        """Return the seconds in which an expert travels by that formula."""
+        """Return the seconds in which an expert travels by the formula of Hecate's section 4.2."""
         return self.prices.expert_bytes / self.prices.cluster.bandwidth(ASKED_BY)
 
     def layer(self, computed: np.ndarray, received: np.ndarray, sizes: TransferSizes) -> np.ndarray:

@@ -8,19 +8,36 @@ Letters: docs/notation.md; r replicas of a layer, the homes counted; i independe
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from moe_jax.errors import UserError
+from moe_jax.errors import UserError, check_bounds
 from moe_jax.planning.arrays import falling
-from moe_jax.planning.balancer import Planner, knob, register
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.routing import edges, unit_rows
 
 
-@register("eplb", defaults={"interval": 10})
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eplb:
+    """Options of the planner `eplb`.
+
+    Attributes:
+      groups: expert groups; more than one packs them node by node when nodes divide them.
+    """
+
+    groups: int = 1
+
+    def __post_init__(self):
+        check_bounds(self, {"groups": 1})
+
+
+@register("eplb")
 class EplbPlanner(Planner):
     """Pack replicas anew from the loads; homes move with them, so plan at an interval."""
 
-    groups: int = knob(1, "expert groups; more than one packs them node by node when nodes divide them", least=1)
+    options: Eplb = Eplb()
+    defaults = {"interval": 10}
     most_devices = 4096
 
     def propose(self, loads, placement, cost):
@@ -32,8 +49,9 @@ class EplbPlanner(Planner):
             )
         slots = experts // devices + cost.replica_slots
         totals = np.asarray(loads, np.float64).sum(axis=1)
-        nodes = placement.nodes if self.config.groups > 1 else 1
-        replica_to_expert, _ = rebalance(totals, devices * slots, self.config.groups, nodes, devices)
+        groups = self.options.groups
+        nodes = placement.nodes if groups > 1 else 1
+        replica_to_expert, _ = rebalance(totals, devices * slots, groups, nodes, devices)
         placed = replica_to_expert.reshape(placement.layers, devices, slots)
         count = np.zeros((placement.layers, experts, devices), np.int64)
         layer, device, _ = np.indices(placed.shape)

@@ -16,7 +16,7 @@ from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.sizes import late_price, late_room, sizes_everywhere
 
 
-@register("fastermoe", after_gate=True)
+@register("fastermoe")
 class FasterMoePlanner(Planner):
     """Shadow experts while T(r) falls.
 
@@ -25,6 +25,7 @@ class FasterMoePlanner(Planner):
     tokens, so that the search would stop early or pay too much. Source: FasterMoE, equations 7 and 8, algorithm 1.
     """
 
+    after_gate = True
     late_replicas = True
     any_holder = False  # a device computes its own tokens of a shadowed expert, all others go home
 

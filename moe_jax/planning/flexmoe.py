@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, knob, register
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.placement import within_group
+
+HORIZON = 100  # steps over which a gain must pay for the state of experts that move
 
 
 @register("flexmoe")
@@ -22,7 +24,6 @@ class FlexMoePlanner(Planner):
     Source: FlexMoE (SIGMOD 2023), expand, shrink and migrate; the paper's code is not public.
     """
 
-    horizon: int = knob(100, "steps over which a gain must pay for the state of experts that move", least=1)
     most_devices = 1024
 
     def propose(self, loads, placement, cost):
@@ -43,7 +44,7 @@ class FlexMoePlanner(Planner):
         gain = 3 * (before - search.load.max(axis=1)) / cost.prices.tokens_per_second()
         new = search.held & ~start.holds
         moved = cost.prices.moves(new.sum(axis=1).max(axis=1))
-        pays = gain * cost.microbatches * self.config.horizon > moved
+        pays = gain * cost.microbatches * HORIZON > moved
         held = np.where(pays[:, None, None], search.held, held)
         return start.replace(replicas=np.argwhere(held & ~homes))
 

@@ -6,44 +6,93 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
+from moe_jax.errors import UserError, check_bounds
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.arrays import falling, highest, loop, put
-from moe_jax.planning.balancer import Planner, knob, register
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import plan_seconds
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price
-
-# Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
-_PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
+from moe_jax.registry import options_in, replaced
 
 
-@register("hecate", defaults=_PAPER, after_gate=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hecate:
+    """Options of the planner `hecate`; defaults are the paper's.
+
+    Attributes:
+      overlap_degree: tau, experts that may get replicas; None: of 0, 1, 2, 4, .. that which gives layers the least
+        predicted time; 'paper': those whose transfer hides behind attention, by the formula of section 4.2.
+      materialize: replicas for one step by sparse materialization.
+      shard_every: steps between reshards (section 5.1); 0: homes stay even.
+      calibrate: a second decision, from the step's own counts.
+      late_slots: replicas that a device may get by that decision, in slots of their own.
+    """
+
+    overlap_degree: int | str | None = None
+    materialize: bool = True
+    shard_every: int = 100
+    calibrate: bool = True
+    late_slots: int = 2
+
+    def __post_init__(self):
+        check_bounds(self, {"overlap_degree": 0, "shard_every": 0, "late_slots": 1})
+        if isinstance(self.overlap_degree, str) and self.overlap_degree != "paper":
+            raise UserError(
+                f"Hecate.overlap_degree ({self.overlap_degree!r}) must be a whole number from 0 on, 'paper', or None"
+            )
+
+
+@register("hecate")
 class HecatePlanner(Planner):
     """Materialize replicas each step, reshard homes now and then, calibrate after the gate; each part can be off.
 
     Source: Hecate, algorithms 1 and 2, sections 4.2 to 4.4.
     """
 
-    materialize: bool = knob(True, "replicas for one step by sparse materialization")
-    shard_every: int | None = knob(None, "steps between reshards; 0: homes stay even; None: 100, as the paper", least=0)
-    calibrate: bool | None = knob(None, "a second decision, from the step's own counts; None: on")
-    late_slots: int = knob(2, "replicas that a device may get by that decision, in slots of their own", least=1)
+    options: Hecate = Hecate()
+    defaults = {"predictor": "window"}  # the mean of the last 5 steps (section 4.2)
+    after_gate = True
     schedule = "hecate"
-    decides_again = "calibrate"
+
+    @classmethod
+    def decides_late(cls, config):
+        return super().decides_late(config) or options_in(config, cls.options).calibrate
+
+    @classmethod
+    def ahead_only(cls, config):
+        own = dataclasses.replace(options_in(config, cls.options), calibrate=False)
+        return dataclasses.replace(super().ahead_only(config), options=replaced(config.options, own))
 
     @property
     def reshard_every(self):
-        return self.config.shard_every
+        return self.options.shard_every
+
+    def overlap(self, cost: Cost) -> int | None:
+        """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.
+
+        'paper': floor(T_attention bw / bytes of an expert), bw of a whole node where links differ (Hecate, section
+        4.2). None where each plan chooses its own.
+        """
+        if self.options.overlap_degree == "paper":
+            return math.floor(cost.attention_seconds / cost.overlap_seconds())
+        return self.options.overlap_degree
+
+    def overlap_of(self, of: Placement | PlanShape, cost: Cost, chosen: int) -> int:
+        """Return tau, at most E; where each plan chooses its own, what was `chosen`."""
+        tau = self.overlap(cost)
+        return min(int(chosen) if tau is None else tau, of.experts)
 
     def propose(self, loads, placement, cost):
-        bare, tau = super().propose(loads, placement, cost), cost.overlap()
-        if not self.config.materialize:
+        bare, tau = super().propose(loads, placement, cost), self.overlap(cost)
+        if not self.options.materialize:
             return bare
         totals, tried = loads.sum(axis=1).astype(np.float64), []
         for degree in [tau] if tau is not None else [0, *(2**power for power in range(bare.experts.bit_length()))]:
@@ -63,7 +112,7 @@ class HecatePlanner(Planner):
         """
         if not self.config.decides_late:
             return placement
-        slots, tau = self.config.late_slots, tau_of(placement, cost, placement.devices)
+        slots, tau = self.options.late_slots, self.overlap_of(placement, cost, placement.devices)
         group = {"devices": placement.devices, "devices_per_node": placement.devices_per_node}
         late = cost.late or TransferShape(**group, offers=placement.experts, slots=slots)
         if not tau or not late.slots:
@@ -75,38 +124,39 @@ class HecatePlanner(Planner):
         return placement.replace(replicas=np.concatenate([placement.replicas, rows]))
 
     def ahead_most(self, plan, cost):
-        return most_sent(plan, tau_of(plan, cost, plan.replicated.sum(axis=1).max(initial=0)), cost.replica_slots)
+        chosen = plan.replicated.sum(axis=1).max(initial=0)
+        return most_sent(plan, self.overlap_of(plan, cost, chosen), cost.replica_slots)
 
     def slots_after_gate(self, cost):
-        slots, memory, room = self.config.late_slots, cost.prices.cluster.memory_bytes, cost.late_room
+        slots, memory, room = self.options.late_slots, cost.prices.cluster.memory_bytes, cost.late_room
         if memory is not None:  # what fits besides the replicas that are planned ahead
             if room is None:
                 room = cost.slots_in(memory) - cost.replica_slots
             slots = max(0, min(slots, room))
         # none where nothing is to decide, or no expert may get replicas
-        return slots if self.config.decides_late and slots and cost.overlap() != 0 else 0
+        return slots if self.config.decides_late and slots and self.overlap(cost) != 0 else 0
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
-        tau = tau_of(shape, cost, shape.devices)
+        tau = self.overlap_of(shape, cost, shape.devices)
         return "calibrate", {"overlap_degree": tau, **cost.prices.rates(shape.devices, shape.late, groups)}
 
     def reshard(self, loads, placement, cost):
         # without materialisation no expert's tokens are taken off its home: all homes are to be balanced
         chosen = placement.replicated.sum(axis=1).max(initial=0)
-        tau = tau_of(placement, cost, chosen) if self.config.materialize else 0
+        tau = self.overlap_of(placement, cost, chosen) if self.options.materialize else 0
         return shard_homes(np.asarray(loads, np.float64).sum(axis=1), placement, tau)
 
     def remark(self, cost):
         """Say tau, and where it is 0, so that no expert gets a replica, why."""
-        if not self.config.materialize and not self.config.decides_late:
+        if not self.options.materialize and not self.config.decides_late:
             return None  # homes move, which tau has no part in
-        tau = cost.overlap()
+        tau = self.overlap(cost)
         if tau != 0:
             return f"tau {tau}" if tau else "tau of each plan by predicted time"
-        if cost.overlap_degree == 0:
-            return "tau 0: PlannerConfig.overlap_degree"
+        if self.options.overlap_degree == 0:
+            return "tau 0: Hecate.overlap_degree"
         one, attention = 1e3 * cost.overlap_seconds(), 1e3 * cost.attention_seconds
         return f"tau 0: an expert travels {one:.3g} ms, attention takes {attention:.3g} ms"
 
@@ -136,12 +186,6 @@ def most_sent(placement: Placement, tau: int, slots: int) -> TransferSizes | Non
     if tau <= slots:
         return None
     return TransferSizes(1 + -(-tau // placement.devices), slots, -(-tau // placement.nodes))
-
-
-def tau_of(of: Placement | PlanShape, cost: Cost, chosen: int) -> int:
-    """Return tau, at most E; where each plan chooses its own, what was `chosen`."""
-    tau = cost.overlap()
-    return min(int(chosen) if tau is None else tau, of.experts)
 
 
 def slots_by_load(xp, loads, slots, most):

@@ -9,16 +9,37 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from moe_jax.errors import check_bounds
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.arrays import falling, loop, put
-from moe_jax.planning.balancer import Planner, knob, register
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.routing import with_quotas
 from moe_jax.planning.sizes import fit_replicas
 
 
-def spill_quotas(xp, totals, home, slots: int, devices: int, config):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llep:
+    """Options of the planner `llep`.
+
+    Attributes:
+      capacity: tokens that a device computes before others help, over the mean; at least 1.
+      least_chunk: fewest tokens that are worth moving an expert, over the mean load of a device.
+      uneven_from: layers whose largest load is below this times the mean stay as they are.
+    """
+
+    capacity: float = 1.0
+    least_chunk: float = 0.0625
+    uneven_from: float = 1.3
+
+    def __post_init__(self):
+        check_bounds(self, {"capacity": 1, "least_chunk": 0, "uneven_from": 0})
+
+
+def spill_quotas(xp, totals, home, slots: int, devices: int, options: Llep):
     """Return tokens by expert and device, [L, E, D], from totals [L, E] and homes int [L, E].
 
     Experts are taken by falling load. Of one whose home is above capacity the surplus goes, chunk by chunk, to the
@@ -28,16 +49,16 @@ def spill_quotas(xp, totals, home, slots: int, devices: int, config):
       xp: NumPy or jax.numpy.
       slots: replica slots of a device. It sends as many experts at most, so that the transfer of one that fits all
         slots has room for every spill.
-      devices: D; config: the `PlannerConfig`, read for the knobs of `LlepPlanner`.
+      devices: D.
     """
     layers, experts = totals.shape
     rows, device = xp.arange(layers), xp.arange(devices)[None]
     quota = xp.where(home[:, :, None] == device[None], totals[:, :, None], 0.0)
     load = quota.sum(axis=1)
     mean = load.sum(axis=1) / devices
-    full = config.capacity * mean
-    least = xp.maximum(config.least_chunk, 1e-9) * mean
-    uneven = load.max(axis=1) > config.uneven_from * mean
+    full = options.capacity * mean
+    least = xp.maximum(options.least_chunk, 1e-9) * mean
+    uneven = load.max(axis=1) > options.uneven_from * mean
 
     def next_expert(carry):
         """Return the heaviest expert above capacity that can still give: its total [L], -1 for none, and id [L]."""
@@ -72,16 +93,16 @@ def spill_quotas(xp, totals, home, slots: int, devices: int, config):
     return loop(xp, step, start, devices + 2 * experts, lambda carry: (next_expert(carry)[0] > 0).any())[0]
 
 
-def fitted_quotas(xp, totals, home, late: TransferShape, config):
+def fitted_quotas(xp, totals, home, late: TransferShape, options: Llep):
     """Return the quotas of `spill_quotas` where experts whose replicas do not fit a transfer stay at home.
 
     Args:
-      xp, totals, home, config: as there.
+      xp, totals, home, options: as there.
 
     Returns:
       (quotas [L, E, D]; bool [L, E], who stays; what `fit_replicas` returns of the others).
     """
-    quota = spill_quotas(xp, totals, home, late.slots, late.devices, config)
+    quota = spill_quotas(xp, totals, home, late.slots, late.devices, options)
     at_home = home[:, :, None] == xp.arange(late.devices)[None, None]
     wanted = (quota > 0) & ~at_home
     fit = fit_replicas(xp, wanted, falling(xp, totals), home, late)
@@ -89,17 +110,12 @@ def fitted_quotas(xp, totals, home, late: TransferShape, config):
     return xp.where(stays[:, :, None], xp.where(at_home, totals[:, :, None], 0.0), quota), stays, fit
 
 
-@register("llep", after_gate=True)
+@register("llep")
 class LlepPlanner(Planner):
     """Spill by predicted loads ahead, or by those of the step after the gate, when every replica comes late."""
 
-    capacity: float = knob(
-        1.0, "tokens that a device computes before others help, over the mean; at least 1", least=1.0
-    )
-    least_chunk: float = knob(
-        0.0625, "fewest tokens that are worth moving an expert, over the mean load of a device", least=0.0
-    )
-    uneven_from: float = knob(1.3, "layers whose largest load is below this times the mean stay as they are", least=0.0)
+    options: Llep = Llep()
+    after_gate = True
     late_replicas = True
 
     def propose(self, loads, placement, cost):
@@ -112,12 +128,12 @@ class LlepPlanner(Planner):
         totals, late = loads.sum(axis=1).astype(np.float64), cost.late if self.config.when == "after_gate" else None
         bare = placement.replace(replicas=None, shares=None, rule="shares")
         if late is not None:
-            quota, stays, _ = fitted_quotas(np, totals, bare.home, late, self.config)
+            quota, stays, _ = fitted_quotas(np, totals, bare.home, late, self.options)
             self.counters["late_cut"] += int(stays.sum())
         else:
             slots = cost.replica_slots if self.config.bounded else placement.experts
-            quota = spill_quotas(np, totals, bare.home, slots, bare.devices, self.config)
+            quota = spill_quotas(np, totals, bare.home, slots, bare.devices, self.options)
         return with_quotas(bare, quota, loads)
 
     def late_rule(self, shape, cost, groups):
-        return None if shape.late is None else ("quotas", {"plan": fitted_quotas, "config": self.config})
+        return None if shape.late is None else ("quotas", {"plan": fitted_quotas, "options": self.options})

@@ -9,8 +9,9 @@ import dataclasses
 
 import numpy as np
 
+from moe_jax.errors import UserError, check_bounds
 from moe_jax.planning.arrays import home_loads
-from moe_jax.planning.balancer import Planner, knob, register
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
@@ -20,6 +21,28 @@ AT_A_TIME = 1 << 14  # numbers of an array [r, D] up to which searches over seve
 MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none to all
 # Where bounded: experts that one node sends one other in a layer, at most. Transfers by node grow with it.
 CROSSING = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProProphet:
+    """Options of the planner `pro_prophet`.
+
+    Attributes:
+      skipped_devices: devices left out per expert, those with fewest of its tokens; 'search' tries every number.
+      balance_threshold: loads whose spread is below this part of the mean I / D are even.
+      scheduler: cost model with the scheduler: transfers hide behind computation.
+    """
+
+    skipped_devices: int | str = "search"
+    balance_threshold: float = 0.5
+    scheduler: bool = True
+
+    def __post_init__(self):
+        check_bounds(self, {"skipped_devices": 0}, above={"balance_threshold": 0})
+        if isinstance(self.skipped_devices, str) and self.skipped_devices != "search":
+            raise UserError(
+                f"ProProphet.skipped_devices ({self.skipped_devices!r}) must be a whole number from 0 on, or 'search'"
+            )
 
 
 @register("pro_prophet")
@@ -34,12 +57,11 @@ class ProProphetPlanner(Planner):
     2 D the formula as printed asks for twice as even loads at the same alpha.
     """
 
-    skipped_devices: int | str = knob(
-        "search", "devices left out per expert, those with fewest of its tokens; 'search' tries every number", least=0
-    )
-    balance_threshold: float = knob(0.5, "loads whose spread is below this part of the mean I / D are even", above=0.0)
-    scheduler: bool = knob(True, "cost model with the scheduler: transfers hide behind computation")
-    schedule = "pro_prophet"
+    options: ProProphet = ProProphet()
+
+    @property
+    def schedule(self):
+        return "pro_prophet" if self.options.scheduler else "none"
 
     def ahead_most(self, placement, cost):
         if not self.config.bounded:
@@ -47,9 +69,9 @@ class ProProphetPlanner(Planner):
         return TransferSizes(placement.experts, cost.replica_slots, CROSSING)
 
     def propose(self, loads, placement, cost):
-        if not self.config.scheduler:
+        if not self.options.scheduler:
             cost = dataclasses.replace(cost, prefetch=Prefetch())
-        most, given = placement.devices - 1, self.config.skipped_devices
+        most, given = placement.devices - 1, self.options.skipped_devices
         if isinstance(given, str):
             tries = np.unique(np.linspace(0, most, min(MOST_TRIES, most + 1)).round().astype(int)).tolist()
         else:
@@ -82,7 +104,7 @@ class ProProphetPlanner(Planner):
         layer, skipped = np.tile(np.arange(layers), len(tries)), np.repeat(tries, layers)
         home, rows = placement.home[layer], np.arange(len(layer))
         computed, received = (home_loads(np, tokens, placement.home, devices)[layer] for tokens in (totals, away))
-        threshold = self.config.balance_threshold * totals.sum(axis=1)[layer] / devices
+        threshold = self.options.balance_threshold * totals.sum(axis=1)[layer] / devices
         unused = totals[layer]
         node_of = np.arange(devices) // placement.devices_per_node
         needed = RunningSizes(len(rows), devices, placement.devices_per_node)

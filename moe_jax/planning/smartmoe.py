@@ -15,9 +15,11 @@ from moe_jax.planning.eplb import pack
 from moe_jax.planning.sizes import TransferSizes
 
 
-@register("smartmoe", defaults={"interval": 25})
+@register("smartmoe")
 class SmartMoePlanner(Planner):
     """Pack experts by falling load onto the least-loaded device with a free place. Source: SmartMoE (ATC 2023)."""
+
+    defaults = {"interval": 25}
 
     def propose(self, loads, placement, cost):
         devices = placement.devices

@@ -69,7 +69,6 @@ def base_cost(config: RunConfig, roles: Roles, cluster: Cluster | None = None) -
     return Cost(
         prices=prices,
         replica_slots=0 if planner.replica_slots == "memory" else planner.replica_slots,
-        overlap_degree=planner.overlap_degree,
         attention_seconds=preceding_seconds(
             cluster, tokens, np.dtype(model.dtype).itemsize, **preceding(model, config.data.sequence_length)
         ),

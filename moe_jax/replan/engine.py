@@ -33,10 +33,11 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax.config.run_config import RENAMED
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.balancer import BALANCERS
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.plan import Placements, Plan, look_back, make_plan
 from moe_jax.planning.plan_shape import PlanShape, Shapes, Tables, build_shape, fill_tables
 from moe_jax.replan.costs import build_sessions
@@ -46,7 +47,7 @@ from moe_jax.storage.bank_order import reshard
 _LOG = logging.getLogger(__name__)
 _ARRAYS = ("home", "replicas", "shares")
 _SIZES = ("layers", "experts", "devices", "devices_per_node", "bank_rows")  # that a mesh and a config fix
-_OPTIONS = ("name", "when", "replica_slots", "overlap_degree", "bounded", "transfer")  # besides a planner's own knobs
+_OPTIONS = ("name", "when", "replica_slots", "bounded", "transfer")  # besides a planner's own options
 EXECUTABLES = 4  # compiled steps that are kept, the running one included: loads drift back to shapes of a while ago
 
 
@@ -319,15 +320,20 @@ class RejitEngine:
             there = state["shape"][name]
             sizes = [(size, there[size], getattr(own, size)) for size in _SIZES]
             found += [f"{size} was {before} and is {now}" for size, before, now in sizes if before != now]
-        before, now = state["options"], self._options()
+        # of versions whose planners had all options in one class
+        before = {name if "." in name else f"PlannerConfig.{name}": value for name, value in state["options"].items()}
+        before, now = {RENAMED.get(name, name): value for name, value in before.items()}, self._options()
         names = [name for name in now if name in before and before[name] != now[name]]
-        return found + [f"PlannerConfig.{name} was {before[name]} and is {now[name]}" for name in names]
+        return found + [f"{name} was {before[name]} and is {now[name]}" for name in names]
 
     def _options(self) -> dict[str, str]:
-        """Return what decides which replicas there are and how they travel, as text by field of `PlannerConfig`."""
+        """Return what decides which replicas there are and how they travel, {binding: value as text}."""
         config = next(iter(self.plans.values())).config
-        names = (*_OPTIONS, *BALANCERS[config.name].knobs)
-        return {name: repr(getattr(config, name)) for name in names}
+        own = build_planner(config).options
+        found = {f"PlannerConfig.{name}": getattr(config, name) for name in _OPTIONS}
+        if own is not None:
+            found |= {f"{type(own).__name__}.{name}": value for name, value in dataclasses.asdict(own).items()}
+        return {name: repr(value) for name, value in found.items()}
 
     def _read_shapes(self, data: dict) -> Shapes:
         """Return saved shapes, with this run's slots and rule for what is decided after the gate."""

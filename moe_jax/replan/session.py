@@ -13,12 +13,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.planning.balancer import BALANCERS, build_planner
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.buckets import Buckets
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import Asked, Proposal, enlarge, propose, with_rule
 from moe_jax.planning.plan_shape import PlanShape, build_shape
+from moe_jax.registry import PLANNERS
 
 
 class Predictor:
@@ -93,7 +94,7 @@ class PlanSession:
         self.planner = build_planner(config)
         most = self.planner.most_devices
         if most is not None and placement.devices > most:
-            fitting = ", ".join(name for name, planner in BALANCERS.items() if planner.most_devices is None)
+            fitting = ", ".join(name for name, planner in PLANNERS.items() if planner.most_devices is None)
             raise UserError(
                 f"planner {config.name!r} plans for at most {most} devices, not {placement.devices}; use {fitting}"
             )

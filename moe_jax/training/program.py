@@ -32,10 +32,10 @@ from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.models.lora import joined
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import check_router
-from moe_jax.moe.routers import find
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
+from moe_jax.registry import ROUTERS
 from moe_jax.replan.segments import build_model, group_tokens, stated_buckets
 from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, scheduler_memory
 from moe_jax.training.feed import Feed, padded_vocabulary
@@ -257,7 +257,7 @@ class Session(Program):
         only some of the rows cannot count them. Weights are 0 or 1.
         """
         model, length = self.model, self.config.data.sequence_length
-        takes = all(find(segment.moe.router).takes_padding for segment in model.expert_segments)
+        takes = all(ROUTERS[segment.moe.router].takes_padding for segment in model.expert_segments)
         model = dataclasses.replace(model, padded=self.feed.pads_held_out and takes)
         loss = make_loss(model, model.layout(), self.rows, length, plan=shape)
 

@@ -16,10 +16,12 @@ import numpy as np
 from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, carry_files
 from moe_jax.errors import UserError
 from moe_jax.models.counts import parameter_counts
+from moe_jax.moe.routers.sigmoid_bias import SigmoidBias
 from moe_jax.observe.dashboards import Dashboards
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, sample_every
 from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.observe.progress import Progress
+from moe_jax.registry import options_in
 from moe_jax.replan.costs import modelled_layers
 from moe_jax.storage.run_folder import (
     EVALUATIONS,
@@ -61,7 +63,8 @@ def trained(session: Session) -> str:
     how = "constant" if train.learning_rate_schedule == "constant" else f"{train.learning_rate_schedule} to the end"
     warmup = min(train.warmup_steps, train.steps - 1)  # as `training/optimizer.py` takes it
     cut = f" (not {train.warmup_steps}: train.steps is {train.steps})" if warmup < train.warmup_steps else ""
-    bias = f"; biases of routers by {moe.bias_rate:g} a step" if moe.router == "sigmoid_bias" and moe.bias_rate else ""
+    rate = options_in(moe, SigmoidBias()).bias_rate if moe.router == "sigmoid_bias" else 0.0
+    bias = f"; biases of routers by {rate:g} a step" if rate else ""
     what, rises = "all parameters", f" from {train.learning_rate / warmup:g}" if warmup else ""
     if lora.rank:
         count = sum(leaf.size for leaf in jax.tree.leaves(session.model.trained(session.model.shapes())))

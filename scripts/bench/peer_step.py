@@ -154,7 +154,7 @@ def our_side(model: str, folder: pathlib.Path):
     bindings = [f"train.{name} = {value}" for name, value in train.items()]
     # written out, few layers train faster on a CPU; the peer leaves the bias of a sigmoid router as it is
     bindings += [f"DataConfig.sequence_length = {LENGTH}", "ModelConfig.stack = 'unrolled'"]
-    bindings += ["MoEConfig.bias_rate = 0.0"] if SIZES[model][0] == "dots1" else []
+    bindings += ["SigmoidBias.bias_rate = 0.0"] if SIZES[model][0] == "dots1" else []
     bindings += _GIN_BINDINGS.value
     config, _, _ = parse_run_config([str(folder / "run" / "config.gin")], bindings)
     session = build_session(config, jax.devices()[:1])

@@ -114,9 +114,9 @@ def run_config(side: str):
         f"PlannerConfig.name = '{planner.removesuffix('_after_gate')}'",
         f"PlannerConfig.when = '{'after_gate' if late else 'ahead'}'",
         f"PlannerConfig.split = '{'plan' if late else 'auto'}'",
-        *(["PlannerConfig.calibrate = False"] if planner == "hecate" else []),
-        "PlannerConfig.replica_slots = 4", "PlannerConfig.overlap_degree = 16",
-        "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1", "PlannerConfig.skipped_devices = 'search'",
+        *(["Hecate.calibrate = False"] if planner == "hecate" else []),
+        "PlannerConfig.replica_slots = 4", "Hecate.overlap_degree = 16",
+        "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1", "ProProphet.skipped_devices = 'search'",
         f"PlannerConfig.cluster = '{pathlib.Path(_OUT.value).resolve() / 'lab_cluster.gin'}'",
     ]  # fmt: skip
     return parse_run_config(["configs/run/deepspeed_moe.gin"], bindings)[0]

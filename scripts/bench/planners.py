@@ -20,15 +20,16 @@ from absl import app, flags
 
 from moe_jax.cluster import UNNAMED
 from moe_jax.errors import UserError
-from moe_jax.planning import NAMES
+from moe_jax.planning.balancer import names
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, LayerPrices
+from moe_jax.planning.hecate import Hecate
 from moe_jax.planning.placement import Placement
 from moe_jax.replan.session import PlanSession
 
 _DEVICES = flags.DEFINE_list("devices", ["64", "256", "1024", "4096", "16384"], "Devices of the group.")
 _EXPERTS = flags.DEFINE_integer("experts", 256, "Experts of the layer; 0: one for each device.")
-_PLANNERS = flags.DEFINE_list("planners", [name for name in NAMES if name != "none"], "Planners.")
+_PLANNERS = flags.DEFINE_list("planners", [name for name in names() if name != "none"], "Planners.")
 _TAU = flags.DEFINE_integer("overlap_degree", 16, "Experts that hecate may replicate.")
 _ONE = flags.DEFINE_bool("one", False, "Set by this script: this process measures one figure.")
 
@@ -46,10 +47,9 @@ def zipf_loads(devices: int, experts: int) -> np.ndarray:
 def measure(name: str, devices: int, experts: int) -> str:
     """Return 'propose s, refine s, GB' of one planner."""
     loads, flat = zipf_loads(devices, experts), dataclasses.replace(UNNAMED.sized(devices // 8, 8), flat=True)
-    cost = Cost(
-        prices=LayerPrices(cluster=flat, model_dim=4096, hidden_dim=2048), replica_slots=4, overlap_degree=_TAU.value
-    )
-    session = PlanSession(PlannerConfig(name=name), Placement.even(1, experts, devices, 8), cost)
+    cost = Cost(prices=LayerPrices(cluster=flat, model_dim=4096, hidden_dim=2048), replica_slots=4)
+    config = PlannerConfig(name=name, options=(Hecate(overlap_degree=_TAU.value),))
+    session = PlanSession(config, Placement.even(1, experts, devices, 8), cost)
     times = [time.process_time()]
     session.predictor.observe(loads)
     for plan in (

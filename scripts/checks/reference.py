@@ -3,8 +3,7 @@
     python scripts/checks/reference.py           writes the page
     python scripts/checks/reference.py --check   exit code 1 where the page is not what would be written
 
-The meaning is that of the class docstrings' `Attributes:` (or `Args:`), of the class that declares the field; planners'
-knobs carry theirs in the field (`knob`).
+The meaning is that of the class docstrings' `Attributes:` (or `Args:`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pathlib
 import re
 import sys
 
-from moe_jax.config.run_config import CONFIG_CLASSES
+from moe_jax.config.run_config import RunConfig, bindable
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "generated" / "bindings.md"
 HEAD = """# Bindings
@@ -40,18 +39,6 @@ def attributes_of(cls: type) -> dict[str, str]:
     return found
 
 
-def meanings_of(cls: type) -> dict[str, str]:
-    """Return {field: meaning} of a config dataclass, those that its bases declare among them."""
-    found = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            found |= attributes_of(base)
-    for field in dataclasses.fields(cls):
-        if "doc" in field.metadata:
-            found[field.name] = field.metadata["doc"]
-    return found
-
-
 def page() -> str:
     """Return the whole page.
 
@@ -59,14 +46,16 @@ def page() -> str:
       SystemExit: a field without a meaning.
     """
     lines = [HEAD]
-    for name, cls in CONFIG_CLASSES.items():
-        meanings = meanings_of(cls)
+    parts = RunConfig().by_name()
+    for name, fields in bindable().items():
+        cls = type(parts[name])
+        meanings = attributes_of(cls)
         lines += [f"## {name}", "", "| binding | default | meaning |", "|---|---|---|"]
-        for field in dataclasses.fields(cls):
-            if not meanings.get(field.name):
-                raise SystemExit(f"{cls.__module__}: the docstring of {cls.__name__} does not explain {field.name}")
-            meaning = meanings[field.name].replace("|", r"\|")
-            lines.append(f"| `{name}.{field.name}` | `{field.default!r}` | {meaning} |")
+        for field in fields:
+            if not meanings.get(field):
+                raise SystemExit(f"{cls.__module__}: the docstring of {cls.__name__} does not explain {field}")
+            meaning = meanings[field].replace("|", r"\|")
+            lines.append(f"| `{name}.{field}` | `{getattr(parts[name], field)!r}` | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -139,6 +139,7 @@ def after_gate(context, planner: str):
     from moe_jax.planning.balancer import build_planner
     from moe_jax.planning.config import PlannerConfig
     from moe_jax.planning.cost import Cost, LayerPrices
+    from moe_jax.planning.hecate import Hecate
     from moe_jax.planning.placement import Placement
     from moe_jax.planning.plan import with_late
     from moe_jax.planning.plan_shape import build_shape, fill_tables
@@ -146,14 +147,14 @@ def after_gate(context, planner: str):
     devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
     cluster = UNNAMED.sized(devices // node, node)
     prices = LayerPrices(cluster=cluster, model_dim=768, hidden_dim=1536)
-    cost = Cost(prices=prices, replica_slots=replicas, overlap_degree=8)
+    cost = Cost(prices=prices, replica_slots=replicas)
     rng = np.random.default_rng(0)
     share = rng.dirichlet(np.full(experts, 0.3))
     loads = np.stack([rng.multinomial(1024, share) for _ in range(devices)])[None]
     home = np.repeat(np.arange(devices, dtype=np.int32), experts // devices)
     even = Placement(home[None], devices=devices, devices_per_node=node)
-    when = {"calibrate": True} if planner == "hecate" else {"when": "after_gate"}
-    planning = build_planner(PlannerConfig(name=planner, replica_slots=replicas, **when))
+    when, tau = "ahead" if planner == "hecate" else "after_gate", (Hecate(overlap_degree=8),)
+    planning = build_planner(PlannerConfig(name=planner, replica_slots=replicas, when=when, options=tau))
     plan = planning.propose(loads, even, cost)
     shape = with_late(planning, build_shape(plan, by_node=node < devices), cost)
     name, fields = planning.late_rule(shape, dataclasses.replace(cost, late=shape.late), 1)

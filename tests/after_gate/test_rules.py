@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from support.options import planner_config
 from support.placements import counted_destinations
 
 from moe_jax.analysis.compile_ahead import described_devices
@@ -62,7 +63,7 @@ def cost_of(late, bandwidth=3e9, hidden_dim=128, price="executor"):
         name="test", nodes=DEVICES // NODE, devices_per_node=NODE, flat=True, intra_bandwidth=bandwidth, flops=3e13
     )
     prices = PRICES[price](cluster=cluster, model_dim=64, hidden_dim=hidden_dim)
-    return Cost(prices=prices, replica_slots=SLOTS, overlap_degree=8, late=late)
+    return Cost(prices=prices, replica_slots=SLOTS, late=late)
 
 
 def loads_of(kind, seed=0):
@@ -263,7 +264,7 @@ def test_late_replicas_are_those_of_the_planner(rule, late, knobs):
         planner = build_planner(PlannerConfig(when="after_gate", replica_slots=SLOTS, **knobs))
         if rule == "calibration":
             rates = (3e13,) if seed % 2 else (3e9, 1 << 16, "paper" if seed % 4 else "executor")
-            planner = build_planner(PlannerConfig(calibrate=True, replica_slots=SLOTS, **knobs))
+            planner = build_planner(planner_config(replica_slots=SLOTS, overlap_degree=8, **knobs))
             cost, loads = cost_of(late, *rates), loads_of(kind, seed + 100)
             few = dataclasses.replace(cost, replica_slots=seed % (SLOTS + 1))
             ahead = planner.propose(loads_of(kind, seed), placement, few)

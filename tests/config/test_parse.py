@@ -1,14 +1,13 @@
 """gin files and bindings: what is read, that every mistake is one line that names it, and how two texts differ."""
 
-import dataclasses
-
 import pytest
 
 from moe_jax.config.gin_files import fitted, parse_run_config
 from moe_jax.config.run_config import (
     ABSENT,
-    CONFIG_CLASSES,
+    RENAMED,
     RunConfig,
+    bindable,
     bound_in,
     check_resumable,
     config_differences,
@@ -16,6 +15,8 @@ from moe_jax.config.run_config import (
 )
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
+from moe_jax.planning import PlannerConfig
+from moe_jax.planning.hecate import Hecate
 
 
 def write(folder, name, text):
@@ -36,7 +37,7 @@ def mistake(files=(), bindings=(), search_paths=()):
 def test_parse_nothing_gives_defaults():
     run, text, operative = parse_run_config()
     assert run == RunConfig()
-    fields = sum(len(dataclasses.fields(cls)) for cls in CONFIG_CLASSES.values())
+    fields = sum(map(len, bindable().values()))
     assert len(text.splitlines()) == fields
     assert "train.steps = 100" in operative
 
@@ -82,9 +83,9 @@ def test_parse_finds_files_by_search_path_and_next_to_the_package(tmp_path, monk
         ("train.step = 3", ["train has no field 'step'", "did you mean train.steps?"]),
         ("MoeConfig.top_k = 3", ["unknown name 'MoeConfig'", "did you mean MoEConfig.top_k?"]),
         ("ModelConfig.num_experts = 3", ["did you mean MoEConfig.num_experts?"]),
-        ("foo.bar = 3", ["unknown name 'foo'", "train, DataConfig, ModelConfig"]),
+        ("foo.bar = 3", ["unknown name 'foo'", "of a plugin need its --plugin; known names: train, DataConfig, "]),
         ("ModelConfig.zzz = 3", ["ModelConfig has no field 'zzz'", "its fields are: activation, attention"]),
-        ("MoEConfig.zzz = 3", ["MoEConfig has no field 'zzz'", "one of a plugin needs its --plugin; its fields are: "]),
+        ("MoEConfig.zzz = 3", ["MoEConfig has no field 'zzz'", "its fields are: "]),
         ("steps = 3", ["the macro 'steps'", "did you mean train.steps?"]),
         ("eval/train.steps = 3", ["has a scope ('eval')", "write train.steps = 3"]),
         ("train.steps = %STEPS", ["the macro %STEPS, which is not defined", "a line: STEPS = ..."]),
@@ -98,7 +99,7 @@ def test_parse_finds_files_by_search_path_and_next_to_the_package(tmp_path, monk
         ("train.profile_steps = (1, 2, 3)", ["must be a tuple of 2 entries, each a whole number or None"]),
         ("ModelConfig.rotary_yarn = (2, '4')", ["must be a tuple, each a finite number"]),
         ("MoEConfig.renormalize = 1", ["MoEConfig.renormalize (1) must be True or False"]),
-        ("PlannerConfig.skipped_devices = 1.5", ["must be a whole number or text in quotes"]),
+        ("ProProphet.skipped_devices = 1.5", ["must be a whole number or text in quotes"]),
         ("DataConfig.path = corpus.txt", ["'DataConfig.path = corpus.txt'", "'corpus' is no value", "text stands in"]),
         ("train.steps 3", ["'train.steps 3'", "expected ':' or '='"]),
         ("train.steps = {[1]: 2}", ["unhashable"]),
@@ -148,12 +149,10 @@ def test_parse_shows_nothing_of_a_file_that_a_config_includes(tmp_path):
 
 def test_fitted_covers_every_field():
     """A field of a new kind would pass unchecked: its default must go through the check as it is."""
-    import typing
-
-    for name, cls in CONFIG_CLASSES.items():
-        hints = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            assert fitted(f"{name}.{field.name}", hints[field.name], field.default, "default") == field.default
+    for name, part in RunConfig().by_name().items():
+        for field, annotation in bindable()[name].items():
+            default = getattr(part, field)
+            assert fitted(f"{name}.{field}", annotation, default, "default") == default
 
 
 def test_a_config_of_a_run_keeps_its_marks(tmp_path):
@@ -166,6 +165,20 @@ def test_a_config_of_a_run_keeps_its_marks(tmp_path):
     assert bound_in(parse_run_config(file, ["MoEConfig.top_k = 2"])[1]) == bound_in(text) | {"MoEConfig.top_k"}
     (tmp_path / "operative_config.gin").write_text(operative)  # which has no marks
     assert bound_in(parse_run_config([str(tmp_path / "operative_config.gin")], ())[1]) == {"train.seed"}
+
+
+def test_a_moved_binding_names_its_successor_and_is_read_from_files_of_runs(tmp_path):
+    """A run's file of a version that had planners' and routers' options in one class, None where a planner chose."""
+    assert set(RENAMED.values()) <= {f"{name}.{field}" for name, fields in bindable().items() for field in fields}
+    for old, new in RENAMED.items():
+        message = mistake(bindings=[f"{old} = 3"])
+        assert message == f"{old} (--gin_bindings) is {new} now"
+    lines = "PlannerConfig.name = 'hecate'\nPlannerConfig.shard_every = 10  # set\nPlannerConfig.calibrate = None\n"
+    assert "mine.gin:2" in mistake([write(tmp_path, "mine.gin", lines)])
+    run, text, _ = parse_run_config([write(tmp_path, "config.gin", lines)])
+    assert run.planner == PlannerConfig(name="hecate", options=(Hecate(shard_every=10),))
+    assert "Hecate.shard_every = 10  # set\n" in text and config_differences(lines, text) == []
+    assert config_differences(lines.replace("10", "11"), text) == [("Hecate.shard_every", "11", "10")]
 
 
 # Two texts compared: what may change when a run goes on.
@@ -216,11 +229,11 @@ def test_check_resumable_refuses_the_rest_and_names_all():
 
 
 @pytest.mark.parametrize("name, refused", [("pro_prophet", True), ("hecate", False), ("auto", False), ("none", False)])
-def test_a_knob_that_the_planner_does_not_read_is_refused(name, refused):
-    """`auto` reads the knobs of all, and without planning nothing is read."""
-    bindings = ["PlannerConfig.shard_every = 5", f"PlannerConfig.name = {name!r}"]
+def test_an_option_that_the_planner_does_not_read_is_refused(name, refused):
+    """`auto` reads the options of all, and without planning nothing is read."""
+    bindings = ["Hecate.shard_every = 5", f"PlannerConfig.name = {name!r}"]
     if not refused:
-        assert parse_run_config((), bindings)[0].planner.shard_every == 5
+        assert parse_run_config((), bindings)[0].planner.options == (Hecate(shard_every=5),)
         return
-    with pytest.raises(UserError, match=r"PlannerConfig.shard_every \(5\) is read by hecate, not by 'pro_prophet'"):
+    with pytest.raises(UserError, match=r"Hecate.shard_every \(5\) is read by .* = 'hecate', not by 'pro_prophet'"):
         parse_run_config((), bindings)

@@ -17,49 +17,50 @@ from moe_jax.moe.routers.contract import register
 from moe_jax.moe.routers.topk import TopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MyKnobs:
-    my_factor: float = 1.0
+class Mine:
+    factor: float = 1.0
 
-    def check(self):
-        if self.my_factor <= 0:
-            raise UserError(f"MoEConfig.my_factor ({self.my_factor}) must be positive")
+    def __post_init__(self):
+        if self.factor <= 0:
+            raise UserError(f"Mine.factor ({self.factor}) must be positive")
 
 @register("mine")
-class Mine(TopK):
-    knobs = (MyKnobs,)
+class MineRouter(TopK):
+    options: Mine = Mine()
 
     def choose(self, x, params, inputs):
         choice, stats = super().choose(x, params, inputs)
-        return dataclasses.replace(choice, weights=self.config.my_factor * choice.weights), stats
+        return dataclasses.replace(choice, weights=self.options.factor * choice.weights), stats
 """,
     "planners": """
-from moe_jax.planning.balancer import Planner, knob, register
-
-@register("still")
-class Still(Planner):
-    patience: int = knob(3, "steps for which nothing happens", least=1)
-""",
-    "knobs": """
 import dataclasses
+from moe_jax.planning.balancer import Planner, register
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OrderKnobs:
-    my_order: int = 0
+class Still:
+    patience: int = 3
 
-    def check(self):
-        pass
-
-KNOBS = (OrderKnobs,)
+@register("still")
+class StillPlanner(Planner):
+    options: Still = Still()
 """,
     "schedules": """
+import dataclasses
 from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.schedule import register
+from moe_jax.registry import options_in
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    place: int = 0
 
 @register("plain")
 class Plain(ExpertParallel):
+    options: Order = Order()
+
     def __init__(self, roles, sizes):
         super().__init__(roles, sizes)
-        assert sizes.config.my_order == 7
+        assert options_in(sizes.config, self.options).place == 7
 """,
 }
 SMALL = ("ModelConfig.layers = 1", "ModelConfig.model_dim = 32", "ModelConfig.heads = 2", "ModelConfig.hidden_dim = 32",
@@ -84,23 +85,29 @@ def started(tmp_path):
     return run
 
 
-MINE = ("MoEConfig.router = 'mine'", "MoEConfig.my_factor = 2.0", "MoEConfig.schedule = 'plain'",
-        "MoEConfig.my_order = 7", "PlannerConfig.name = 'still'", "PlannerConfig.patience = 4")  # fmt: skip
+MINE = ("MoEConfig.router = 'mine'", "Mine.factor = 2.0", "MoEConfig.schedule = 'plain'",
+        "Order.place = 7", "PlannerConfig.name = 'still'", "Still.patience = 4")  # fmt: skip
 
 
 def test_a_run_trains_with_a_router_a_planner_and_a_schedule_of_a_plugin(started, tmp_path):
     (tmp_path / "text.txt").write_text("all the same " * 400)
     done = started("--plugin=mine", f"--workdir={tmp_path / 'run'}", bindings=(*MINE, "DataConfig.path = 'text.txt'"))
     assert done.returncode == 0 and "schedule plain, planner still" in done.stdout, done.stderr
-    assert "MoEConfig.my_factor = 2.0  # set" in (tmp_path / "run" / "config.gin").read_text()
+    assert "Mine.factor = 2.0  # set" in (tmp_path / "run" / "config.gin").read_text()
 
 
 WRONG = [
-    (["--plugin=mine"], ["MoEConfig.my_factor = 0.0", MINE[0]], {}, "MoEConfig.my_factor (0.0) must be positive"),
-    ([], [MINE[0]], {}, "MoEConfig.router ('mine') is unknown"),
+    (["--plugin=mine"], ["Mine.factor = 0.0", MINE[0]], {}, "Mine.factor (0.0) must be positive"),
+    ([], [MINE[0]], {}, "MoEConfig.router ('mine') must be one of"),
     (["--plugin=none"], [], {}, "--plugin=none is no folder of Python files here"),
     (["--plugin=email"], [], {}, "--plugin=email has none of the files planners.py, routers.py"),
     (["--plugin=mine"], [], {"routers": "1 / 0"}, "routers.py raises ZeroDivisionError: division by zero; correct"),
+    (
+        ["--plugin=mine"],
+        [],
+        {"planners": FILES["planners"].replace("Still:", "Hecate:").replace("Still()", "Hecate()")},
+        "options Hecate are registered twice",
+    ),
     (["--plugin=mine"], [], {"__init__": "import nowhere"}, "--plugin=mine needs the package 'nowhere', which is"),
 ]
 
@@ -112,6 +119,6 @@ WRONG = [
 def test_what_is_wrong_with_a_plugin_is_one_line(started, words, bindings, files, said):
     done = started("--dry_run", *words, bindings=bindings, **files)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    if words and not bindings and "routers" not in files:  # whose flags are knobs, so that it looks for plugins sooner
+    if words and not bindings:
         replayed = started(*words, module="moe_jax.replay", **files)
         assert (replayed.returncode, replayed.stderr) == (2, done.stderr)

@@ -175,7 +175,7 @@ TINY = (
 # what lays the step out in another way, around the call of cuDNN
 FORMS = {
     "prefetch": ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2",
-                 "PlannerConfig.overlap_degree = 2", "PlannerConfig.must_pay = False",
+                 "Hecate.overlap_degree = 2", "PlannerConfig.must_pay = False",
                  "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'"),
     "model and sequence parallel": ("MeshConfig.model = 2", "ModelConfig.sequence_parallel = True"),
     "every second block, dots": ("ModelConfig.layers = 4", "ModelConfig.moe_every = 2", "ModelConfig.remat = 'dots'"),

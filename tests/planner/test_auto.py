@@ -5,12 +5,12 @@ import logging
 
 import numpy as np
 import pytest
+from support.options import layer_config, planner_config
 
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.layer_seconds import LayerShape, ScheduleLine, schedule_line
 from moe_jax.moe.build import layer_sizes, router_place
 from moe_jax.moe.choosers import schedule_lines
-from moe_jax.moe.config import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, LayerPrices, home_seconds
@@ -20,7 +20,7 @@ from moe_jax.replan.auto import AutoSession, Setting, build_settings, step_secon
 L, D, E = 2, 4, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
 PRICES = LayerPrices(cluster=CLUSTER, model_dim=512, hidden_dim=128)
-COST = Cost(prices=PRICES, replica_slots=2, overlap_degree=8)
+COST = Cost(prices=PRICES, replica_slots=2)
 START = Placement.even(L, E, D, 2)
 ROWS = LayerShape(schedule="s1", tokens=4000, model_dim=2048, rows=1, ep_size=D, members_in_node=2)
 LINES = (schedule_line(ROWS, CLUSTER), ScheduleLine("ring", 12e-3, 0.0))  # even loads take 8 ms, hot ones 23
@@ -47,7 +47,7 @@ def run(session, loads, first=0):
 
 
 def session_of(cost=COST, steps=8):
-    return AutoSession(PlannerConfig(name="auto", auto_steps=steps), START, cost)
+    return AutoSession(planner_config(name="auto", round_steps=steps, overlap_degree=8), START, cost)
 
 
 def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
@@ -57,7 +57,7 @@ def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
     assert [bool(plan.program) for plan in plans].index(True) == 16  # eight steps to settle, eight judged
     chosen = step_seconds(plans[-1], loads[0], session.cost, session.in_force.ahead)
     taken = [step_seconds(START, loads[0], COST, None)]
-    for setting in build_settings(PlannerConfig(name="auto"), START, COST):
+    for setting in build_settings(planner_config(name="auto", overlap_degree=8), START, COST):
         for now in loads[:8]:
             setting.observe(now)
             setting.make_plans(1)
@@ -117,7 +117,7 @@ TOGETHER = ({"capacity_factor": 1.0}, {"router": "base", "top_k": 1}, {"router":
 @pytest.mark.parametrize(("fields", "alike"), [({}, True), *((fields, False) for fields in TOGETHER)])
 def test_no_choice_of_a_schedule_gates_other_tokens_together(fields, alike):
     """Where tokens compete, for places or for experts, those of an MP group together choose otherwise than apart."""
-    roles, moe = build_mesh(MeshConfig(expert=D, model=2), D), MoEConfig(num_experts=E, schedule="auto", **fields)
+    roles, moe = build_mesh(MeshConfig(expert=D, model=2), D), layer_config(num_experts=E, schedule="auto", **fields)
     sizes = layer_sizes(moe, roles, 64, None, 16, 4)
     names = {line.name for line in schedule_lines(roles, sizes, CLUSTER, False)}
     assert names == {"s1", "pairwise", "ring"} | ({"s2", "deepspeed"} if alike else set())

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.options import planner_config
 
 from moe_jax.cluster import Cluster
 from moe_jax.parallel.transfer_shape import TransferShape
@@ -105,8 +106,8 @@ def test_predictions_by_hand_and_their_error():
 def session(**fields):
     cluster = Cluster(nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
     prices = LayerPrices(cluster=cluster, model_dim=64, hidden_dim=128)
-    cost = Cost(prices=prices, replica_slots=2, overlap_degree=4)
-    return PlanSession(PlannerConfig(**fields), Placement.even(2, 8, 4, 2), cost)
+    cost = Cost(prices=prices, replica_slots=2)
+    return PlanSession(planner_config(overlap_degree=4, **fields), Placement.even(2, 8, 4, 2), cost)
 
 
 def loads_at(step):

@@ -12,10 +12,10 @@ import pathlib
 
 import numpy as np
 import pytest
+from support.options import planner_config
 
 from moe_jax.cluster import Cluster
-from moe_jax.planning import AFTER_GATE, NAMES
-from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.balancer import names
 from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import with_late
@@ -31,7 +31,9 @@ CASES = (
     (64, 64, 2, 4, 3, {"bounded": False}),
     (256, 256, 1, 4, 24, {}),
 )
-RUNS = [(name, "ahead") for name in NAMES if name != "auto"] + [(name, "after_gate") for name in AFTER_GATE]
+RUNS = [(name, "ahead") for name in names() if name != "auto"] + [
+    (name, "after_gate") for name in names(after_gate=True)
+]
 
 
 def loads_at(step, layers, devices, experts):
@@ -47,8 +49,8 @@ def plans(name, when, devices, experts, layers, slots, tau, fields):
     links = {"flat": slots != 3, "intra_bandwidth": 3e10, "inter_bandwidth": 2e10, "flops": 3e13}
     cluster = Cluster(nodes=devices // 8, devices_per_node=8, **links)
     prices = LayerPrices(cluster=cluster, model_dim=1024, hidden_dim=2048)
-    cost = Cost(prices=prices, replica_slots=slots, overlap_degree=tau, attention_seconds=1e-3)
-    config = PlannerConfig(name=name, when=when, must_pay=False, **fields)  # whatever they cost
+    cost = Cost(prices=prices, replica_slots=slots, attention_seconds=1e-3)
+    config = planner_config(name=name, when=when, must_pay=False, overlap_degree=tau, **fields)  # whatever they cost
     session, found = PlanSession(config, Placement.even(layers, experts, devices, 8), cost), []
     late = with_late(session.planner, build_shape(session.placement), cost).late if slots == 3 else None
     for step in range(3):

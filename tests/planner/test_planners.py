@@ -11,13 +11,14 @@ import sys
 
 import numpy as np
 import pytest
+from support.options import planner_config
 from support.placements import counted_destinations, random_placement
 
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning import AFTER_GATE, NAMES, routing
-from moe_jax.planning.balancer import build_planner
+from moe_jax.planning import flexmoe, routing
+from moe_jax.planning.balancer import build_planner, names
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, LayerPrices, PaperPrices
 from moe_jax.planning.eplb import rebalance
@@ -28,8 +29,8 @@ from moe_jax.replan.session import PlanSession
 
 L, S, E, D = 4, 8, 16, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
-COST = Cost(prices=LayerPrices(cluster=CLUSTER, model_dim=64, hidden_dim=128), replica_slots=2, overlap_degree=8)
-CASES = [(name, "ahead") for name in NAMES] + [(name, "after_gate") for name in AFTER_GATE]
+COST = Cost(prices=LayerPrices(cluster=CLUSTER, model_dim=64, hidden_dim=128), replica_slots=2)
+CASES = [(name, "ahead") for name in names()] + [(name, "after_gate") for name in names(after_gate=True)]
 
 
 def make_loads(kind, seed=0):
@@ -60,7 +61,7 @@ KINDS = ("skewed", "uniform", "one_hot", "half_unused", "ragged", "empty")
 @pytest.mark.parametrize(("name", "when"), CASES, ids=["-".join(case) for case in CASES])
 class TestEveryPlanner:
     def plan(self, name, when, loads, placement=None, **fields):
-        planner = build_planner(PlannerConfig(name=name, when=when, **fields))
+        planner = build_planner(planner_config(name=name, when=when, overlap_degree=8, **fields))
         start = Placement.even(L, E, D, 4) if placement is None else placement
         return planner.propose(loads, start, COST)
 
@@ -81,7 +82,7 @@ class TestEveryPlanner:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_refined_placement_is_valid_for_the_true_loads(self, name, when, kind):
-        planner = build_planner(PlannerConfig(name=name, when=when, calibrate=True))
+        planner = build_planner(planner_config(name=name, when=when, overlap_degree=8))
         ahead = planner.propose(make_loads("skewed"), Placement.even(L, E, D, 4), COST)
         true = make_loads(kind, seed=1)
         late = planner.refine(true, ahead, COST)
@@ -101,8 +102,8 @@ class TestEveryPlanner:
 
     def test_a_single_device_needs_no_replicas(self, name, when):
         cluster = Cluster(nodes=1, devices_per_node=1, intra_bandwidth=1e9, flops=1e12)
-        cost = Cost(prices=LayerPrices(cluster=cluster, model_dim=64, hidden_dim=128), overlap_degree=4)
-        planner = build_planner(PlannerConfig(name=name, when=when))
+        cost = Cost(prices=LayerPrices(cluster=cluster, model_dim=64, hidden_dim=128))
+        planner = build_planner(planner_config(name=name, when=when, overlap_degree=4))
         assert not len(planner.propose(np.array([[[5, 0, 7, 1]]]), Placement.even(1, 4, 1), cost).replicas)
 
 
@@ -118,16 +119,16 @@ def test_absent_figures_are_an_error_that_names_the_field(name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "best"}, r"PlannerConfig.name \('best'\) must be one of none, auto, balanced, .* --plugin that"),
-        ({"replica_slots": -1}, r"PlannerConfig.replica_slots \(-1\) must be a whole number of at least 0"),
-        ({"overlap_degree": "ours"}, r"overlap_degree \('ours'\) must be a whole number of at least 0 or 'paper'"),
+        ({"name": "best"}, r"PlannerConfig.name \('best'\) must be one of auto, balanced, .* --plugin that"),
+        ({"replica_slots": -1}, r"PlannerConfig.replica_slots \(-1\) must be at least 0; 4 is the default"),
+        ({"overlap_degree": "ours"}, r"overlap_degree \('ours'\) must be a whole number from 0 on, 'paper', or None"),
         ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with balanced, fastermoe, .*, not with 'eplb'"),
-        ({"name": "hecate", "split": "even"}, r"decides after it \(when = 'after_gate' or calibrate = True\)"),
+        ({"name": "hecate", "split": "even"}, r"'hecate' decides after it as it is configured"),
     ],
 )
 def test_wrong_choices_are_named(fields, message):
     with pytest.raises(UserError, match=message):
-        PlannerConfig(**fields)
+        planner_config(**fields)
 
 
 def make_cost(bandwidth, flops, **fields):
@@ -139,7 +140,7 @@ def make_cost(bandwidth, flops, **fields):
 def plan(name, loads, cost, placement=None, **fields):
     loads = np.asarray(loads)
     start = Placement.even(loads.shape[0], loads.shape[2], loads.shape[1]) if placement is None else placement
-    return build_planner(PlannerConfig(name=name, **fields)).propose(loads, start, cost)
+    return build_planner(planner_config(name=name, **fields)).propose(loads, start, cost)
 
 
 # One layer, four devices, one expert each; rows are sources. Totals by expert: 20, 4, 4, 4.
@@ -161,35 +162,40 @@ def test_hecate_takes_nodes_without_the_expert_first():
     loads = np.zeros((1, 4, 4), int)
     loads[0, 0] = [30, 10, 1, 1]
     start = Placement.even(1, 4, 4, 2)
-    cost = make_cost(1, 1, replica_slots=1, overlap_degree=2)
-    assert plan("hecate", loads, cost, start).replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 1, 0]]
+    cost = make_cost(1, 1, replica_slots=1)
+    assert plan("hecate", loads, cost, start, overlap_degree=2).replicas.tolist() == [
+        [0, 0, 1],
+        [0, 0, 2],
+        [0, 0, 3],
+        [0, 1, 0],
+    ]
     # tau = 4, equal loads, a slot each: all go to the node that lacks them, whatever is free at home.
-    even = plan("hecate", 0 * loads + 5, make_cost(1, 1, replica_slots=1, overlap_degree=4), start)
+    even = plan("hecate", 0 * loads + 5, cost, start, overlap_degree=4)
     assert even.replicas.tolist() == [[0, 0, 2], [0, 1, 3], [0, 2, 0], [0, 3, 1]]
     # tau <= mu: the top tau experts go everywhere.
-    roomy = make_cost(1, 1, replica_slots=2, overlap_degree=1)
-    assert plan("hecate", loads, roomy, start).replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+    roomy = make_cost(1, 1, replica_slots=2)
+    assert plan("hecate", loads, roomy, start, overlap_degree=1).replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
     assert not len(plan("hecate", loads, cost, start, materialize=False).replicas)
 
 
 def test_hecate_calibrates_only_where_a_late_gather_pays():
     # Planned for expert 0, true loads on expert 3: device 3 computes 40, an expert is 2 bytes. With W = 100 a gather of
     # 4 holders and its reduce cost 2 x 4 x 2 / (4 x 100) = 0.04 s; computing 40 instead of 10 at v = 3 costs 30 s.
-    cost = make_cost(100, 12, replica_slots=2, overlap_degree=1)
+    cost = make_cost(100, 12, replica_slots=2)
     hot0, hot3 = np.zeros((1, 4, 4), int), np.zeros((1, 4, 4), int)
     hot0[0, :, 0], hot3[0, :, 3] = 10, 10
-    planner = build_planner(PlannerConfig(name="hecate", calibrate=True))
+    planner = build_planner(planner_config(name="hecate", overlap_degree=1))
     ahead = planner.propose(hot0, Placement.even(1, 4, 4), cost)
     late = planner.refine(hot3, ahead, cost)
     assert routing.pair_loads(late, hot3).sum(axis=1).tolist() == [[10, 10, 10, 10]]
-    slow = make_cost(1e-3, 1.2e6, replica_slots=2, overlap_degree=1)
+    slow = make_cost(1e-3, 1.2e6, replica_slots=2)
     # Compute is now nearly free and the link slow: 12,000 s of exchange 4 x 30 / W = 120,000 s still pay for 4,000 s.
     assert len(planner.refine(hot3, ahead, slow).replicas) > len(ahead.replicas)
     heavy = dataclasses.replace(
         slow, prices=dataclasses.replace(slow.prices, hidden_dim=1000)
     )  # experts of 2,000 bytes: 4,000,000 s
     assert planner.refine(hot3, ahead, heavy) == ahead
-    off = build_planner(PlannerConfig(name="hecate", calibrate=False))
+    off = build_planner(planner_config(name="hecate", calibrate=False))
     assert off.refine(hot3, ahead, cost) == ahead
 
 
@@ -225,8 +231,9 @@ def test_hecates_and_pro_prophets_transfers_stay_within_what_they_declare():
     """Hot experts drift after homes were made for others: X <= 1 + tau / D, Cp <= tau / Nn, and all slots are taken."""
     rng = np.random.default_rng(0)
     cluster = Cluster(name="hand", nodes=4, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
-    cost = Cost(prices=LayerPrices(cluster=cluster, model_dim=64, hidden_dim=128), replica_slots=4, overlap_degree=16)
-    hecate, prophet = (build_planner(PlannerConfig(name=name)) for name in ("hecate", "pro_prophet"))
+    cost = Cost(prices=LayerPrices(cluster=cluster, model_dim=64, hidden_dim=128), replica_slots=4)
+    hecate = build_planner(planner_config(name="hecate", overlap_degree=16))
+    prophet = build_planner(PlannerConfig(name="pro_prophet"))
     loads = [rng.multinomial(5000, rng.dirichlet(np.full(32, 0.3)), (12, 16)) for _ in range(6)]
     placement = Placement.even(12, 32, 16, 4)
     homes = hecate.reshard(loads[0], placement, cost).home
@@ -334,15 +341,16 @@ def test_a_thousand_devices_take_a_second_and_little_memory(name):
 
 
 @pytest.mark.parametrize("name", [name for name, when in CASES if when == "ahead" and name != "auto"])
-def test_replicas_are_adopted_only_where_layers_take_less_time_with_them(name):
+def test_replicas_are_adopted_only_where_layers_take_less_time_with_them(name, monkeypatch):
     """All layers with what a compiled transfer sends, against the same homes; whatever the planner itself compares."""
     slow = dataclasses.replace(COST, prices=dataclasses.replace(COST.prices, model_dim=1024, hidden_dim=512))
-    fields = {"name": name, "interval": 1, "predictor": "last", "horizon": 10**6}
+    fields = {"name": name, "interval": 1, "predictor": "last", "overlap_degree": 8}
+    monkeypatch.setattr(flexmoe, "HORIZON", 10**6)
     fields |= {"calibrate": False} if name == "hecate" else {}
     little, much = make_loads("skewed") // 500, make_loads("one_hot")
 
     def session(cost=slow, **more):
-        return PlanSession(PlannerConfig(**fields, **more), Placement.even(L, E, D, 4), cost)
+        return PlanSession(planner_config(**fields, **more), Placement.even(L, E, D, 4), cost)
 
     def plans(session, *steps):
         first = (session.last_planned or 0) + 1
@@ -371,7 +379,7 @@ def test_fewer_experts_than_devices_are_planned_for():
     prices = dataclasses.replace(COST.prices, cluster=dataclasses.replace(CLUSTER, nodes=4))
     cost = dataclasses.replace(COST, prices=prices)
     for name in ("hecate", "pro_prophet", "fastermoe", "llep", "balanced"):
-        session = PlanSession(PlannerConfig(name=name, shard_every=1), start, cost)
+        session = PlanSession(planner_config(name=name, shard_every=1, overlap_degree=8), start, cost)
         for step in (1, 2):  # a reshard has nothing to move
             session.predictor.observe(loads)
             plan = session.propose(step)

@@ -6,11 +6,11 @@ sends (`bounded = False`).
 
 import numpy as np
 import pytest
+from support.options import planner_config
 
 from moe_jax.cluster import Cluster
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
-from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, PaperPrices
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fits, grow
@@ -71,7 +71,7 @@ def planned(loads, **knobs):
     prices = PaperPrices(cluster=cluster, model_dim=M, hidden_dim=F, dtype_bytes=BYTES)
     hiding = {"attention_seconds": ATTENTION, "prefetch": Prefetch(schedule="pro_prophet")}
     cost = Cost(prices=prices, replica_slots=4, **hiding)
-    planner = build_planner(PlannerConfig(name="pro_prophet", bounded=False, balance_threshold=ALPHA, **knobs))
+    planner = build_planner(planner_config(name="pro_prophet", bounded=False, balance_threshold=ALPHA, **knobs))
     start = Placement.even(1, loads.shape[1], D, NODE)
     return planner, cost, start, planner.propose(loads[None], start, cost)
 

@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 import pytest
+from support.options import planner_config
 
 from moe_jax.analysis import dry_run
 from moe_jax.analysis.dry_run import compare_halves
@@ -95,7 +96,7 @@ def test_a_plan_is_priced_by_the_layer_that_runs(config):
 def with_memory(folder, memory, **planner):
     """Return a planner's config with a cluster whose devices have so many bytes."""
     (folder / "m.gin").write_text(f"{CLUSTER}Cluster.memory_bytes = {memory}\n", encoding="utf-8")
-    return PlannerConfig(cluster=str(folder / "m.gin"), **planner)
+    return planner_config(cluster=str(folder / "m.gin"), **planner)
 
 
 def test_replica_slots_from_free_memory(config, tmp_path):

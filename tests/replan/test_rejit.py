@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.options import planner_config
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import TrainConfig
@@ -24,7 +25,6 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning import buckets, routing
 from moe_jax.planning import plan as plan_module
-from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan import enlarge
 from moe_jax.planning.plan_shape import fits
 from moe_jax.replan import auto
@@ -68,7 +68,7 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
         data=DataConfig(sequence_length=32),
         model=ModelConfig(segments=segments, **sizes),
         moe=MoEConfig(num_experts=EXPERTS, schedule=schedule),
-        planner=PlannerConfig(**planner),
+        planner=planner_config(**planner),
     )
     model = build_model(config, roles, vocab_size=64)
     tables = {name: NamedSharding(roles.mesh, spec) for name, spec in model.tables_specs.items()}
@@ -177,7 +177,7 @@ def test_swap_after_is_exact(started):
     assert [shape.ahead is not None for shape, *_ in seen].index(True) == 1 + 3
 
 
-AUTO = {"name": "auto", "schedule": "auto", "auto_steps": 3, "cluster": FLAT}
+AUTO = {"name": "auto", "schedule": "auto", "round_steps": 3, "cluster": FLAT}
 
 
 @pytest.mark.parametrize("own, cut", [({}, 2), ({}, 6), ({"segments": SEGMENTS}, 9), (AUTO, 3), (AUTO, 7), (AUTO, 12)])

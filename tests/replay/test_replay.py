@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from support.commands import run_command_here
+from support.options import planner_config
 
 from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
@@ -15,8 +16,7 @@ from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.cluster import HOST, UNNAMED, Cluster, read_cluster
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, LoadsTrace, read_loads
-from moe_jax.planning import NAMES
-from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.balancer import names
 from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.planning.placement import Placement
 
@@ -25,7 +25,7 @@ FLAT = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
 SIZES = {"model_dim": 64, "hidden_dim": 128}
 LINKS = Cluster(name="flat", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
 EXPERTS = 8
-COST = Cost(prices=LayerPrices(cluster=LINKS, **SIZES), replica_slots=2, overlap_degree=4)
+COST = Cost(prices=LayerPrices(cluster=LINKS, **SIZES), replica_slots=2)
 
 
 def make_trace(samples=12, layers=2, sources=4, experts=8):
@@ -106,7 +106,7 @@ def test_mistakes_are_one_line(tmp_path, flags, message):
 
 def simulate_one(name, trace, lag=1, cost=COST, **fields):
     start = Placement.even(trace.loads.shape[1], trace.loads.shape[3], trace.loads.shape[2], 2)
-    config = PlannerConfig(bounded=False, **{"must_pay": False, **fields})
+    config = planner_config(bounded=False, overlap_degree=4, **{"must_pay": False, **fields})
     return simulate.simulate(name, trace, config, start, cost, lag, 1)
 
 
@@ -154,7 +154,7 @@ def test_the_first_line_says_how_old_the_loads_are_and_auto_that_it_had_too_few(
     save_trace(tmp_path / "loads.npz", pairs_trace())
     lines = replayed(capsys, f"--trace={tmp_path / 'loads.npz'}", f"--cluster={FLAT}", *flags)
     assert lines[0] == "judged: 3 of 6 samples, by plans from the loads of the step before"
-    assert "auto: 3 samples are too few, so it stays plain: it needs 64, twice --auto_steps, to choose" in lines
+    assert "auto: 3 samples are too few, so it stays plain: it needs 64, twice Auto.round_steps, to choose" in lines
     answer = json.loads((tmp_path / "out" / "replay.json").read_text())
     assert (answer["lag"], answer["judged"], answer["planners"]["auto"]["speedup_over_ep"]) == (1, 3, 1.0)
 
@@ -212,7 +212,7 @@ def test_run_folder_needs_no_other_flag(tmp_path, capsys):
     answer = json.loads((tmp_path / "out" / "replay.json").read_text())
     assert answer["trace"] == {"name": "loads.npz", "shape": [6, 2, 4, EXPERTS]}
     assert answer["model"] == {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype_bytes": 2} | answer["model"]
-    assert set(answer["planners"]) == set(simulate.EVERY_NAME) >= set(NAMES)
+    assert set(answer["planners"]) == set(simulate.every_name()) >= set(names())
     assert all(own["max_over_mean"] >= 1 and own["layer_seconds"] > 0 for own in answer["planners"].values())
 
 

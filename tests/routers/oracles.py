@@ -163,7 +163,7 @@ def sigmoid_bias(config, given):
 
 def topology(config, given):
     scores = noisy_logits(config, given)
-    most = math.floor(len(scores) * config.remote_fraction + 1e-9)
+    most = math.floor(len(scores) * config.options[0].remote_fraction + 1e-9)
     local = [e for e in range(config.num_experts) if given.local[e]]
     first = [best(row, 1)[0] for row in scores]
     remote = [i for i in range(len(scores)) if not given.local[first[i]]]

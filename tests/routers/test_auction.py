@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import RouterInputs, build_router
-from moe_jax.moe.routers.auction import assign_evenly
+from moe_jax.moe.routers.base_layers import assign_evenly
 
 TOKENS, EXPERTS, EPS = 24, 4, 0.01
 

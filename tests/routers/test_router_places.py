@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 from support import tiny_run
 from support.layer_cases import draw, make_loss, moe_config, plan_of, roles_of
+from support.options import layer_config
 
 import moe_jax.moe.routers
 from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.errors import UserError
-from moe_jax.moe import MoEConfig
-from moe_jax.moe.routers import RouterPlace, build_router, routers
+from moe_jax.moe.routers import RouterPlace, build_router
 from moe_jax.moe.routing import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables
+from moe_jax.registry import ROUTERS
 from moe_jax.training.program import build_program
 from moe_jax.training.stepper import build_stepper
 
@@ -36,12 +37,12 @@ def place(slots=1, late=False, splits=True, **mesh):
     [
         (("router = 'base'", "top_k = 1", "num_experts = 8", "train.batch_size = 8", "DataConfig.sequence_length = 12"),
          r"the 12 tokens that a device gates must be divisible by MoEConfig.num_experts \(8\) and by the 8 devices"),
-        (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.devices_per_node = 1"),
+        (("router = 'topology'", "Topology.remote_fraction = 0.1", "MeshConfig.devices_per_node = 1"),
          r"top_k \(2\) must be at most the 1 experts of a node .* \(8 experts on 8 nodes\)"),
-        (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.devices_per_node = 4", "MeshConfig.model = 2",
-          "schedule = 'deepspeed'"),
+        (("router = 'topology'", "Topology.remote_fraction = 0.1", "MeshConfig.devices_per_node = 4",
+          "MeshConfig.model = 2", "schedule = 'deepspeed'"),
          r"set MoEConfig.schedule = 's1', 'pairwise' or 'ring', or MeshConfig.model = 1"),
-        (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.devices_per_node = 4",
+        (("router = 'topology'", "Topology.remote_fraction = 0.1", "MeshConfig.devices_per_node = 4",
           "PlannerConfig.name = 'balanced'", "PlannerConfig.when = 'after_gate'", "PlannerConfig.replica_slots = 2",
           "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'"),
          r"this plan decides that after the gate; set PlannerConfig.when = 'ahead'"),
@@ -49,10 +50,10 @@ def place(slots=1, late=False, splits=True, **mesh):
          r"balance_over \('sequence'\) needs whole sequences on a device, and it gates 16 tokens of sequences of 32"),
         (("router_dtype = 'float64'",), r"router_dtype \('float64'\) needs ModelConfig.dtype = 'float64'"),
         (("router = 'topology'", "cluster = 'no_such.gin'"), r"no_such"),
-        (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.expert = 4", "MeshConfig.expert_shard = 2",
-          "MeshConfig.devices_per_node = 1"),
+        (("router = 'topology'", "Topology.remote_fraction = 0.1", "MeshConfig.expert = 4",
+          "MeshConfig.expert_shard = 2", "MeshConfig.devices_per_node = 1"),
          r"devices_per_node \(1\) must cut 4 expert-parallel members of MeshConfig.expert_shard \(2\) devices"),
-        (("bias_rate = 0.01",), r"bias_rate \(0.01\) is a knob of .* 'sigmoid_bias', and the router is 'topk'"),
+        (("SigmoidBias.bias_rate = 0.01",), r"bias_rate \(0.01\) is read by .* = 'sigmoid_bias', not by 'topk'"),
         (("router = 'gshard'", "routed_scale = 2.5"), r"routed_scale \(2.5\) is not read by .* 'gshard'"),
     ],
 )  # fmt: skip
@@ -76,10 +77,11 @@ def config_of(bindings):
 def test_the_readme_s_bindings_build_a_program():
     """Every router's row of the package's table, on the demo's model and 8 devices."""
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {name for name, _ in rows} == set(routers())
+    assert {name for name, _ in rows} == set(ROUTERS)
     for name, rest in rows:
-        needs = re.findall(r"`(\w+ = [^`]*)`", rest)
-        bindings = [f"MoEConfig.{binding}" for binding in (f"router = {name!r}", *needs)]
+        needs = re.findall(r"`([\w.]+ = [^`]*)`", rest)
+        bindings = [f"MoEConfig.router = {name!r}"]
+        bindings += [need if need[0].isupper() else f"MoEConfig.{need}" for need in needs]
         config = parse_run_config(["configs/run/demo.gin"], [*bindings, "MeshConfig.devices_per_node = 4"])[0]
         assert config.moe.router == name
         build_program(config, jax.devices())
@@ -93,7 +95,7 @@ def test_local_experts_are_those_whose_tokens_stay_on_the_node():
     any node.
     """
     places = place(slots=2, expert=8, devices_per_node=4)
-    router = build_router(MoEConfig(num_experts=EXPERTS, router="topology", remote_fraction=0.2), places)
+    router = build_router(layer_config(num_experts=EXPERTS, router="topology", remote_fraction=0.2), places)
     replicas = np.array([[0, 6, 1], [0, 0, 5], [0, 2, 7], [0, 7, 6]])
     halves = np.array([[0, expert, device, 2**15] for expert, device in ((6, 1), (6, 6), (7, 6), (7, 7))])
     spec = jax.sharding.PartitionSpec(places.roles.expert)
@@ -129,7 +131,7 @@ WHOLE = (
 @pytest.mark.slow
 def test_fastermoes_gate_schedule_and_shadowing_run_together(tmp_path):
     """The gate asks where experts live, which shadowing after it leaves alone: choices and losses are those without."""
-    gate = ("MoEConfig.router = 'topology'", "MoEConfig.remote_fraction = 0.14", "MeshConfig.devices_per_node = 4")
+    gate = ("MoEConfig.router = 'topology'", "Topology.remote_fraction = 0.14", "MeshConfig.devices_per_node = 4")
     runs = [build_stepper(tiny_run.config_of(tmp_path, *gate, *more, "train.batch_size = 16"), jax.devices()).run(3)
             for more in ((), WHOLE)]  # fmt: skip
     for alone, whole in zip(*runs, strict=True):
@@ -149,7 +151,7 @@ AFTER_GATE = {
 @pytest.mark.parametrize("name", AFTER_GATE)
 def test_counts_of_every_router_reach_a_planner_after_the_gate(name):
     """Where an MP group gates its tokens on each device: a rule sums counts over devices, which differ."""
-    assert {*AFTER_GATE, "topology"} == set(routers())
+    assert {*AFTER_GATE, "topology"} == set(ROUTERS)
     roles = roles_of(2, 2)
     config = moe_config("s2", router=name, **AFTER_GATE[name])
     shape = plan_of(roles, None)

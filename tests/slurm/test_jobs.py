@@ -19,9 +19,9 @@ from moe_jax.observe.metrics_file import read_metrics
 pytestmark = pytest.mark.slurm
 
 HECATE = (
-    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2", "PlannerConfig.overlap_degree = 2",
+    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2", "Hecate.overlap_degree = 2",
     "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "PlannerConfig.swap_after = 1",
-    "PlannerConfig.interval = 1", "PlannerConfig.shard_every = 4", "ModelConfig.prefetch = 'hecate'",
+    "PlannerConfig.interval = 1", "Hecate.shard_every = 4", "ModelConfig.prefetch = 'hecate'",
     "train.steps = 40", "train.checkpoint_every = 5", "train.keep_checkpoints = 2",
 )  # fmt: skip
 LOST_AFTER = 10

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.options import layer_config
 from support.placements import to_bank
 from support.reference_model import reference_loss
 
@@ -31,7 +32,7 @@ def model_config(dtype="float64", **changes):
 
 
 def moe_config(**changes):
-    return MoEConfig(**{"num_experts": EXPERTS, "gate_noise": NOISE, **changes})
+    return layer_config(**{"num_experts": EXPERTS, "gate_noise": NOISE, **changes})
 
 
 def build(config, moe, mesh, **stages):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support.options import layer_config
 
-from moe_jax.moe import MoEConfig
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.reference import reference_moe
@@ -44,7 +44,7 @@ def plan_of(roles, rows):
 
 def moe_config(schedule, top_k=2, capacity=False, **changes):
     limits = {"capacity_factor": 1.0, "min_capacity": 1} if capacity else {}
-    return MoEConfig(**{"num_experts": EXPERTS, "top_k": top_k, "schedule": schedule, **limits, **changes})
+    return layer_config(**{"num_experts": EXPERTS, "top_k": top_k, "schedule": schedule, **limits, **changes})
 
 
 def draw(skewed, dtype=np.float64, tokens=TOKENS):

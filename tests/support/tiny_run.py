@@ -33,7 +33,7 @@ BINDINGS = (
     "train.warmup_steps = 2",
     "train.evaluate_windows = 8",
     "train.loads_every = 3",
-    "PlannerConfig.overlap_degree = 'paper'",
+    "Hecate.overlap_degree = 'paper'",
     "PlannerConfig.must_pay = False",  # replicas, whatever they cost so small a run
 )
 

@@ -12,7 +12,7 @@ SIZES = (
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",
     "train.batch_size = 16", "MeshConfig.expert = 4", "train.zero_stage = 0", "MoEConfig.schedule = 'auto'",
     "PlannerConfig.name = 'auto'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 2",
-    "PlannerConfig.auto_steps = 2", "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'",
+    "Auto.round_steps = 2", "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'",
 )  # fmt: skip
 STEPS = 9
 

@@ -70,8 +70,8 @@ def test_two_processes_give_the_curve_of_one(tmp_path):
 
 
 SWAP = (
-    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 2",
-    "PlannerConfig.shard_every = 50", "PlannerConfig.calibrate = False", "PlannerConfig.interval = 5",
+    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "Hecate.overlap_degree = 2",
+    "Hecate.shard_every = 50", "Hecate.calibrate = False", "PlannerConfig.interval = 5",
     "train.loads_every = 1000", "train.checkpoint_every = 0", "train.log_every = 1000",
 )  # fmt: skip
 
@@ -88,8 +88,8 @@ def test_two_processes_swap_when_both_are_ready(tmp_path):
 
 # homes move every four steps; what is planned during one step is due three steps later, behind a checkpoint
 PLANNER = (
-    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 4",
-    "PlannerConfig.shard_every = 4", "PlannerConfig.swap_after = 3", "PlannerConfig.calibrate = False",
+    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "Hecate.overlap_degree = 4",
+    "Hecate.shard_every = 4", "PlannerConfig.swap_after = 3", "Hecate.calibrate = False",
     "PlannerConfig.predictor = 'window'", "MoEConfig.num_experts = 16", "MoEConfig.bucket_slack = 16.0",
 )  # fmt: skip
 

@@ -48,7 +48,9 @@ def test_an_old_run_goes_on_as_it_did_and_writes(old, name, capsys):
 def test_what_is_gone_names_its_successor(old):
     for line, words in (
         ("train.copy_every = 5", "checkpoint_every"), ("train.decay_shape = '1-sqrt'", "a line"),
-        ("PlannerConfig.overlap_degree = 'executor'", "'paper'"),
+        ("PlannerConfig.overlap_degree = 'executor'", "is Hecate.overlap_degree now"),
+        ("MoEConfig.bias_rate = 0.1", "is SigmoidBias.bias_rate now"),
+        ("PlannerConfig.horizon = 7", "within 100 steps"),
         ("MoEConfig.expert_dtype = 'float8_e4m3'", "MoEConfig.dispatch_dtype stays"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words) as error:

@@ -27,7 +27,7 @@ DROPS = ("MoEConfig.capacity_factor = 0.8", "MoEConfig.min_capacity = 1")
 # together they have every router that takes padding, every schedule, and planners ahead of the gate and after it
 CASES = {
     "sigmoid_bias, halves, hecate": (
-        "MoEConfig.router = 'sigmoid_bias'", "MoEConfig.bias_rate = 0.1", "ModelConfig.overlap = 'halves'",
+        "MoEConfig.router = 'sigmoid_bias'", "SigmoidBias.bias_rate = 0.1", "ModelConfig.overlap = 'halves'",
         "PlannerConfig.name = 'hecate'", "MoEConfig.schedule = 's1'", "MoEConfig.gate_noise = 0.3",
     ),
     "topk, drops by probability, microbatches, sequences": (
@@ -38,7 +38,7 @@ CASES = {
         *DROPS, "MoEConfig.router = 'gshard'", "ModelConfig.prefetch = 'pro_prophet'", "PlannerConfig.name = 'flexmoe'",
     ),
     "topology, drops, ring": (
-        *DROPS, "MoEConfig.router = 'topology'", "MoEConfig.remote_fraction = 0.3", "MeshConfig.devices_per_node = 1",
+        *DROPS, "MoEConfig.router = 'topology'", "Topology.remote_fraction = 0.3", "MeshConfig.devices_per_node = 1",
         "MoEConfig.schedule = 'ring'",
     ),
     "noisy_topk, deduplicated, step, after the gate": (

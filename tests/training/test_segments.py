@@ -15,7 +15,7 @@ PYRAMID = (
     "ModelConfig.layers = 3",
     f"ModelConfig.segments = {LAYERS}",
     "MoEConfig.router = 'sigmoid_bias'",
-    "MoEConfig.bias_rate = 0.125",  # exact in float32
+    "SigmoidBias.bias_rate = 0.125",  # exact in float32
     "train.loads_every = 1",
     "train.final_learning_rate = 1.0",  # so that runs of several lengths compare at one rate
 )
@@ -83,8 +83,8 @@ def test_a_run_records_each_segment(folder):
 # homes move of layers that have two experts a device; replicas come window by window, and after the gate
 HECATE = (
     "ModelConfig.segments = ('layers=1 num_experts=2 top_k=1', 'layers=2 num_experts=16 hidden_dim=8')",
-    "PlannerConfig.name = 'hecate'", "PlannerConfig.calibrate = True", "PlannerConfig.replica_slots = 2",
-    "PlannerConfig.overlap_degree = 4", "PlannerConfig.shard_every = 2", "PlannerConfig.swap_after = 1",
+    "PlannerConfig.name = 'hecate'", "Hecate.calibrate = True", "PlannerConfig.replica_slots = 2",
+    "Hecate.overlap_degree = 4", "Hecate.shard_every = 2", "PlannerConfig.swap_after = 1",
     "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "ModelConfig.prefetch = 'hecate'",
 )  # fmt: skip
 

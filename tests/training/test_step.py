@@ -223,7 +223,7 @@ def test_an_update_that_overflows_is_left_out_and_the_scale_follows(tmp_path, po
 TRACKS = {
     "deepspeed": ("ModelConfig.overlap = 'halves'", "train.zero_stage = 3", "train.batch_size = 32"),
     "hecate": (
-        "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2", "PlannerConfig.overlap_degree = 2",
+        "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2", "Hecate.overlap_degree = 2",
         "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "PlannerConfig.swap_after = 1",
         "PlannerConfig.interval = 1", "ModelConfig.prefetch = 'hecate'", "train.grad_accum_steps = 2",
     ),

@@ -3,32 +3,20 @@
 import importlib
 import pkgutil
 
-from moe_jax import plugins
-
-# Every file is imported, so that one which declares a router is known by being there.
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
-
-plugins.load("routers")
-
-from moe_jax.moe.routers.contract import (  # noqa: E402
+from moe_jax.moe.routers.contract import (
     PADDING,
     Router,
     RouterInputs,
     RouterPlace,
     build_router,
-    check_knobs,
+    check_read,
     choose_experts,
-    find,
-    router_knobs,
-    routers,
 )
-from moe_jax.moe.routers.statistics import (  # noqa: E402
-    GateStats,
-    balance_loss,
-    share_statistics,
-    z_loss,
-)
+from moe_jax.moe.routers.statistics import GateStats, balance_loss, share_statistics, z_loss
+
+# Every file is imported, so that one which declares a router is known by being there.
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "PADDING",
@@ -38,11 +26,8 @@ __all__ = [
     "RouterPlace",
     "balance_loss",
     "build_router",
-    "check_knobs",
+    "check_read",
     "choose_experts",
-    "find",
-    "router_knobs",
-    "routers",
     "share_statistics",
     "z_loss",
 ]

@@ -1,4 +1,4 @@
-"""The contract of a router, what every router starts from, and the routers by name.
+"""The contract of a router, and what every router starts from.
 
 A router says which experts each token goes to, and with what weight. It is built once, from its configuration, and
 called on the tokens of one drop group, inside `shard_map` or outside:
@@ -18,10 +18,13 @@ import typing
 import jax
 
 from moe_jax.errors import UserError
-from moe_jax.moe.routers.options import RouterOptions
+from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.routers.statistics import GateStats, balance_loss
 from moe_jax.moe.routing import Choice
 from moe_jax.parallel.mesh import Roles
+from moe_jax.registry import ROUTERS, options_in
+
+register = ROUTERS.register
 
 # index of a token behind the last one of its row, or in a row that fills a batch up
 PADDING = (1 << 31) - 1
@@ -77,11 +80,9 @@ class Router(abc.ABC):
     """Hold the configuration; balance by the loss of Switch Transformers; keep no state.
 
     Attributes:
-      config: as bound, its knobs among it; place: where it runs, None without a mesh.
-      knobs: the dataclasses of fields of `MoEConfig` that it reads besides `RouterOptions`. What is bound of those that
-        none of a model's routers reads is refused (`check_knobs`).
-      ignores: options that routers have in common and this one does not read; a model none of whose routers reads one
-        that is bound is refused (`check_knobs`).
+      config: of the layer; place: where it runs, None without a mesh.
+      options: what it alone reads, a frozen dataclass of its file: as configured, of the class their defaults.
+      ignores: fields of `MoEConfig` that routers have in common and this one does not read.
       by_token: whether a token's choices depend on that token alone, where no capacity drops them; generation needs it.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
       takes_padding: whether it leaves out padding (`RouterInputs.real`) when it counts, draws and drops.
@@ -90,7 +91,7 @@ class Router(abc.ABC):
       state: leaves that are no parameters: they have no gradient, and `next_state` says what becomes of them.
     """
 
-    knobs: typing.ClassVar[tuple[type, ...]] = ()
+    options: typing.Any = None
     ignores: typing.ClassVar[tuple[str, ...]] = ()
     by_token: typing.ClassVar[bool] = True
     balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
@@ -99,8 +100,8 @@ class Router(abc.ABC):
     state: typing.ClassVar[tuple[str, ...]] = ()
     draws: bool = False
 
-    def __init__(self, config: typing.Any, place: RouterPlace | None = None):
-        self.config, self.place = config, place
+    def __init__(self, config: MoEConfig, place: RouterPlace | None = None):
+        self.config, self.place, self.options = config, place, options_in(config, self.options)
         self.draws = self.draws or config.gate_noise > 0
         if config.router_dtype == "float64" and not jax.config.jax_enable_x64:
             raise UserError(
@@ -109,7 +110,7 @@ class Router(abc.ABC):
             )
 
     @classmethod
-    def check(cls, config: RouterOptions) -> None:
+    def check(cls, config: MoEConfig) -> None:
         """Raise a UserError for a configuration that this router cannot serve."""
         if config.balance_over not in cls.balances:
             raise UserError(
@@ -159,68 +160,24 @@ class Router(abc.ABC):
         return state
 
 
-ROUTERS: dict[str, type[Router]] = {}
-
-
-def register(name: str) -> typing.Callable[[type[Router]], type[Router]]:
-    """Declare the decorated class as the router `name` of `MoEConfig.router`."""
-
-    def declare(cls):
-        assert name not in ROUTERS, f"router {name!r} is registered twice"
-        ROUTERS[name] = cls
-        return cls
-
-    return declare
-
-
-def router_knobs() -> tuple[type, ...]:
-    """Return the dataclasses of the knobs that some router reads."""
-    return tuple(dict.fromkeys(knobs for router in ROUTERS.values() for knobs in router.knobs))
-
-
-def routers() -> tuple[str, ...]:
-    """Return the names of all routers."""
-    return tuple(sorted(ROUTERS))
-
-
-def find(name: str) -> type[Router]:
-    """Return the class of a router, or raise a UserError for an unknown name."""
-    if name not in ROUTERS:
-        raise UserError(
-            f"MoEConfig.router ({name!r}) is unknown; choose one of {', '.join(routers())}, or "
-            "name the --plugin that has it"
-        )
-    return ROUTERS[name]
-
-
-def build_router(config: RouterOptions, place: RouterPlace | None = None) -> Router:
+def build_router(config: MoEConfig, place: RouterPlace | None = None) -> Router:
     """Return the router that `MoEConfig.router` names, or raise a UserError for a place in which it cannot work."""
-    return find(config.router)(config, place)
+    return ROUTERS.find(config.router)(config, place)
 
 
-def check_knobs(config: RouterOptions, used: set[str]) -> None:
-    """Raise a UserError for an option of routing that is bound and that none of the model's routers `used` reads."""
-    classes = [find(name) for name in used]
-    routers_used = " or ".join(map(repr, sorted(used)))
+def check_read(config: MoEConfig, used: set[str]) -> None:
+    """Raise a UserError for what is bound of routing and none of the model's routers `used` reads."""
     for field in dataclasses.fields(config):
-        if all(field.name in cls.ignores for cls in classes) and getattr(config, field.name) != field.default:
+        value = getattr(config, field.name)
+        if value != field.default and all(field.name in ROUTERS[name].ignores for name in used):
             raise UserError(
-                f"MoEConfig.{field.name} ({getattr(config, field.name)!r}) is not read by MoEConfig.router = "
-                f"{routers_used}; leave it at {field.default!r}, or choose another router"
+                f"MoEConfig.{field.name} ({value!r}) is not read by MoEConfig.router = "
+                f"{' or '.join(map(repr, sorted(used)))}; leave it at {field.default!r}, or choose another router"
             )
-    read = {knobs for cls in classes for knobs in cls.knobs}
-    for name in routers():
-        unread = (field for knobs in find(name).knobs if knobs not in read for field in dataclasses.fields(knobs))
-        for field in unread:
-            value = getattr(config, field.name)
-            if value != field.default:
-                raise UserError(
-                    f"MoEConfig.{field.name} ({value!r}) is a knob of MoEConfig.router = {name!r}, and the router is "
-                    f"{routers_used}; leave it at {field.default!r}, or set MoEConfig.router"
-                )
+    ROUTERS.check_read(config.options, used)
 
 
-def choose_experts(x, w_gate, config: RouterOptions, *, noise_key=None, token_ids=None):
+def choose_experts(x, w_gate, config: MoEConfig, *, noise_key=None, token_ids=None):
     """Score all experts and choose those of each token, by a router that needs no more than a gate weight.
 
     Args:

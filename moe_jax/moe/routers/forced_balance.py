@@ -17,7 +17,7 @@ from moe_jax.moe.routers.topk import TopK
 class ForcedBalance(TopK):
     """Hand out experts in turn."""
 
-    knobs = ()
+    ignores = ("expert_groups", "kept_groups")
     by_token = False
 
     def pick(self, probs, inputs):

@@ -27,8 +27,7 @@ from moe_jax.moe.routing import Choice, rank_within
 class GShard(TopK):
     """Two experts per token, the second one by a draw."""
 
-    knobs = ()
-    ignores = ("routed_scale", "renormalize")
+    ignores = ("routed_scale", "renormalize", "expert_groups", "kept_groups")
     balances = ("batch",)
     takes = (2, "takes two experts per token")
     draws = True

@@ -19,7 +19,6 @@ from moe_jax.moe.routers.topk import TopK
 class NoisyTopK(TopK):
     """H = x w_gate + softplus(x w_noise) n with n standard normal; the K best of softmax(H)."""
 
-    knobs = ()
     draws = True
 
     @classmethod

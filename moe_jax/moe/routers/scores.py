@@ -1,8 +1,7 @@
-"""Scores of all experts for every token, which choices a capacity admits, and random numbers that depend on the token
-alone.
+"""Scores of all experts for every token, which experts and choices are open, and random numbers of the token alone.
 
 Inputs: tokens x [t, M] and a gate weight [M, E], choices [t, K] of one drop group, or a key and the tokens' global
-indices. Outputs: float [t, E] or [t], bool [t, K].
+indices. Outputs: float [t, E] or [t], bool [t, E] within groups, bool [t, K] within a capacity.
 Letters: docs/notation.md.
 """
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.moe.routers.options import RouterOptions
+from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.routing import rank_within
 from moe_jax.parallel.varying import match_varying
 
@@ -92,6 +91,27 @@ def _scores_of_bwd(residuals, d_values):
 _scores_of.defvjp(_scores_of_fwd, _scores_of_bwd)
 
 
+def within_groups(scores, config: MoEConfig, best: int):
+    """Return bool [t, E]: the experts of each token's best groups; ties go to the lowest group.
+
+    Groups are consecutive experts. With even homes without replicas, and as many groups as nodes, a group is a node,
+    and a token's experts are on `kept_groups` nodes at most. Source: DeepSeek-V2, section 2.1.3 (best expert of a
+    group); DeepSeek-V3, section 2.1.2 (its two best).
+
+    Args:
+      scores: [t, E] by which experts are chosen.
+      config: expert_groups and kept_groups are read.
+      best: a group's score is that of its best expert (1), or the sum of its two best (2), or of its only one.
+    """
+    groups = config.expert_groups
+    grouped = scores.reshape(scores.shape[0], groups, -1)
+    inside = grouped.shape[-1]
+    score = jnp.max(grouped, axis=-1) if best == 1 else jnp.sum(lax.top_k(grouped, min(best, inside))[0], axis=-1)
+    kept = lax.top_k(score, config.kept_groups)[1]
+    stays = jnp.any(kept[:, :, None] == jnp.arange(groups, dtype=kept.dtype)[None, None], axis=1)
+    return jnp.repeat(stays, inside, axis=1)
+
+
 def gate_noise(key, token_ids, num_experts, dtype):
     """Return standard normal noise [t, E] that depends on `key` and each token's global index alone."""
     keys = jax.vmap(lambda token: jax.random.fold_in(key, token))(token_ids)
@@ -104,7 +124,7 @@ def token_draws(key, token_ids, dtype):
     return jax.vmap(lambda token: jax.random.uniform(jax.random.fold_in(draws, token), (), dtype))(token_ids)
 
 
-def keep_within_capacity(expert_ids, probs, config: RouterOptions, real=None):
+def keep_within_capacity(expert_ids, probs, config: MoEConfig, real=None):
     """Return bool [t, K]: the choices that their expert's capacity admits.
 
     By position, an expert takes its first tokens; by probability its most probable ones, ties to the lowest global

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.errors import UserError
+from moe_jax.errors import check_bounds
 from moe_jax.moe.routers.contract import register
-from moe_jax.moe.routers.expert_groups import GroupKnobs, within_groups
-from moe_jax.moe.routers.scores import gate_logits, keep_within_capacity
+from moe_jax.moe.routers.scores import gate_logits, keep_within_capacity, within_groups
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice
 
@@ -27,8 +26,8 @@ _LEAST = 1e-20  # of a sum of scores that something is divided by
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BiasKnobs:
-    """The knob of `sigmoid_bias`.
+class SigmoidBias:
+    """Options of the router `sigmoid_bias`.
 
     Attributes:
       bias_rate: by how much an expert's bias moves in one optimizer step.
@@ -36,16 +35,15 @@ class BiasKnobs:
 
     bias_rate: float = 0.001
 
-    def check(self):
-        if self.bias_rate < 0:
-            raise UserError(f"MoEConfig.bias_rate ({self.bias_rate}) must be at least 0; 0.001 suits most runs")
+    def __post_init__(self):
+        check_bounds(self, {"bias_rate": 0})
 
 
 @register("sigmoid_bias")
-class SigmoidBias(TopK):
+class SigmoidBiasRouter(TopK):
     """Choose by biased sigmoid scores."""
 
-    knobs = (GroupKnobs, BiasKnobs)
+    options: SigmoidBias = SigmoidBias()
     state = ("choice_bias",)
 
     def leaves(self, model_dim):
@@ -74,5 +72,5 @@ class SigmoidBias(TopK):
         bias = state["choice_bias"]
         mean, rest = jnp.divmod(jnp.sum(counts, axis=-1, keepdims=True), counts.shape[-1])
         above, below = counts > mean, (counts < mean) | (counts == mean) & (rest > 0)  # exact for every int32
-        step = jnp.asarray(self.config.bias_rate, bias.dtype)
+        step = jnp.asarray(self.options.bias_rate, bias.dtype)
         return {"choice_bias": bias + step * (below.astype(bias.dtype) - above.astype(bias.dtype))}

@@ -15,7 +15,6 @@ from moe_jax.moe.routers.topk import TopK
 class Switch(TopK):
     """One expert per token, with its probability for a weight."""
 
-    knobs = ()
     ignores = ("routed_scale", "renormalize")
     takes = (1, "takes one expert per token")
 

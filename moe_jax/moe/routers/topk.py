@@ -1,4 +1,4 @@
-"""`topk`: the K experts with the highest softmax probability.
+"""`topk`: the K experts with the highest softmax probability; `group_limited`: inside each token's best groups.
 
 Inputs: tokens [t, M] and w_gate [M, E]. Outputs: `Choice` and `GateStats`. Ties go to the lowest expert id. Source:
 DeepSpeed-MoE's top-k gate. Routers that differ in noise or weights only are subclasses (`switch.py`, `noisy_topk.py`,
@@ -16,10 +16,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
+from moe_jax.moe.config import BALANCE_OVER
 from moe_jax.moe.routers.contract import Router, RouterInputs, register
-from moe_jax.moe.routers.expert_groups import GroupKnobs, within_groups
-from moe_jax.moe.routers.options import BALANCE_OVER
-from moe_jax.moe.routers.scores import best_scores, gate_logits, gate_noise, keep_within_capacity, softmax_and_log_z
+from moe_jax.moe.routers.scores import (
+    best_scores,
+    gate_logits,
+    gate_noise,
+    keep_within_capacity,
+    softmax_and_log_z,
+    within_groups,
+)
 from moe_jax.moe.routers.statistics import balance_loss, statistics_of
 from moe_jax.moe.routing import Choice
 
@@ -28,7 +34,6 @@ from moe_jax.moe.routing import Choice
 class TopK(Router):
     """Score all experts and choose the K best of each token, among all or inside its groups."""
 
-    knobs = (GroupKnobs,)
     takes_padding = True
     balances = BALANCE_OVER
 
@@ -98,3 +103,17 @@ class TopK(Router):
             total = functools.reduce(jnp.add, columns)  # a reduction is a kernel by itself
             weights = jnp.stack([column / total for column in columns], axis=1)
         return weights if self.config.routed_scale == 1 else self.config.routed_scale * weights
+
+
+@register("group_limited")
+class GroupLimited(TopK):
+    """Top-K of the softmax inside groups. Source: DeepSeek-V2, section 2.1.3."""
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        if not config.expert_groups:
+            raise UserError(
+                "MoEConfig.router ('group_limited') needs MoEConfig.expert_groups, and 0 is none; set it to a divisor "
+                f"of MoEConfig.num_experts ({config.num_experts}), such as the number of nodes"
+            )

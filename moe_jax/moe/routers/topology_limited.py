@@ -23,11 +23,12 @@ from moe_jax.moe.routers.contract import RouterPlace, register
 from moe_jax.moe.routers.scores import gate_logits, keep_within_capacity, of_real
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice
+from moe_jax.registry import options_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopologyKnobs:
-    """The knobs of `topology`.
+class Topology:
+    """Options of the router `topology`.
 
     Attributes:
       remote_fraction: part of a device's tokens that may be computed on another node; None takes it from the bandwidths
@@ -36,33 +37,32 @@ class TopologyKnobs:
 
     remote_fraction: float | None = None
 
-    def check(self):
+    def __post_init__(self):
         if self.remote_fraction is not None and not 0 <= self.remote_fraction <= 1:
-            raise UserError(f"MoEConfig.remote_fraction ({self.remote_fraction}) must lie between 0 and 1")
+            raise UserError(f"Topology.remote_fraction ({self.remote_fraction}) must lie between 0 and 1")
 
 
 @register("topology")
-class Topology(TopK):
+class TopologyRouter(TopK):
     """Top-K, most of it on the own node."""
 
-    knobs = (TopologyKnobs,)
-    ignores = ("routed_scale",)
+    options: Topology = Topology()
+    ignores = ("routed_scale", "expert_groups", "kept_groups")
     by_token = False
 
     @classmethod
     def check(cls, config):
         super().check(config)
-        if config.remote_fraction is None and not config.cluster:
+        if options_in(config, cls.options).remote_fraction is None and not config.cluster:
             raise UserError(
                 "MoEConfig.router ('topology') needs MoEConfig.cluster, a file with the bandwidths of its nodes, or "
-                "MoEConfig.remote_fraction; FastMoE's release takes 0.14"
+                "Topology.remote_fraction; FastMoE's release takes 0.14"
             )
 
     def __init__(self, config, place: RouterPlace | None = None):
         super().__init__(config, place)
-        self.fraction = config.remote_fraction
-        if self.fraction is None:
-            self.fraction = remote_fraction(config.cluster)
+        given = self.options.remote_fraction
+        self.fraction = remote_fraction(config.cluster) if given is None else given
         if place is None:
             return
         roles = place.roles

@@ -3,10 +3,6 @@
 import importlib
 import pkgutil
 
-from moe_jax import plugins
-
 # Every file is imported, so that one which declares a schedule is known by being there.
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
-
-plugins.load("schedules")
