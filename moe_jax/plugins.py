@@ -4,7 +4,6 @@ A plugin is a Python package with any of the files of KINDS, which register clas
 (`registry.py`). They are imported where a config is first read (`config/gin_files.py`).
 """
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -31,8 +30,11 @@ def choose(names: Sequence[str]) -> None:
 def load() -> None:
     """Import the files of the plugins; a UserError of one line names a file that raises."""
     for spec in filter(None, (_spec(name, kind) for name in _chosen for kind in KINDS)):
+        if spec.name in sys.modules or spec.loader is None:
+            continue
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         try:
-            importlib.import_module(spec.name)
+            spec.loader.exec_module(module)
         except Exception as error:
             what, name = " ".join(str(error).split()), spec.name.rpartition(".")[0]
             raise UserError(

@@ -82,23 +82,18 @@ REMOVED = {
 }
 # Bindings that have another name; files that runs wrote down are read as if they had it.
 RENAMED = {
-    "MoEConfig.bias_rate": "SigmoidBias.bias_rate",
-    "MoEConfig.remote_fraction": "Topology.remote_fraction",
-    "PlannerConfig.auto_steps": "Auto.round_steps",
-    "PlannerConfig.balance_threshold": "ProProphet.balance_threshold",
-    "PlannerConfig.calibrate": "Hecate.calibrate",
-    "PlannerConfig.capacity": "Llep.capacity",
-    "PlannerConfig.groups": "Eplb.groups",
-    "PlannerConfig.late_slots": "Hecate.late_slots",
-    "PlannerConfig.least_chunk": "Llep.least_chunk",
-    "PlannerConfig.materialize": "Hecate.materialize",
-    "PlannerConfig.overlap_degree": "Hecate.overlap_degree",
-    "PlannerConfig.scheduler": "ProProphet.scheduler",
-    "PlannerConfig.shard_every": "Hecate.shard_every",
-    "PlannerConfig.skipped_devices": "ProProphet.skipped_devices",
-    "PlannerConfig.top_k": "TopKAll.top_k",
-    "PlannerConfig.uneven_from": "Llep.uneven_from",
-}
+    f"{before}.{field}": f"{now}.{field}"
+    for before, now, fields in (
+        ("MoEConfig", "SigmoidBias", "bias_rate"),
+        ("MoEConfig", "Topology", "remote_fraction"),
+        ("PlannerConfig", "Eplb", "groups"),
+        ("PlannerConfig", "Hecate", "overlap_degree materialize shard_every calibrate late_slots"),
+        ("PlannerConfig", "Llep", "capacity least_chunk uneven_from"),
+        ("PlannerConfig", "ProProphet", "skipped_devices balance_threshold scheduler"),
+        ("PlannerConfig", "TopKAll", "top_k"),
+    )
+    for field in fields.split()
+} | {"PlannerConfig.auto_steps": "Auto.round_steps"}
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_jax.errors import UserError
+from moe_jax.errors import UserError, check_bounds, check_choices
 from moe_jax.parallel.sharding import check_zero_stages
 
 
@@ -30,17 +30,7 @@ class DistillationConfig:
     until: int | None = None
 
     def __post_init__(self):
-        if self.teacher_step is not None and self.teacher_step < 0:
-            raise UserError(f"DistillationConfig.teacher_step ({self.teacher_step}) must not be negative")
-        if self.alpha < 0:
-            raise UserError(
-                f"DistillationConfig.alpha ({self.alpha}) must not be negative; 0 only measures the divergence"
-            )
-        if self.until is not None and self.until < 1:
-            raise UserError(
-                f"DistillationConfig.until ({self.until}) must be at least 1, or None for all steps; for a run without "
-                "a teacher leave it out, and set DistillationConfig.teacher = ''"
-            )
+        check_bounds(self, {"teacher_step": 0, "alpha": 0, "until": 1})
         for field in () if self.teacher else dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:
@@ -54,8 +44,11 @@ class DistillationConfig:
         return bool(self.teacher) and (self.until is None or step < self.until)
 
 
-OPTIMIZERS = ("adamw", "muon")
-LEARNING_RATE_SCHEDULES = ("cosine", "constant", "linear", "wsd")
+CHOICES = {
+    "optimizer": ("adamw", "muon"),
+    "learning_rate_schedule": ("cosine", "constant", "linear", "wsd"),
+    "first_moment_dtype": ("", "bfloat16"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,15 +131,11 @@ class TrainConfig:
     profile_steps: tuple[int, int] | None = None
 
     def __post_init__(self):
-        least = {
-            1: "steps batch_size grad_accum_steps keep_checkpoints loads_every log_every",
-            0: "warmup_steps decay_steps max_skipped_steps checkpoint_every evaluate_every evaluate_windows",
-        }
-        for bound, names in least.items():
-            for name in names.split():
-                if getattr(self, name) < bound:
-                    said = "be at least 1" if bound else "not be negative"
-                    raise UserError(f"train.{name} ({getattr(self, name)}) must {said}")
+        ones = "steps batch_size grad_accum_steps keep_checkpoints loads_every log_every".split()
+        zeros = "warmup_steps decay_steps max_skipped_steps checkpoint_every evaluate_every evaluate_windows".split()
+        least = dict.fromkeys(ones, 1) | dict.fromkeys((*zeros, "clip_norm", "ema_decay"), 0)
+        check_bounds(self, least, {"learning_rate": 0}, name="train")
+        check_choices(self, CHOICES, name="train")
         if self.batch_size % self.grad_accum_steps:
             raise UserError(
                 f"train.batch_size ({self.batch_size}) must be divisible by train.grad_accum_steps "
@@ -155,17 +144,6 @@ class TrainConfig:
         if abs(self.seed) >= 2**32:
             raise UserError(f"train.seed ({self.seed}) must be below {2**32} in size: 32 bits of it make the values")
         check_zero_stages(self.zero_stage, self.expert_zero_stage)
-        if self.learning_rate <= 0:
-            raise UserError(f"train.learning_rate ({self.learning_rate}) must be positive")
-        choices = {"optimizer": OPTIMIZERS, "learning_rate_schedule": LEARNING_RATE_SCHEDULES}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise UserError(f"train.{name} ({getattr(self, name)!r}) must be one of {', '.join(known)}")
-        if self.first_moment_dtype not in ("", "bfloat16"):
-            raise UserError(
-                f"train.first_moment_dtype ({self.first_moment_dtype!r}) must be 'bfloat16', or '' for the parameters' "
-                "dtype"
-            )
         if self.learning_rate_schedule == "wsd":
             warmup = min(self.warmup_steps, self.steps - 1)
             if warmup + self.decays_over > self.steps:
@@ -178,10 +156,8 @@ class TrainConfig:
                 f"train.decay_steps ({self.decay_steps}) needs train.learning_rate_schedule = 'wsd'; under "
                 f"{self.learning_rate_schedule!r} leave it 0"
             )
-        if self.clip_norm < 0:
-            raise UserError(f"train.clip_norm ({self.clip_norm}) must be positive, or 0 not to clip")
-        if not 0 <= self.ema_decay < 1:
-            raise UserError(f"train.ema_decay ({self.ema_decay}) must be at least 0 (no average) and below 1")
+        if self.ema_decay >= 1:
+            raise UserError(f"train.ema_decay ({self.ema_decay}) must be below 1; 0 keeps no average")
         if self.profile_steps is not None and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
             raise UserError(
                 f"train.profile_steps {self.profile_steps} must be (first, last) with 0 <= first < last, or None"

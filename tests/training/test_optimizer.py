@@ -237,8 +237,8 @@ def test_schedules(case):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"optimizer": "sgd"}, r"train.optimizer \('sgd'\) must be one of adamw, muon"),
-        ({"first_moment_dtype": "float16"}, r"train.first_moment_dtype \('float16'\) must be 'bfloat16', or '' for"),
+        ({"optimizer": "sgd"}, r"train.optimizer \('sgd'\) must be one of 'adamw', 'muon'"),
+        ({"first_moment_dtype": "float16"}, r"train.first_moment_dtype \('float16'\) must be one of '', 'bfloat16'"),
         (
             {"learning_rate_schedule": "wsd", "steps": 30, "decay_steps": 11},
             r"train.warmup_steps \(20\) and train.decay_steps \(11\) must fit into train.steps \(30\) under 'wsd'; lo",
