@@ -174,6 +174,7 @@ def test_a_moved_binding_names_its_successor_and_is_read_from_files_of_runs(tmp_
         message = mistake(bindings=[f"{old} = 3"])
         assert message == f"{old} (--gin_bindings) is {new} now"
     lines = "PlannerConfig.name = 'hecate'\nPlannerConfig.shard_every = 10  # set\nPlannerConfig.calibrate = None\n"
+    lines += "DataConfig.add_special_tokens = True\n"
     assert "mine.gin:2" in mistake([write(tmp_path, "mine.gin", lines)])
     run, text, _ = parse_run_config([write(tmp_path, "config.gin", lines)])
     assert run.planner == PlannerConfig(name="hecate", options=(Hecate(shard_every=10),))

@@ -61,8 +61,8 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
     counts = (2, EXPERTS) if segments else (EXPERTS,)
     roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard], experts=counts)
     sizes = {"layers": 3 if segments else LAYERS, "model_dim": 32, "heads": 4, "hidden_dim": 32, "max_length": 32}
-    own = {"calibrate": False} if planner.get("name") in ("hecate", "auto") else {}
-    planner = {"replica_slots": 2, "overlap_degree": 4, "interval": 1, "must_pay": False, **own, **planner}
+    own = {"calibrate": False, "overlap_degree": 4} if planner.get("name") in ("hecate", "auto") else {}
+    planner = {"replica_slots": 2, "interval": 1, "must_pay": False, **own, **planner}
     config = RunConfig(
         train=TrainConfig(batch_size=8),
         data=DataConfig(sequence_length=32),
