@@ -14,6 +14,7 @@ from moe_jax.moe.schedule import CHOOSERS, Chooser, LayerSizes, layer_shape, sch
 from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.moe.schedules.s2 import PauseAfterGate, choose_gather
 from moe_jax.parallel.mesh import Roles
+from moe_jax.registry import ROUTERS
 
 _RULES = {
     "links": "Parm's equations 13 and 14 on the links of {!r}, which has no fits",
