@@ -126,8 +126,9 @@ def parse_flags(argv: list[str], command: str, flag: str | None) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        moved = _successor(getattr(error, "flagname", ""))
-        if moved:
+        from moe_jax.config.run_config import RENAMED  # imports jax, which a command chooses devices for first
+
+        if moved := RENAMED.get(f"PlannerConfig.{getattr(error, 'flagname', '')}"):  # options were flags of `replay`
             raise UserError(f"--{error.flagname} is --gin_bindings='{moved} = VALUE' now") from None
         raise UserError(f"{str(error).splitlines()[0]}; python -m {command} --help lists all flags") from None
     if len(rest) > 1 and flag is not None:
@@ -137,10 +138,3 @@ def parse_flags(argv: list[str], command: str, flag: str | None) -> list[str]:
             raise UserError(f"--{name}={value} is a URL; give a path of this machine, where a bucket can be mounted")
     plugins.choose(flags.FLAGS["plugin"].value)
     return rest[1:]
-
-
-def _successor(flag: str) -> str | None:
-    """Return the binding that an unknown flag was of, in a version where options of planners were flags; None."""
-    from moe_jax.config.run_config import RENAMED  # imports jax, which a command chooses devices for first
-
-    return RENAMED.get(f"PlannerConfig.{flag}")
