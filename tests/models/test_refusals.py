@@ -32,9 +32,9 @@ CONFIGS = [
     ({"prefetch": "pro_prophet", "prefetch_case": "both"}, "('both') must be one of"),
 ]
 LAYERS = [
-    ({"shared_experts": -1}, "MoEConfig.shared_experts (-1) must be 0 or positive"),
+    ({"shared_experts": -1}, "MoEConfig.shared_experts (-1) must be at least 0"),
     ({"shared_hidden_dim": 8}, "MoEConfig.shared_hidden_dim (8) needs MoEConfig.shared_experts of at least 1"),
-    ({"shared_experts": 1, "residual": "half"}, "MoEConfig.residual ('half') must be one of sum, learned"),
+    ({"shared_experts": 1, "residual": "half"}, "MoEConfig.residual ('half') must be one of 'sum', 'learned'"),
     ({"residual": "learned"}, "MoEConfig.shared_experts is 0; set it to 1"),
 ]
 

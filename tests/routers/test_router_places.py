@@ -97,7 +97,7 @@ def test_local_experts_are_those_whose_tokens_stay_on_the_node():
     places = place(slots=2, expert=8, devices_per_node=4)
     router = build_router(layer_config(num_experts=EXPERTS, router="topology", remote_fraction=0.2), places)
     replicas = np.array([[0, 6, 1], [0, 0, 5], [0, 2, 7], [0, 7, 6]])
-    halves = np.array([[0, expert, device, 2**15] for expert, device in ((6, 1), (6, 6), (7, 6), (7, 7))])
+    halves = np.array([[0, expert, device, 2**15, -1] for expert, device in ((6, 1), (6, 6), (7, 6), (7, 7))])
     spec = jax.sharding.PartitionSpec(places.roles.expert)
     for rule in ("nearest", "home", "shares"):
         want = np.zeros((8, EXPERTS), bool)
