@@ -15,7 +15,7 @@ from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.sizes import RunningSizes, TransferSizes
+from moe_jax.planning.sizes import TransferSizes, sent_with
 
 AT_A_TIME = 1 << 14  # numbers of an array [r, D] up to which searches over several numbers run as one
 MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none to all
@@ -106,14 +106,17 @@ class ProProphetPlanner(Planner):
         computed, received = (home_loads(np, tokens, placement.home, devices)[layer] for tokens in (totals, away))
         threshold = self.options.balance_threshold * totals.sum(axis=1)[layer] / devices
         unused = totals[layer]
-        node_of = np.arange(devices) // placement.devices_per_node
-        needed = RunningSizes(len(rows), devices, placement.devices_per_node)
-        best = cost.layer(computed, received, needed.sizes())
+        per_node, nodes = placement.devices_per_node, placement.nodes
+        node_of = np.arange(devices) // per_node
+        sent = tuple(np.zeros((len(rows), *dims), int) for dims in ((devices,), (nodes, nodes), (devices,)))
+        crossing, holders = np.zeros((2, len(rows)), int)
+        best = cost.layer(computed, received, TransferSizes(*np.zeros((4, len(rows)), int)))
         best_step = np.zeros(len(rows), int)
         active = np.ones(len(rows), bool)
         chosen = []  # (expert [r], targets [r, D]) of each step
         for step in range(1, placement.experts + 1):
             heaviest = computed.argmax(axis=1)
+            at_node = heaviest // per_node
             mine = np.where(home == heaviest[:, None], unused, -1.0)
             expert = mine.argmax(axis=1)
             active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[rows, expert] >= 0)
@@ -129,18 +132,20 @@ class ProProphetPlanner(Planner):
             np.put_along_axis(targets, by_tokens, np.arange(devices) >= skipped[:, None], axis=1)
             targets[rows, heaviest] = False
             if self.config.bounded:
-                targets &= needed.slots < cost.replica_slots
-                home_node = heaviest // placement.devices_per_node
-                targets &= (needed.pairs[rows, home_node] < CROSSING)[:, node_of] | (node_of == home_node[:, None])
+                targets &= sent[2] < cost.replica_slots
+                targets &= (sent[1][rows, at_node] < CROSSING)[:, node_of] | (node_of == at_node[:, None])
             targets &= active[:, None]
             moved = np.where(targets, tokens, 0.0)
             computed = computed + moved
             computed[rows, heaviest] -= moved.sum(axis=1)
             received[rows, heaviest] -= moved.sum(axis=1)
-            needed.add(heaviest, targets)
+            sent = sent_with(np, sent, heaviest, targets, per_node)
+            crossing = np.maximum(crossing, sent[1][rows, at_node].max(axis=1))
+            holders = holders + targets.sum(axis=1) + targets.any(axis=1)
             chosen.append((expert, targets))
             unused[rows[active], expert[active]] = -1.0
-            time = cost.layer(computed, received, needed.sizes())
+            sizes = TransferSizes(sent[0].max(axis=1), sent[2].max(axis=1), crossing, holders)
+            time = cost.layer(computed, received, sizes)
             better = active & (time < best)
             best, best_step = np.where(better, time, best), np.where(better, step, best_step)
         best = best.reshape(len(tries), layers)

@@ -61,34 +61,19 @@ def transfer_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices
     )
 
 
-class RunningSizes:
-    """Keep the sizes of L layers while a greedy search adds replicas, in time linear in the devices.
+def sent_with(xp, sent, home, targets, inside: int):
+    """Return what a transfer sends with one more expert in each layer, which has no replicas yet.
 
-    Every added expert must be new: it has no replicas yet.
+    Args:
+      xp: NumPy, where `sent` is spent, or jax.numpy.
+      sent: so far, int: (offers of each device [L, D], crossing of each pair of nodes [L, Nn, Nn], slots [L, D]).
+      home: int [L]; targets: bool [L, D], its replicas, the home not among them; none for no expert.
+      inside: devices of a node, or of the only level of a flat transfer.
     """
-
-    def __init__(self, layers: int, devices: int, devices_per_node: int):
-        self.devices_per_node, self.rows = devices_per_node, np.arange(layers)
-        self.offers = np.zeros((layers, devices), int)
-        self.slots = np.zeros((layers, devices), int)
-        self.pairs = np.zeros((layers, devices // devices_per_node, devices // devices_per_node), int)
-        self.crossing, self.holders = np.zeros((2, layers), int)
-
-    def add(self, home: np.ndarray, targets: np.ndarray) -> None:
-        """Add one expert a layer: home int [L], targets bool [L, D], the home not among them; no targets, no expert."""
-        travels = targets.any(axis=1)
-        self.offers[self.rows, home] += travels
-        self.slots += targets
-        node = home // self.devices_per_node
-        on_node = targets.reshape(len(targets), -1, self.devices_per_node).any(axis=2)
-        on_node[self.rows, node] = False
-        self.pairs[self.rows, node] += on_node
-        self.crossing = np.maximum(self.crossing, self.pairs[self.rows, node].max(axis=1))
-        self.holders += targets.sum(axis=1) + travels
-
-    def sizes(self) -> TransferSizes:
-        """Return the sizes so far, [L] each."""
-        return TransferSizes(self.offers.max(axis=1), self.slots.max(axis=1), self.crossing, self.holders.copy())
+    (offers, crossing, slots), rows, node = sent, xp.arange(len(home)), home // inside
+    to = targets.reshape(*crossing.shape[:2], inside).any(axis=2) & (xp.arange(crossing.shape[1]) != node[:, None])
+    offers = put(offers, (rows, home), offers[rows, home] + targets.any(axis=1))
+    return offers, put(crossing, (rows, node), crossing[rows, node] + to), slots + targets
 
 
 def sizes_everywhere(offers, devices_per_node: int) -> TransferSizes:
@@ -122,14 +107,9 @@ def fit_replicas(xp, wanted, order, home, shape: TransferShape):
         to = mine.reshape(layers, nodes, -1).any(axis=2) & (xp.arange(nodes)[None] != node[:, None])
         before = offers[rows, at], crossing[rows, node], slots
         full = (mine & (slots >= shape.slots)).any(axis=1) | (to & (before[1] >= shape.crossing)).any(axis=1)
-        ok = mine.any(axis=1) & (before[0] < shape.offers) & ~full
+        fit = mine & ((before[0] < shape.offers) & ~full)[:, None]
         places = [put(place, (rows, expert), of) for place, of in zip(places, before, strict=True)]
-        used = (
-            put(offers, (rows, at), before[0] + ok),
-            put(crossing, (rows, node), before[1] + (to & ok[:, None])),
-            slots + (mine & ok[:, None]),
-        )
-        return used, put(added, (rows, expert), mine & ok[:, None]), *places
+        return sent_with(xp, (offers, crossing, slots), at, fit, shape.inside), put(added, (rows, expert), fit), *places
 
     zeros = lambda *dims: xp.zeros((layers, *dims), xp.int32)  # noqa: E731
     used = zeros(devices), zeros(nodes, nodes), zeros(devices)

@@ -14,7 +14,7 @@ from moe_jax.planning import routing
 from moe_jax.planning.buckets import expected_rows, fullest, overflow_chance, pairs_by_kind
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
-from moe_jax.planning.sizes import RunningSizes, sizes_everywhere, transfer_sizes
+from moe_jax.planning.sizes import sent_with, sizes_everywhere, transfer_sizes
 
 
 def placement_of(seed):
@@ -192,11 +192,12 @@ def test_sizes_equal_a_loops(per_node):
     sizes = placement.sizes
     assert [tuple(int(size[at]) for size in sizes) for at in range(4)] == [counted(placement, at) for at in range(4)]
     # kept by a search
-    away, running = placement.holds & ~placement.homes, RunningSizes(4, 8, per_node)
+    away, nodes = placement.holds & ~placement.homes, 8 // per_node
+    sent = tuple(np.zeros((4, *dims), int) for dims in ((8,), (nodes, nodes), (8,)))
     for expert in range(16):
-        running.add(placement.home[:, expert], away[:, expert])
-    for one, two in zip(sizes, running.sizes(), strict=True):
-        assert (one == two).all()
+        sent = sent_with(np, sent, placement.home[:, expert], away[:, expert], per_node)
+    for one, two in zip((sizes.offers, sizes.crossing, sizes.slots), sent, strict=True):
+        assert (one == two.reshape(4, -1).max(axis=1)).all()
     # nodes of two: experts 0, 1 and 2, at home on devices 0, 0 and 1, on all four devices
     away = [(0, expert, device) for expert, home in enumerate((0, 0, 1)) for device in range(4) if device != home]
     want = transfer_sizes(np.array([[0, 0, 1]]), np.array(away), 4, 2)
