@@ -1,15 +1,11 @@
-"""`auto`: the planner that is chosen from observed loads, among all others (`replan/auto.py`, which judges them).
-
-As a planner by itself, for one proposal, it takes the cheapest plan of those that leave homes where they are.
-"""
+"""`auto`: the planner that is chosen from observed loads, among all others (`replan/auto.py`, which judges them)."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from moe_jax.errors import check_bounds
-from moe_jax.planning.balancer import Planner, build_planner, register
-from moe_jax.planning.cost import predicted_layer_seconds
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.registry import PLANNERS
 
 
@@ -29,16 +25,9 @@ class Auto:
 
 @register("auto")
 class AutoPlanner(Planner):
-    """One proposal: the cheapest of all planners that leave homes where they are; whether a move pays takes time."""
+    """By itself plain expert parallelism: to choose among the others takes steps, which a session of its own keeps."""
 
     options: Auto = Auto()
-
-    def propose(self, loads, placement, cost):
-        found = [super().propose(loads, placement, cost)]
-        for name in planners(placement.devices):
-            plan = build_planner(config_of(self.config, name)).propose(loads, placement, cost)
-            found += [plan] if (plan.home == placement.home).all() else []
-        return min(found, key=lambda plan: predicted_layer_seconds(plan, loads, cost).sum())
 
 
 def planners(devices: int) -> list[str]:
