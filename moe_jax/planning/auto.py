@@ -27,7 +27,7 @@ class Auto:
 class AutoPlanner(Planner):
     """By itself plain expert parallelism: to choose among the others takes steps, which a session of its own keeps."""
 
-    options: Auto = Auto()
+    options = Auto()
 
 
 def planners(devices: int) -> list[str]:
