@@ -154,11 +154,9 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
     plans, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
     for name, plan in plans.items():
         price[name] = cost.prices.padded_exchange(fullest(plan, loads).each(lambda size: max(size, 1)), plan)
-    other = {"plan": "even", "even": "plan"}.get(now)
-    if other is None:
-        best = min(price, key=price.__getitem__)
-    else:
-        best = other if price[other] * STAY_SPLIT < price[now] else now
+    best = min(price, key=price.__getitem__)
+    if now and not price[best] * STAY_SPLIT < price[now]:
+        best = now
     return plans[best], best
 
 
@@ -188,7 +186,7 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
         larger = {name: enlarge(own, placement[name], shape[name]) for name, own in asked.items()}
     if not fitting or idle:
         moved = any(own.moves(running[n]) or own.program != shape[n].program for n, own in placement.items())
-        if not moved and not seconds_of(asked, running, shape).sum() > seconds_of(asked, placement, larger).sum():
+        if not moved and not seconds_of(asked, running, shape) > seconds_of(asked, placement, larger):
             larger = shape
         why = "the placement needs more room" if not fitting else "a transfer is idle"
     why = (why or "buckets are predicted to overflow") if larger != shape else ""
@@ -292,13 +290,11 @@ def with_rule(planner: Planner, shape: PlanShape, cost: Cost, groups: int) -> Pl
     return dataclasses.replace(shape, after_gate=None if rule is None else LateRule.of(rule[0], **rule[1]))
 
 
-def seconds_of(asked: Mapping[str, Asked], placement: Placements, shape: Shapes) -> np.ndarray:
-    """Return the predicted seconds of each layer in one microbatch, those of all segments in turn."""
-    return np.concatenate(
-        [
-            predicted_layer_seconds(placement[name], own.loads / own.exchanges, own.under(shape[name]), shape[name])
-            for name, own in asked.items()
-        ]
+def seconds_of(asked: Mapping[str, Asked], placement: Placements, shape: Shapes) -> float:
+    """Return the predicted seconds of all layers of all segments in one microbatch."""
+    return sum(
+        predicted_layer_seconds(placement[name], own.of_one, own.under(shape[name]), shape[name]).sum()
+        for name, own in asked.items()
     )
 
 
@@ -314,11 +310,11 @@ def look_back(asked: Mapping[str, Asked], planned: Placements, shape: Shapes) ->
     """
     replicas, balance, seconds = 0, [], []
     for name, own in asked.items():
-        of_one, cost = own.loads / own.exchanges, own.under(shape[name])
-        placement = refined(own.planner, shape[name], planned[name], of_one, own.cost)
+        placement = refined(own.planner, shape[name], planned[name], own.of_one, own.cost)
         replicas += len(placement.replicas)
         computed = routing.pair_loads(placement, own.loads).sum(axis=1)
         balance.append(computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9))
-        seconds.append(predicted_layer_seconds(placement, of_one, cost, shape[name], planned[name]))
-    by_layer = {"device_load_max_over_mean": balance, "predicted_layer_seconds": seconds}
-    return {"replicas": replicas, **{what: np.concatenate(parts) for what, parts in by_layer.items()}}
+        cost = own.under(shape[name])
+        seconds.append(predicted_layer_seconds(placement, own.of_one, cost, shape[name], planned[name]))
+    balance, seconds = np.concatenate(balance), np.concatenate(seconds)
+    return {"replicas": replicas, "device_load_max_over_mean": balance, "predicted_layer_seconds": seconds}

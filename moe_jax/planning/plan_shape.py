@@ -151,24 +151,23 @@ def grow(
     old = shape.ahead
     plan = build_shape(placement, by_node=by_node if old is None else old.by_node)
     largest = {name: max(getattr(plan, name), getattr(shape, name)) for name in ("home_slots", "bank_rows")}
-    candidates = shape.candidates
-    if plan.candidates > candidates:
-        candidates = min(shape.devices, 2 * plan.candidates)
-    shape = dataclasses.replace(shape, candidates=candidates, **largest)
-    need = plan.ahead
-    if need is None or (old is not None and all(getattr(need, name) <= getattr(old, name) for name in SIZES)):
+    if plan.candidates > shape.candidates:
+        largest["candidates"] = min(shape.devices, 2 * plan.candidates)
+    shape = dataclasses.replace(shape, **largest)
+    need, there = plan.ahead, {name: getattr(old, name, -1) for name in SIZES}  # less than any need where there is none
+    if need is None or all(getattr(need, name) <= size for name, size in there.items()):
         return shape
     offers, crossing = need.offers, need.crossing
-    if old is None or offers > old.offers:
+    if offers > there["offers"]:
         offers = min(shape.home_slots, offers + 1)
-    if need.by_node and (old is None or crossing > old.crossing):
+    if need.by_node and crossing > there["crossing"]:
         crossing = min(need.devices_per_node * offers, crossing + 1)
     if most is not None:
         offers = max(need.offers, min(offers, int(most.offers)))
         crossing = max(need.crossing, min(crossing, int(most.crossing)))
     sizes = {"offers": offers, "slots": max(need.slots, replica_slots), "crossing": crossing}
-    kept = {name: max(size, getattr(old, name, 0)) for name, size in sizes.items()}
-    return dataclasses.replace(shape, ahead=dataclasses.replace(need, **kept))
+    sizes = {name: max(size, there[name]) for name, size in sizes.items()}
+    return dataclasses.replace(shape, ahead=dataclasses.replace(need, **sizes))
 
 
 @dataclasses.dataclass(frozen=True)
