@@ -1,9 +1,9 @@
 """What happens to a layer's plan after its gate: a rule reads this step's counts, and chosen experts are fetched.
 
 What is decided stands in the planners' files, written for NumPy and jax.numpy, layers [L, ...] first: one here. A rule
-makes tables of it. It is a frozen dataclass of rates and knobs, because a step is compiled for it, with
+makes tables of it. It is a frozen dataclass of rates and options, because a step is compiled for it, with
 
-    decide(tables, counts int32 [D, E], holders int32 [D, G], me int32 [], shape) -> (tables, transfer, used)
+    decide_by(rule, tables, counts int32 [D, E], holders int32 [D, G], me int32 [], shape) -> (tables, transfer, used)
 
 from this device's tables of one layer, the tokens of each source for each expert, the expert in each slot (-1 for
 none), and this device's place: the tables with new destinations, the transfer of the replicas that come late, and its
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +28,12 @@ from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, empty_replicas, 
 from moe_jax.parallel.transfer_shape import TransferTables
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 from moe_jax.planning.arrays import LOOPS, falling
-from moe_jax.planning.balanced import level_quotas
+from moe_jax.planning.balanced import Levelling, level_quotas
 from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.hecate import Calibration
+from moe_jax.planning.llep import Llep, fitted_quotas
 from moe_jax.planning.placement import SHARE_ONE
-from moe_jax.planning.plan_shape import LateRule, PlanShape
+from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.routing import node_edges
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_size
 
@@ -54,7 +53,7 @@ def decide(plan: PlanShape, roles: Roles, counts, tables: Tables):
         both = jnp.concatenate([counts, cast_varying(tables.slot_expert, varying_axes(counts))])
         gathered = lax.all_gather(cast_varying(both, axes), axes, to="invarying")
         counts, holders = jnp.split(gathered, [counts.shape[0]], axis=1)
-        return build_rule(plan.after_gate).decide(tables, counts, holders, lax.axis_index(axes), plan)
+        return decide_by(plan.after_gate, tables, counts, holders, lax.axis_index(axes), plan)
 
 
 def fetch_late(x, transfer: ReplicaTransfer, decided, bank, grad_sink):
@@ -107,99 +106,78 @@ def slots_of(holders, experts: int):
     return jnp.full((experts, devices), -1, jnp.int32).at[expert, device].set(slot, mode="drop")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShadowRule(Shadowing):
-    """FasterMoE's dynamic shadowing: a device computes its own tokens of a shadowed expert, all others go home."""
+@functools.singledispatch
+def decide_by(rule, tables, counts, holders, me, shape):
+    """Return (tables, transfer, used) of a layer by a planner's rule, of which the file's first lines say all.
 
-    def decide(self, tables, counts, holders, me, shape):
-        slot, late = slots_of(holders[:, : shape.home_slots], counts.shape[1]), shape.late
-        home = jnp.argmax(slot, axis=1).astype(jnp.int32)
-        at_home = home * shape.slots + jnp.max(slot, axis=1)
-        counts = counts.astype(jnp.result_type(float))
-        chosen = self.fitting(jnp, counts[None], home[None], late)[0][0]
-        wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
-        fit = fit_replicas(jnp, wanted[None], falling(jnp, jnp.sum(counts, axis=0))[None], home[None], late)
-        added, slot, transfer, used = late_tables(fit, slot, me, shape)
-        dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)
-        decided = dataclasses.replace(
-            tables,
-            dest_slot=dest_slot[:, None] + jnp.zeros_like(tables.dest_slot),
-            dest_num=jnp.ones_like(tables.dest_num),
-            dest_den=jnp.ones_like(tables.dest_den),
-        )
-        return decided, transfer, used
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrateRule(Calibration):
-    """Hecate's calibration; tokens go by the rule `nearest` over the replicas planned ahead and those added."""
-
-    def decide(self, tables, counts, holders, me, shape):
-        slot = slots_of(holders, counts.shape[1])
-        counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
-        _, fit, pays = self.choose(jnp, counts[None], (slot >= 0)[None], home[None], shape.late)
-        _, with_late, transfer, used = late_tables(fit, slot, me, shape)
-        tables = nearest(tables, jnp.where(pays[0], with_late, slot), me, shape)
-        return tables, transfer, TransferSizes(*(jnp.where(pays[0], size, 0) for size in used))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShareRule:
-    """`balanced`: over the replicas planned ahead, each device gets the same number of this step's tokens.
-
-    Attributes:
-      sweeps: rounds over the replicated experts, at most.
+    Raises:
+      TypeError: nothing is registered here for the rule's class.
     """
-
-    sweeps: int
-
-    def decide(self, tables, counts, holders, me, shape):
-        slot = slots_of(holders, counts.shape[1])
-        home = (slot >= 0) & (slot < shape.home_slots)
-        counts = counts.astype(jnp.result_type(float))
-        quota = self.quotas(jnp.sum(counts, axis=0), slot >= 0, home)
-        return share_tables(tables, counts, quota, slot, me, shape), None, None
-
-    def quotas(self, totals, held, home):
-        """Return what `level_quotas` does [E, D]; on an NVIDIA GPU by one kernel that fits it, equal up to rounding."""
-
-        def loops(totals, held, home):
-            return level_quotas(jnp, totals[None], held[None], home[None], self.sweeps)[0]
-
-        if not fits_one_kernel(*held.shape):
-            return loops(totals, held, home)
-        kernel = functools.partial(level_in_one_kernel, sweeps=self.sweeps)
-        return lax.platform_dependent(totals, held, home, cuda=kernel, default=loops)
+    raise TypeError(f"no tables are made of {rule!r}: register its class with moe_jax.moe.after_gate.decide_by")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuotaRule:
-    """Apply a plan of quotas, tokens of an expert by device, with replicas that fit the late transfer.
-
-    Attributes:
-      plan: what decides, as `fitted_quotas` of `planning/llep.py`: (quotas [L, E, D], _, what `fit_replicas` returns)
-        from (xp, totals [L, E], homes int [L, E], the transfer, options).
-      options: of the planner.
-    """
-
-    plan: Callable
-    options: Any
-
-    def decide(self, tables, counts, holders, me, shape):
-        slot = slots_of(holders, counts.shape[1])
-        counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
-        quota, _, fit = self.plan(jnp, jnp.sum(counts, axis=0)[None], home[None], shape.late, self.options)
-        _, slot, transfer, used = late_tables(fit, slot, me, shape)
-        return share_tables(tables, counts, quota[0], slot, me, shape), transfer, used
-
-
-RULES: dict[str, type] = {"calibrate": CalibrateRule, "quotas": QuotaRule, "shadow": ShadowRule, "shares": ShareRule}
-"""By the name that a planner gives (`Planner.late_rule`)."""
+@decide_by.register(Shadowing)
+def shadow(rule, tables, counts, holders, me, shape):
+    """Shadow experts as FasterMoE: a device computes its own tokens of a shadowed expert, all others go home."""
+    slot, late = slots_of(holders[:, : shape.home_slots], counts.shape[1]), shape.late
+    home = jnp.argmax(slot, axis=1).astype(jnp.int32)
+    at_home = home * shape.slots + jnp.max(slot, axis=1)
+    counts = counts.astype(jnp.result_type(float))
+    chosen = rule.fitting(jnp, counts[None], home[None], late)[0][0]
+    wanted = chosen[:, None] & (jnp.arange(counts.shape[0])[None] != home[:, None])
+    fit = fit_replicas(jnp, wanted[None], falling(jnp, jnp.sum(counts, axis=0))[None], home[None], late)
+    added, slot, transfer, used = late_tables(fit, slot, me, shape)
+    dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)
+    decided = dataclasses.replace(
+        tables,
+        dest_slot=dest_slot[:, None] + jnp.zeros_like(tables.dest_slot),
+        dest_num=jnp.ones_like(tables.dest_num),
+        dest_den=jnp.ones_like(tables.dest_den),
+    )
+    return decided, transfer, used
 
 
-def build_rule(late_rule: LateRule) -> Any:
-    """Return the rule that a plan's shape names."""
-    return RULES[late_rule.name](**dict(late_rule.fields))
+@decide_by.register(Calibration)
+def calibrate(rule, tables, counts, holders, me, shape):
+    """Add replicas as Hecate; tokens go by the rule `nearest` over those planned ahead and those added."""
+    slot = slots_of(holders, counts.shape[1])
+    counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
+    _, fit, pays = rule.choose(jnp, counts[None], (slot >= 0)[None], home[None], shape.late)
+    _, with_late, transfer, used = late_tables(fit, slot, me, shape)
+    tables = nearest(tables, jnp.where(pays[0], with_late, slot), me, shape)
+    return tables, transfer, TransferSizes(*(jnp.where(pays[0], size, 0) for size in used))
+
+
+@decide_by.register(Levelling)
+def level(rule, tables, counts, holders, me, shape):
+    """Share tokens as `balanced`, over the replicas planned ahead."""
+    slot = slots_of(holders, counts.shape[1])
+    home = (slot >= 0) & (slot < shape.home_slots)
+    counts = counts.astype(jnp.result_type(float))
+    quota = levelled(jnp.sum(counts, axis=0), slot >= 0, home, rule.sweeps)
+    return share_tables(tables, counts, quota, slot, me, shape), None, None
+
+
+def levelled(totals, held, home, sweeps: int):
+    """Return what `level_quotas` does [E, D]; on an NVIDIA GPU by one kernel that fits it, equal up to rounding."""
+
+    def loops(totals, held, home):
+        return level_quotas(jnp, totals[None], held[None], home[None], sweeps)[0]
+
+    if not fits_one_kernel(*held.shape):
+        return loops(totals, held, home)
+    kernel = functools.partial(level_in_one_kernel, sweeps=sweeps)
+    return lax.platform_dependent(totals, held, home, cuda=kernel, default=loops)
+
+
+@decide_by.register(Llep)
+def spill(rule, tables, counts, holders, me, shape):
+    """Spill experts as `llep`, with replicas that fit the late transfer."""
+    slot = slots_of(holders, counts.shape[1])
+    counts, home = counts.astype(jnp.result_type(float)), homes_of(slot, shape)
+    quota, _, fit = fitted_quotas(jnp, jnp.sum(counts, axis=0)[None], home[None], shape.late, rule)
+    _, slot, transfer, used = late_tables(fit, slot, me, shape)
+    return share_tables(tables, counts, quota[0], slot, me, shape), transfer, used
 
 
 def homes_of(slot, plan: PlanShape):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from moe_jax.planning.arrays import home_loads, loop, put
@@ -44,15 +46,24 @@ class BalancedPlanner(Planner):
         return with_quotas(bare, quota, loads, holds)
 
     def late_rule(self, shape, cost, groups):
-        if self.config.when != "after_gate" or not shape.replica_slots:
-            return None
-        return "shares", {"sweeps": SWEEPS}
+        return Levelling() if self.config.when == "after_gate" and shape.replica_slots else None
 
     def refine(self, loads, placement, cost):
         """Solve the shares for the true counts over the replicas that are there."""
         totals = loads.sum(axis=1).astype(np.float64)
         quota = level_quotas(np, totals, placement.holds, placement.homes, SWEEPS)
         return placement.replace(shares=share_rows(placement, quota, loads), rule="shares")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Levelling:
+    """Give each device the same number of the step's own tokens, over the replicas planned ahead (`level_quotas`).
+
+    Attributes:
+      sweeps: rounds over the replicated experts, at most.
+    """
+
+    sweeps: int = SWEEPS
 
 
 def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:

@@ -85,13 +85,12 @@ class Planner:
         """Return the replica slots of a device that a transfer after the gate may fill; 0 for no such transfer."""
         return cost.replica_slots if self.late_replicas and self.config.when == "after_gate" else 0
 
-    def late_rule(self, shape: PlanShape, cost: Cost, groups: int) -> tuple[str, dict[str, typing.Any]] | None:
-        """Return the rule of a step of this shape: its name in `moe_jax.moe.after_gate.RULES`, and its fields.
+    def late_rule(self, shape: PlanShape, cost: Cost, groups: int) -> typing.Any:
+        """Return the rule of a step of this shape: a frozen dataclass of which `moe/after_gate.py` makes tables.
 
         None where the planner decides nothing after the gate, or the shape has no replica slots.
 
         Args:
-          cost: with the late transfer.
           groups: data-parallel groups, over which the rule's counts are sums; those of `refine` are of one.
         """
         return None

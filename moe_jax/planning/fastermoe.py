@@ -59,9 +59,7 @@ class FasterMoePlanner(Planner):
         return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
 
     def late_rule(self, shape, cost, groups):
-        if shape.late is None:
-            return None
-        return "shadow", cost.prices.rates(shape.devices, shape.late, groups)
+        return None if shape.late is None else Shadowing(**cost.prices.rates(shape.devices, shape.late, groups))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

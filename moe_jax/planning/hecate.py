@@ -140,7 +140,7 @@ class HecatePlanner(Planner):
         if shape.late is None:
             return None
         tau = self.overlap_of(shape, cost, shape.devices)
-        return "calibrate", {"overlap_degree": tau, **cost.prices.rates(shape.devices, shape.late, groups)}
+        return Calibration(overlap_degree=tau, **cost.prices.rates(shape.devices, shape.late, groups))
 
     def reshard(self, loads, placement, cost):
         # without materialisation no expert's tokens are taken off its home: all homes are to be balanced

@@ -23,7 +23,7 @@ from moe_jax.planning.sizes import fit_replicas
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llep:
-    """Options of the planner `llep`.
+    """Options of the planner `llep`, by which it decides after the gate too.
 
     Attributes:
       capacity: tokens that a device computes before others help, over the mean; at least 1.
@@ -136,4 +136,4 @@ class LlepPlanner(Planner):
         return with_quotas(bare, quota, loads)
 
     def late_rule(self, shape, cost, groups):
-        return None if shape.late is None else ("quotas", {"plan": fitted_quotas, "options": self.options})
+        return None if shape.late is None else self.options

@@ -21,7 +21,6 @@ from moe_jax.planning.buckets import TOO_OFTEN, Buckets, fullest
 from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import (
-    LateRule,
     PlanShape,
     Shapes,
     Tables,
@@ -286,8 +285,7 @@ def with_rule(planner: Planner, shape: PlanShape, cost: Cost, groups: int) -> Pl
     if not planner.config.decides_late:
         return dataclasses.replace(shape, late=None, after_gate=None)
     shape = with_late(planner, shape, cost)
-    rule = planner.late_rule(shape, dataclasses.replace(cost, late=shape.late), groups)
-    return dataclasses.replace(shape, after_gate=None if rule is None else LateRule.of(rule[0], **rule[1]))
+    return dataclasses.replace(shape, after_gate=planner.late_rule(shape, cost, groups))
 
 
 def seconds_of(asked: Mapping[str, Asked], placement: Placements, shape: Shapes) -> float:

@@ -20,18 +20,6 @@ from moe_jax.planning.routing import candidate_rows
 from moe_jax.planning.sizes import SIZES, TransferSizes
 
 
-class LateRule(typing.NamedTuple):
-    """What decides after the gate from the counts of the step: a rule of `moe/after_gate.py`, and its fields."""
-
-    name: str
-    fields: tuple[tuple[str, typing.Any], ...]
-
-    @classmethod
-    def of(cls, name: str, **fields) -> LateRule:
-        """Return the rule with these fields."""
-        return cls(name, tuple(sorted(fields.items())))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanShape:
     """Hold all that decides the shape of a compiled step.
@@ -49,7 +37,7 @@ class PlanShape:
     ahead: TransferShape | None = None  # the transfer of replicas that are planned ahead; None without any
     spare: TransferShape | None = dataclasses.field(default=None, compare=False)  # `ahead` of later plans with replicas
     late: TransferShape | None = None  # the largest transfer after the gate, into slots of its own; None without any
-    after_gate: LateRule | None = None  # None: nothing is decided after the gate
+    after_gate: typing.Any = None  # what decides after the gate (`Planner.late_rule`); None: nothing is decided there
     bucket_rows: BucketRows | None = None  # as the plan predicts them; None: as without a plan (`moe/schedule.py`)
     # how much of Trans and of Agg runs next to attention, in eighths, where a block-wise schedule splits them
     trans_share: float = 0.5

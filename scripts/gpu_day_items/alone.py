@@ -11,8 +11,6 @@ after_gate: what a rule after the gate takes by itself, and that the GPU decides
 
 from __future__ import annotations
 
-import dataclasses
-
 from gpu_day_items.context import seconds_of, shown
 
 TURNS = 12
@@ -135,7 +133,7 @@ def after_gate(context, planner: str):
     from moe_jax.cluster.prices import Prices
     from moe_jax.cluster.targets import parse_target
     from moe_jax.cluster.timeline import play
-    from moe_jax.moe.after_gate import RULES
+    from moe_jax.moe.after_gate import decide_by
     from moe_jax.planning.balancer import build_planner
     from moe_jax.planning.config import PlannerConfig
     from moe_jax.planning.cost import Cost, LayerPrices
@@ -157,13 +155,13 @@ def after_gate(context, planner: str):
     planning = build_planner(PlannerConfig(name=planner, replica_slots=replicas, when=when, options=tau))
     plan = planning.propose(loads, even, cost)
     shape = with_late(planning, build_shape(plan, by_node=node < devices), cost)
-    name, fields = planning.late_rule(shape, dataclasses.replace(cost, late=shape.late), 1)
+    rule = planning.late_rule(shape, cost, 1)
     tables = fill_tables(shape, plan)
     tables_here = jax.tree.map(lambda leaf: np.asarray(leaf)[1, 0], tables)
-    rule, counts, holders = RULES[name](**fields), loads[0].astype(np.int32), np.asarray(tables.slot_expert)[:, 0]
+    counts, holders = loads[0].astype(np.int32), np.asarray(tables.slot_expert)[:, 0]
 
     def decide(tables, counts, holders):
-        return rule.decide(tables, counts, holders, jnp.int32(1), shape)
+        return decide_by(rule, tables, counts, holders, jnp.int32(1), shape)
 
     jitted = jax.jit(decide)
     arguments = jax.tree.map(jnp.asarray, (tables_here, counts, holders))

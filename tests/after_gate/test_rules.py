@@ -24,7 +24,7 @@ from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
-from moe_jax.moe.after_gate import RULES, ShareRule, level_in_one_kernel
+from moe_jax.moe.after_gate import decide_by, level_in_one_kernel, levelled
 from moe_jax.parallel.sparse_all_gather import shrunk
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
@@ -105,20 +105,19 @@ def shape_of(placement, late=None, ahead=True):
 def decider(rule, shape):
     def one(tables, counts, me):
         mine = jax.tree.map(lambda leaf: leaf[me], tables)
-        return dict(
-            zip(("tables", "transfer", "used"), rule.decide(mine, counts, tables.slot_expert, me, shape), strict=True)
-        )
+        decided = decide_by(rule, mine, counts, tables.slot_expert, me, shape)
+        return dict(zip(("tables", "transfer", "used"), decided, strict=True))
 
     return jax.jit(jax.vmap(one, in_axes=(None, None, 0)))
 
 
 def decide(planner, cost, shape, placement, loads, double=True):
     """Return what every source decides: arrays with a leading D."""
-    name, fields = planner.late_rule(shape, cost, 1)
+    rule = planner.late_rule(shape, cost, 1)
     with jax.enable_x64(double):
         tables = jax.tree.map(lambda leaf: jnp.asarray(leaf[:, 0]), fill_tables(shape, placement))
         devices = jnp.arange(DEVICES, dtype=jnp.int32)
-        decided = decider(RULES[name](**fields), shape)(tables, jnp.asarray(loads[0], jnp.int32), devices)
+        decided = decider(rule, shape)(tables, jnp.asarray(loads[0], jnp.int32), devices)
         return types.SimpleNamespace(**jax.tree.map(np.asarray, decided))
 
 
@@ -349,6 +348,6 @@ def test_a_gpu_runs_the_rounds_in_one_kernel(device):
     sharding = SingleDeviceSharding(described_devices(target)[0])
     shapes = [((64,), jnp.float32), ((64, 32), bool), ((64, 32), bool)]
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
-    text = jax.jit(ShareRule(sweeps=SWEEPS).quotas).lower(*arguments).compile().as_text()
+    text = jax.jit(functools.partial(levelled, sweeps=SWEEPS)).lower(*arguments).compile().as_text()
     timeline = play(parse_module(text), Prices(target))
     assert timeline.kernels <= 3 and " while(" not in text and not timeline.unknown_calls

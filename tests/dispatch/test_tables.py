@@ -17,8 +17,9 @@ from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import Choice, Tables, destinations, local, share_of
 from moe_jax.moe.schedule import LayerSizes, build_schedule
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.balanced import Levelling
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 
 COUNTS = [0, 1, 2, 3, 65_535, 65_536, 65_537, 70_000, 131_072, 1 << 20, (1 << 24) + 1, (1 << 31) - 1, (1 << 32) - 1]
 
@@ -59,7 +60,7 @@ def test_layer_with_70000_choices_of_one_expert():
         np.arange(devices, dtype=np.int32)[None], np.array([[0, 1, 3]], np.int32), devices=devices,
         devices_per_node=devices,
     )  # fmt: skip
-    shape = dataclasses.replace(build_shape(placement), candidates=devices, after_gate=LateRule.of("shares", sweeps=4))
+    shape = dataclasses.replace(build_shape(placement), candidates=devices, after_gate=Levelling(sweeps=4))
     config = MoEConfig(num_experts=devices, top_k=1, schedule="s1", bucket_slack=2.0)
 
     def body(x, w_gate, bank, tables):

@@ -14,9 +14,11 @@ import pytest
 from support import prefetch_cases as cases
 from support.marks import slow_but
 
-from moe_jax.moe.after_gate import build_rule, late_size
+from moe_jax.moe.after_gate import decide_by, late_size
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables, grow
+from moe_jax.planning.balanced import Levelling
+from moe_jax.planning.fastermoe import Shadowing
+from moe_jax.planning.plan_shape import build_shape, fill_tables, grow
 
 SLOTS, CONFIG = 2, cases.model_config(layers=2)
 # mesh, and whether transfers go by node: of half the expert-parallel group each
@@ -56,7 +58,7 @@ def with_late(shape, by_node, rule, **sizes):
 def decided_sizes(shape, placement, loads):
     """Return the sizes in which each layer's late transfer runs: loads [L, D, E] -> set of numbers, 0 for none."""
     tables = fill_tables(shape, placement)
-    decide = jax.jit(lambda *given: build_rule(shape.after_gate).decide(*given, jnp.int32(0), shape)[2])
+    decide = jax.jit(lambda *given: decide_by(shape.after_gate, *given, jnp.int32(0), shape)[2])
     found = set()
     for layer in range(shape.layers):
         mine = jax.tree.map(lambda leaf: jnp.asarray(leaf[0, layer]), tables)  # noqa: B023
@@ -70,7 +72,7 @@ def test_shadowed_experts_equal_reference(schedule):
     mesh, by_node = MESHES[schedule]
     placement = draw(1, mesh["expert"], "home", replica_slots=0)
     price = 20.0 if mesh["expert"] == 4 else 8.0  # at which some layers shadow and others do not
-    rule = LateRule.of("shadow", compute=1.0, exchange=0.5, shadow=price)
+    rule = Shadowing(compute=1.0, exchange=0.5, shadow=price)
     shape = with_late(build_shape(placement), by_node, rule)
     with jax.enable_x64(True):
         found = equals_reference(cases.runner(CONFIG, schedule, mesh, shape), placement, shape)
@@ -82,7 +84,7 @@ def test_shares_solved_on_the_device_equal_reference(schedule):
     mesh, by_node = MESHES[schedule]
     placements = [draw(seed, mesh["expert"], "shares") for seed in range(2)]
     shape = grow(build_shape(placements[0], by_node=by_node), placements[1])
-    shape = dataclasses.replace(shape, candidates=shape.devices, after_gate=LateRule.of("shares", sweeps=8))
+    shape = dataclasses.replace(shape, candidates=shape.devices, after_gate=Levelling(sweeps=8))
     with jax.enable_x64(True):
         run = cases.runner(CONFIG, schedule, mesh, shape)
         for placement in placements:

@@ -16,7 +16,7 @@ from support.traced_programs import equations_in, jaxprs_in
 
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.plan_shape import LateRule
+from moe_jax.planning.hecate import Calibration
 
 FEW = BucketRows(own=16, node=16, far=8)
 WIDE = BucketRows.even(1000)  # one pass, which compiles faster
@@ -54,7 +54,7 @@ def calibrated(shape):
     """Up to two replicas more on a device, by node, at a price that some layers pay."""
     sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": 2, "slots": 2}
     late = TransferShape(**sizes, by_node=True, crossing=3)
-    rule = LateRule.of("calibrate", overlap_degree=3, compute=1.0, exchange=0.5, shadow=0.25 * shape.devices)
+    rule = Calibration(overlap_degree=3, compute=1.0, exchange=0.5, shadow=0.25 * shape.devices)
     return {"late": late, "after_gate": rule, "candidates": shape.devices}
 
 

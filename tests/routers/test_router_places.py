@@ -18,8 +18,9 @@ from moe_jax.errors import UserError
 from moe_jax.moe.routers import RouterPlace, build_router
 from moe_jax.moe.routing import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.balanced import Levelling
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import LateRule, build_shape, fill_tables
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.registry import ROUTERS
 from moe_jax.training.program import build_program
 from moe_jax.training.stepper import build_stepper
@@ -155,7 +156,7 @@ def test_counts_of_every_router_reach_a_planner_after_the_gate(name):
     roles = roles_of(2, 2)
     config = moe_config("s2", router=name, **AFTER_GATE[name])
     shape = plan_of(roles, None)
-    plan = dataclasses.replace(shape, candidates=shape.devices, after_gate=LateRule.of("shares", sweeps=1))
+    plan = dataclasses.replace(shape, candidates=shape.devices, after_gate=Levelling(sweeps=1))
     x, w_gate, experts, cotangent = draw(False, np.float32)
     leaves = build_router(config).leaves(x.shape[1])
     gate = {"w_gate": w_gate, **{leaf: np.zeros(size, np.float32) for leaf, size in leaves.items()}}
