@@ -177,9 +177,9 @@ def follow_transfers(
         changes += place > 0 and shape != before
         sent, late_seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
         if len(plan.replicas) != len(ahead.replicas):
-            added, late_now = plan.replicas[~ahead.holds[tuple(plan.replicas.T)]], late
+            added, late_now = plan.holds & ~ahead.holds, late
             if not bounded:  # the largest holds all that came so far, and goes in the cheaper form
-                largest = transfer_sizes(plan.home, added, *group.values())
+                largest = transfer_sizes(plan.homes, added, plan.devices_per_node)
                 largest = largest.shape(*group.values(), several)
                 if late is not None:
                     most = {name: max(getattr(largest, name), getattr(late, name)) for name in SIZES}
@@ -188,7 +188,7 @@ def follow_transfers(
                 if not cost.prices.is_by_node(late, *group.values()):
                     late_now = dataclasses.replace(late, by_node=False, crossing=0)
             # a layer sends the smallest half of the largest that holds what came
-            size_of_layer = late_size(transfer_sizes(plan.home, added, plan.devices, late_now.inside), late_now)
+            size_of_layer = late_size(transfer_sizes(plan.homes, added, late_now.inside), late_now)
             for number, size in enumerate(late_now.halves(), 1):
                 sent[size_of_layer == number] = size.sent()
                 late_seconds[size_of_layer == number] = cost.prices.shape_seconds(size)

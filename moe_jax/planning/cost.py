@@ -347,6 +347,5 @@ def predicted_layer_seconds(
     seconds = () if shape is None or planned is None else prices.late(shape.late)
     if not seconds:
         return total
-    late = placement.replicas[~planned.holds[tuple(placement.replicas.T)]]
-    needed = transfer_sizes(placement.home, late, placement.devices, shape.late.inside)
+    needed = transfer_sizes(placement.homes, placement.holds & ~planned.holds, shape.late.inside)
     return total + late_price(needed, shape.late, seconds, 0.0)

@@ -19,7 +19,7 @@ from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import plan_seconds
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price
+from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, sent_of
 from moe_jax.registry import options_in, replaced
 
 
@@ -308,13 +308,10 @@ def spread_replicas(xp, totals, holds, order, free, per_node: int, limits=None):
             )
         return put(holds, (rows, expert), mine | new), free - new, sent
 
-    if limits is not None:  # an expert counts once for its home's device, and once for each node with a replica
+    if limits is not None:
         home, most = limits
-        offered = (home[:, :, None] == np.arange(devices)) & (holders > 1)[:, :, None]
-        from_node, to_node = (
-            of.reshape(*home.shape, -1, per_node).any(axis=3).astype(np.float32) for of in (offered, holds)
-        )
-        sent = offered.sum(axis=1), from_node.swapaxes(1, 2) @ to_node
+        homes = home[:, :, None] == np.arange(devices)
+        sent = sent_of(homes, holds & ~homes, per_node)[:2]
     return loop(xp, fill, (holds.copy(), free, sent), order.shape[1])[0] & ~before
 
 

@@ -171,7 +171,7 @@ class Placement:
     @functools.cached_property
     def sizes(self) -> TransferSizes:
         """Of the transfer that its replicas need, [L] each."""
-        return transfer_sizes(self.home, self.replicas, self.devices, self.devices_per_node)
+        return transfer_sizes(self.homes, self.holds & ~self.homes, self.devices_per_node)
 
     def fingerprint(self) -> str:
         """Hash everything that decides numbers or bytes, so that processes can compare their plans."""

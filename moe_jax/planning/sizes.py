@@ -38,27 +38,26 @@ class TransferSizes(typing.NamedTuple):
         return TransferShape(**group, offers=most.offers, slots=most.slots, by_node=by_node, crossing=crossing)
 
 
-def transfer_sizes(home: np.ndarray, replicas: np.ndarray, devices: int, devices_per_node: int) -> TransferSizes:
-    """Return the sizes [L] of replicas int [n, 3], rows (layer, expert, device), each once; home: int [L, E]."""
-    layers, experts = home.shape
-    nodes = devices // devices_per_node
-    layer, expert, device = replicas.T.astype(np.int64)
+def sent_of(homes: np.ndarray, away: np.ndarray, inside: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what a transfer sends: (offers of each device [L, D], crossing of node pairs [L, Nn, Nn], slots [L, D]).
 
-    def most(layer, of, among):
-        """Return the size of the largest of `among` groups in each layer."""
-        return np.bincount(layer * among + of, minlength=layers * among).reshape(layers, among).max(axis=1, initial=0)
+    An expert counts once for its home's device, and once for each other node with a replica.
 
-    pair = layer * experts + expert
-    travels = np.unique(pair)
-    pair, to = np.divmod(np.unique(pair * nodes + device // devices_per_node), nodes)  # an expert comes to a node once
-    at = home.ravel()[pair] // devices_per_node
-    far = at != to
-    return TransferSizes(
-        most(travels // experts, home.ravel()[travels], devices),
-        most(layer, device, devices),
-        most(pair[far] // experts, at[far] * nodes + to[far], nodes * nodes),
-        np.bincount(layer, minlength=layers) + np.bincount(travels // experts, minlength=layers),
-    )
+    Args:
+      homes, away: bool [L, E, D], where experts are at home, and their replicas.
+      inside: devices of a node, or of the only level of a flat transfer.
+    """
+    offered = homes & away.any(axis=2)[:, :, None]
+    source, to = (of.reshape(*of.shape[:2], -1, inside).any(axis=3) for of in (offered, away))
+    crossing = source.swapaxes(1, 2).astype(np.float32) @ (to & ~source).astype(np.float32)
+    return offered.sum(axis=1), crossing.astype(int), away.sum(axis=1)
+
+
+def transfer_sizes(homes: np.ndarray, away: np.ndarray, inside: int) -> TransferSizes:
+    """Return the sizes [L] of a transfer; arguments as of `sent_of`."""
+    offers, crossing, slots = sent_of(homes, away, inside)
+    holders = offers.sum(axis=1) + slots.sum(axis=1)
+    return TransferSizes(offers.max(axis=1), slots.max(axis=1), crossing.max(axis=(1, 2)), holders)
 
 
 def sent_with(xp, sent, home, targets, inside: int):
@@ -66,7 +65,7 @@ def sent_with(xp, sent, home, targets, inside: int):
 
     Args:
       xp: NumPy, where `sent` is spent, or jax.numpy.
-      sent: so far, int: (offers of each device [L, D], crossing of each pair of nodes [L, Nn, Nn], slots [L, D]).
+      sent: so far, int, as `sent_of` returns it.
       home: int [L]; targets: bool [L, D], its replicas, the home not among them; none for no expert.
       inside: devices of a node, or of the only level of a flat transfer.
     """

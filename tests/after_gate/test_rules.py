@@ -168,7 +168,7 @@ def assert_brings(decided, shape, holders, home, added):
     used = np.array(decided.used[:3]).T
     assert (used == used[0]).all()  # all devices take the same branch
     used = used[0]
-    replicas = transfer_sizes(home[None], np.argwhere(added[None]), DEVICES, late.inside)
+    replicas = transfer_sizes(home[None, :, None] == np.arange(DEVICES), added[None], late.inside)
     if not added.any():
         assert not used[1]
         return holders

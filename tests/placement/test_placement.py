@@ -199,8 +199,8 @@ def test_sizes_equal_a_loops(per_node):
     for one, two in zip((sizes.offers, sizes.crossing, sizes.slots), sent, strict=True):
         assert (one == two.reshape(4, -1).max(axis=1)).all()
     # nodes of two: experts 0, 1 and 2, at home on devices 0, 0 and 1, on all four devices
-    away = [(0, expert, device) for expert, home in enumerate((0, 0, 1)) for device in range(4) if device != home]
-    want = transfer_sizes(np.array([[0, 0, 1]]), np.array(away), 4, 2)
+    homes = np.array([[0, 0, 1]])[:, :, None] == np.arange(4)
+    want = transfer_sizes(homes, ~homes, 2)
     assert [int(size[0]) for size in want] == [2, 3, 3, 12]
     assert want == sizes_everywhere(np.array([[2, 1, 0, 0]]), 2)
 
