@@ -17,7 +17,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
 from moe_jax.planning.placement import Placement, bank_rows, numbered
 from moe_jax.planning.routing import candidate_rows
-from moe_jax.planning.sizes import SIZES, TransferSizes
+from moe_jax.planning.sizes import SIZES, TransferSizes, fit_replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,30 +224,21 @@ def _transfer(
 
     `home_slot` int [L, E] is of each expert, `replica_slot` int [n] of each replica.
     """
-    layers, devices, group = shape.layers, shape.devices, sizes.inside
-    layer, expert, device = placement.replicas.T.astype(np.int64)
-    at_layer, at_expert = np.nonzero(placement.replicated)
-    owner = placement.home[at_layer, at_expert]
-    nth = numbered(at_layer * devices + owner)  # of the owner's offers
+    layers, devices, group, home = shape.layers, shape.devices, sizes.inside, placement.home
+    layer, expert, device = placement.replicas.T
+    away, order = placement.holds & ~placement.homes, np.broadcast_to(np.arange(shape.experts), home.shape)
+    _, (nth, turn, _), _ = fit_replicas(np, away, order, home, sizes)
     offer = np.full((layers, devices, sizes.offers), shape.home_slots, np.int32)
-    offer[at_layer, owner, nth] = home_slot[at_layer, at_expert]
-    place = np.full(placement.home.shape, -1, np.int64)  # among its level's offers
-    place[at_layer, at_expert] = owner % group * sizes.offers + nth
-    source, target = placement.home[layer, expert] // group, device // group
-    lies = place[layer, expert]
-    pick = None
+    travels = np.nonzero(placement.replicated)
+    offer[travels[0], home[travels], nth[travels]] = home_slot[travels]
+    source, place = home // group, home % group * sizes.offers + nth  # the place is among its level's offers
+    pick, lies = None, place[layer, expert]
     if sizes.by_node:
         pick = np.full((layers, sizes.nodes, sizes.nodes, sizes.crossing), group * sizes.offers, np.int32)
-        far = source != target
-        key = (layer * placement.experts + expert) * sizes.nodes + target
-        crossings, of = np.unique(key[far], return_inverse=True)  # an expert crosses once to each node
-        pair, to = np.divmod(crossings, sizes.nodes)
-        la, ex = np.divmod(pair, placement.experts)
-        come = placement.home[la, ex] // group
-        turn = numbered((la * sizes.nodes + come) * sizes.nodes + to)
-        pick[la, come, to, turn] = place[la, ex]
-        lies = lies.copy()
-        lies[far] = group * sizes.offers + source[far] * sizes.crossing + turn[of]
+        target, at = device // group, (layer, expert)
+        far = source[at] != target
+        pick[layer[far], source[at][far], target[far], turn[layer, expert, target][far]] = lies[far]
+        lies = np.where(far, group * sizes.offers + source[at] * sizes.crossing + turn[layer, expert, target], lies)
         pick = _by_device(np.repeat(pick, group, axis=1))
     want = np.full((layers, devices, sizes.slots), sizes.places, np.int32)
     want[layer, device, replica_slot] = lies
