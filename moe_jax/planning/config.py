@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from moe_jax.errors import UserError, check_bounds, check_choices
@@ -78,7 +79,7 @@ class PlannerConfig:
                 "it is configured; use split = 'plan'"
             )
 
-    @property
+    @functools.cached_property
     def decides_late(self) -> bool:
         """Whether the planner decides again from the step's own loads."""
         return PLANNERS[self.name].decides_late(self)

@@ -30,14 +30,14 @@ import numpy as np
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.auto import Auto, config_of, planners
+from moe_jax.planning.auto import Auto
 from moe_jax.planning.buckets import BUCKET_LIMIT, pairs_by_kind
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import Asked, grown
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.routing import split_evenly
-from moe_jax.registry import options_in
+from moe_jax.registry import PLANNERS, options_in
 from moe_jax.replan.session import PlanSession, Predictor
 
 _LOG = logging.getLogger(__name__)
@@ -153,6 +153,17 @@ def even_seconds(loads: np.ndarray, cost: Cost) -> float:
     none = np.zeros(layers)
     costs = (dataclasses.replace(cost, schedule=name) for name in names)
     return min(float(sum(own.parts(computed, received, None, trans=none).values()).sum()) for own in costs)
+
+
+def planners(devices: int) -> list[str]:
+    """Return the names of the planners that plan for so many devices, without 'none' and 'auto', by the alphabet."""
+    able = [name for name, own in PLANNERS.items() if own.most_devices is None or devices <= own.most_devices]
+    return sorted(set(able) - {"none", "auto"})
+
+
+def config_of(config, name: str, **fields):
+    """Return a `PlannerConfig` of another planner that decides nothing after the gate."""
+    return dataclasses.replace(PLANNERS[name].ahead_only(config), name=name, **fields)
 
 
 def build_settings(config, start: Placement, cost: Cost, exchanges: int = 1) -> list[Setting]:
