@@ -162,7 +162,7 @@ class LayerPrices:
 
     def _by_form(self, sizes: TransferSizes | TransferShape, devices: int, devices_per_node: int) -> dict[str, Any]:
         """Return {form: seconds} of the forms to compare: by node only with several nodes of several devices."""
-        names = FORMS[1:] if 1 < devices_per_node < devices else FORMS[1:2]
+        names = ("flat", "by_node") if 1 < devices_per_node < devices else ("flat",)
         names = names if self.form == "auto" else (self.form,)
         return {form: self._form_seconds(sizes, form, devices, devices_per_node) for form in names}
 

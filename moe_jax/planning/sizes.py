@@ -70,7 +70,8 @@ def sent_with(xp, sent, home, targets, inside: int):
       inside: devices of a node, or of the only level of a flat transfer.
     """
     (offers, crossing, slots), rows, node = sent, xp.arange(len(home)), home // inside
-    to = targets.reshape(*crossing.shape[:2], inside).any(axis=2) & (xp.arange(crossing.shape[1]) != node[:, None])
+    other = xp.arange(crossing.shape[1])[None] != node[:, None]
+    to = targets.reshape(*crossing.shape[:2], inside).any(axis=2) & other
     offers = put(offers, (rows, home), offers[rows, home] + targets.any(axis=1))
     return offers, put(crossing, (rows, node), crossing[rows, node] + to), slots + targets
 
