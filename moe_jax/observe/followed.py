@@ -1,16 +1,20 @@
-"""Follow the records of a run while they are written, as few numbers as a picture needs.
+"""Follow the records of a run while they are written, as few numbers as a picture needs, and the page that draws them.
 
 metrics.jsonl and evaluations.jsonl of a run folder go in, and each byte is read once; lowest, highest and mean value of
 equal ranges of steps come out, at most `MOST_POINTS` a line, and the last changes of the plan. So memory and answers
-stay small however long a run is. `moe_jax.watch` shows them.
+stay small however long a run is. The page is one file: `moe_jax.watch` serves it, a report holds its run's data in it.
 """
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
+import hashlib
 import itertools
+import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +26,7 @@ from moe_jax.errors import UserError
 from moe_jax.observe.metrics_file import column, parse_line, reading
 from moe_jax.storage.run_folder import RunFolder
 
+_TEMPLATE = Path(__file__).with_name("watch.html")
 MOST_POINTS = 1000  # even: when they are used up, two neighbours become one
 MOST_PLANS = 100
 BATCH = 4096  # records that are held at a time
@@ -192,3 +197,21 @@ def plan_change(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
     seconds = {name: now[name] for name in STALLS if now.get(name)}
     return {"step": now["step"], "before": sides(before), "now": sides(now), "seconds": seconds}
+
+
+def page_of(data: dict[str, Any] | None = None) -> tuple[str, str]:
+    """Return the page and its Content-Security-Policy, which the page also states itself.
+
+    Args:
+      data: of one run, as `FollowedRun.refresh` returns it, with "about" as `write_report` adds it; None: the page asks
+        its server.
+    """
+    text = _TEMPLATE.read_text(encoding="utf-8")
+    hashes = []
+    for name in ("script", "style"):
+        inline = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)[1].encode("utf-8")
+        hashes.append(f"{name}-src 'sha256-{base64.b64encode(hashlib.sha256(inline).digest()).decode()}'")
+    policy = f"default-src 'none'; {'; '.join(hashes)}; connect-src 'self'; img-src data:"
+    policy += "; base-uri 'none'; form-action 'none'"
+    embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no text ends the element
+    return text.replace("POLICY", policy, 1).replace("EMBEDDED", embedded, 1), policy

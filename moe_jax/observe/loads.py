@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import zipfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -244,9 +243,13 @@ class LoadsRecorder:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], every: int, *,
-        resume_step: int | None = None, origin: LoadsOrigin | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: str | os.PathLike[str],
+        every: int,
+        *,
+        resume_step: int | None = None,
+        origin: LoadsOrigin | None = None,
+    ) -> None:
         """Open the parts, without samples later than the restored checkpoint.
 
         Args:
@@ -257,7 +260,6 @@ class LoadsRecorder:
         self.every = every
         self._folder = RunFolder(folder)
         self._origin = origin
-        self._older: list[tuple[LoadsOrigin | None, int, int, int]] = []  # origin, S, samples, last step of each part
         self._loads: list[np.ndarray] = []
         self._iterations: list[int] = []
         with disk_errors_named(self._folder.loads_parts):
@@ -278,25 +280,6 @@ class LoadsRecorder:
             if kept < len(trace.iterations):
                 self._write_part(trace.loads[:kept], trace.iterations[:kept], trace.origins[:kept])
             self.last_step = int(trace.iterations[kept - 1])
-            self._older.append((trace.origins[0], trace.loads.shape[2], kept, self.last_step))
-
-    def describe_older(self) -> str | None:
-        """Return what became of samples that an earlier start recorded on another mesh; None where there are none."""
-        if self._origin is None:
-            return None
-        meshes, last_step = Counter(), 0
-        for origin, S, samples, step in self._older:
-            if S != self._origin.sources or (origin is not None and origin.mesh != self._origin.mesh):
-                meshes[f"{S} sources" if origin is None else f"{origin.describe_mesh()}, {S} sources"] += samples
-                last_step = step
-        if not meshes:
-            return None
-        listed = "; ".join(f"{count} of ({name})" for name, count in meshes.items())
-        return (
-            f"recorded loads: samples of other meshes up to step {last_step} are kept as they are: {listed}; those of "
-            f"this mesh ({self._origin.describe_mesh()}, {self._origin.sources} sources) begin a new part, and "
-            "loads.npz will hold all of them and say which mesh each is of"
-        )
 
     def due(self, step: int) -> bool:
         """Return whether `record` would take this step, so that the loop fetches loads only then."""

@@ -1,28 +1,41 @@
-"""One strict JSON object per line and step, in the order of the steps, also after a kill.
+"""Records of steps: one strict JSON object a line, in the order of the steps, also after a kill; and on dashboards.
 
 Plain numbers and NumPy values of one step, already on the host, become lines of metrics.jsonl or evaluations.jsonl.
-Floats that are not finite stand as the strings "nan", "inf" and "-inf"; `read_metrics` turns them back.
+Floats that are not finite stand as the strings "nan", "inf" and "-inf"; `read_metrics` turns them back. TensorBoard and
+Weights & Biases get the same tags: event files in the run folder, and where WANDB_PROJECT is set in the environment a
+run of `wandb` (WANDB_MODE=offline keeps it in the run folder). Either package may be absent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
 import json
 import logging
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.storage.run_folder import EVALUATIONS, METRICS, RunFolder, disk_errors_named, readable
+from moe_jax.storage.run_folder import METRICS, RunFolder, disk_errors_named, readable
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-MOST_RECORDS = 10_000  # that a report reads
+PROJECT = "WANDB_PROJECT"
+# the first word of a tag; what no group names belongs to plans
+GROUPS = {
+    "loss": "loss aux_loss z_loss kl held_out_loss held_out_loss_ema bits_per_byte unigram_entropy perplexity",
+    "balance": "device_load_max_over_mean dead_experts gate_entropy dropped_fraction passes overflow_steps loads",
+    "optimizer": "learning_rate grad_norm loss_scale overflowed_updates skipped skipped_steps",
+    "speed": "tokens_per_second model_flops_per_second step_seconds compile_seconds peak_device_bytes run_again "
+    "steps_run_again",
+}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 _told: set[Path] = set()  # files of which damaged lines were logged
 _log = logging.getLogger(__name__)
 
@@ -197,51 +210,59 @@ def _with_floats(value: Any, depth: int = 9) -> Any:
     return value
 
 
-def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Condense the records of a run folder; a number that no record states, or none finite, is None.
+class Dashboards:
+    """Write to each of them that is there; one that was asked for and cannot be imported is logged once."""
 
-    Losses are in nats per token, bits_per_byte is the last held-out one by its text's bytes; medians leave out steps
-    that compiled; device load is max over mean, 1 = balanced; below_unigram_entropy is how far the last held-out loss
-    lies below the unigram entropy, as a fraction of it.
-    """
-    metrics, evaluations = (read_metrics(folder, file_name=name, most=MOST_RECORDS) for name in (METRICS, EVALUATIONS))
-    steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
+    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None, config: str = "") -> None:
+        """Open them; what earlier ones say of steps after `resume_step` (None: all) is hidden or written over.
 
-    def number(records: list, name: str, reduce: Callable, take: slice = slice(None)) -> float | None:
-        values = np.ravel(column(records, name)[1])[take]
-        finite = values[np.isfinite(values)]
-        return float(reduce(finite)) if finite.size else None
+        config: the run's, as text.
+        """
+        self._events = self._online = None
+        run = RunFolder(folder)
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            if importlib.util.find_spec("tensorboardX"):  # an extra: whoever lacks it did not ask for events
+                _log.warning("no TensorBoard events: tensorboardX cannot be imported (%s); install it again", error)
+        else:
+            # a line per NaN; a skipped step has several
+            logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
+            purge_step = 0 if resume_step is None else resume_step + 1
+            with disk_errors_named(run.tensorboard):
+                self._events = SummaryWriter(os.fspath(run.tensorboard), purge_step=purge_step, flush_secs=10)
+        if not os.environ.get(PROJECT):
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            _log.warning("nothing for %s: wandb cannot be imported (%s); pip install wandb", PROJECT, error)
+            return
+        where = os.fspath(run.path.resolve())
+        identity = hashlib.sha256(where.encode()).hexdigest()[:16]
+        bound = dict(line.split(" = ", 1) for line in config.splitlines() if " = " in line)
+        self._online = wandb.init(dir=where, name=run.path.name, id=identity, resume="allow", config=bound)
 
-    def whole(name: str, reduce: Callable) -> int | None:
-        value = number(metrics, name, reduce)
-        return None if value is None else int(value)
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """Write the numbers of a step, of a list its mean, min and max; the rest is left to metrics.jsonl."""
+        scalars = {}
+        for name, value in record.items():
+            if name == "step" or value is None or isinstance(value, str | Mapping):
+                continue
+            values, tag = np.asarray(value, np.float64), f"{_GROUP_OF.get(name, 'plan')}/{name}"
+            if values.ndim == 0:
+                scalars[tag] = float(values)
+            elif values.size:
+                for key, reduce in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+                    scalars[f"{tag}/{key}"] = float(reduce(values))
+        if self._events is not None:
+            for tag, number in scalars.items():
+                self._events.add_scalar(tag, number if math.isfinite(number) else math.nan, step)
+        if self._online is not None:
+            self._online.log(scalars, step=step)
 
-    last = slice(-1, None)
-    compilations = column(metrics, "compile_seconds")[1]
-    held_out = number(evaluations, "held_out_loss", np.mean, last)
-    entropy = number(evaluations, "unigram_entropy", np.mean, last)
-    return {
-        "steps": metrics[-1]["step"] if metrics else None,
-        "loss_last": number(metrics, "loss", np.mean, last),
-        "held_out_loss_first": number(evaluations, "held_out_loss", np.mean, slice(1)),
-        "held_out_loss_last": held_out,
-        "held_out_loss_ema": number(evaluations, "held_out_loss_ema", np.mean, last),
-        "bits_per_byte": number(evaluations, "bits_per_byte", np.mean, last),
-        "unigram_entropy": entropy,
-        "below_unigram_entropy": None if held_out is None or not entropy else 1.0 - held_out / entropy,
-        "tokens_per_second": number(steady, "tokens_per_second", np.median),
-        "model_flops_per_second": number(steady, "model_flops_per_second", np.median),
-        "step_seconds": number(steady, "step_seconds", np.median),
-        "peak_device_bytes": number(metrics, "peak_device_bytes", np.max),
-        "device_load_mean": number(metrics, "device_load_max_over_mean", np.mean),
-        "device_load_worst": number(metrics, "device_load_max_over_mean", np.max),
-        "dropped_fraction": number(metrics, "dropped_fraction", np.mean),
-        # what happened in each record's step; the three below count from the start of the run
-        "overflow_steps": whole("overflow_steps", np.sum),
-        "skipped_steps": whole("skipped_steps", np.max),
-        "overflowed_updates": whole("overflowed_updates", np.max),
-        "steps_run_again": whole("steps_run_again", np.max),
-        "compilations": int(np.count_nonzero(compilations)),
-        "compile_seconds": float(np.nansum(compilations)),
-        "rejit_stall_seconds": number(metrics, "rejit_stall_seconds", np.sum),
-    }
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+        if self._online is not None:
+            self._online.finish()

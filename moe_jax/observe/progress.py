@@ -1,6 +1,6 @@
 """The progress of a run: one line that is updated on a terminal, otherwise a plain line every n steps.
 
-An odd terminal (no size, no Unicode, closed) never stops a run: what cannot be shown is logged once and left out.
+An odd terminal (no size, closed) never stops a run: what cannot be shown is logged once and left out.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 import numpy as np
 
-_BAR = ("━", "╸", "─")
-_PLAIN_BAR = ("=", ">", ".")
 _WIDTH_WITHOUT_ANSWER = 80
 _SHORTEST_BAR, _LONGEST_BAR = 8, 32
 _SECONDS_BETWEEN_DRAWS = 0.1
@@ -26,25 +24,21 @@ _log = logging.getLogger(__name__)
 class Progress:
     """Step, loss, tokens/s, device load max/mean and time left, on one line."""
 
-    def __init__(
-        self, total_steps: int, stream: TextIO, start_step: int = 0, every: int = 10, *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """Start after `start_step` of `total_steps`, drawing nothing yet; `every`: steps between two plain lines."""
+    def __init__(self, total_steps: int, stream: TextIO, start_step: int, every: int, clock=time.monotonic) -> None:
+        """Start after `start_step` of `total_steps`, drawing nothing yet.
+
+        Args:
+          every: steps between two plain lines; clock: returns seconds.
+        """
         try:
             self.live = bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
         except (AttributeError, ValueError, OSError):
             self.live = False
-        self._total, self._stream, self._every, self._clock = total_steps, stream, max(1, every), clock
+        self._total, self._stream, self._every, self._clock = total_steps, stream, every, clock
         self._step = start_step
         # The first update comes after the first step's compilation: the rate is measured between updates only.
         self._times: deque[tuple[int, float]] = deque(maxlen=64)
         self._line, self._drawn, self._drawn_at, self._broken = "", "", -float("inf"), False
-        self._bar = _BAR
-        try:
-            "".join(_BAR).encode(getattr(stream, "encoding", None) or "ascii")
-        except (UnicodeEncodeError, LookupError):
-            self._bar = _PLAIN_BAR
 
     def update(self, step: int, record: Mapping[str, Any]) -> None:
         """Show a finished step by its record in metrics.jsonl, and the time left.
@@ -94,12 +88,6 @@ class Progress:
             self._emit("\n")
         self._line = self._drawn = ""
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _live_line(self, numbers: dict[str, str | None]) -> str:
         """Fit what the terminal's width holds: the step first, then loss, time left, speed, load, and the bar last."""
         try:
@@ -117,10 +105,8 @@ class Progress:
         tail = "".join("  " + kept[name] for name in _SHOWN if name in kept)
         length, bar = min(room - 2, _LONGEST_BAR), ""
         if length >= _SHORTEST_BAR:
-            share = min(1.0, max(0.0, self._step / self._total)) if self._total > 0 else 1.0
-            full, half = divmod(round(2 * length * share), 2)
-            done, tip, rest = self._bar
-            bar = "  " + done * full + tip * half + rest * (length - full - half)
+            done = length * self._step // self._total
+            bar = f"  {'=' * done}{'.' * (length - done)}"
         return (head + bar + tail)[: max(width, 0)]
 
     def _draw(self) -> None:

@@ -1,8 +1,8 @@
-"""The pictures of a run (loss, expert load and device load over time), and one page about it in one file.
+"""What a run has reached: numbers, a picture of its experts' loads over time, and one page about it in one file.
 
-metrics.jsonl, evaluations.jsonl and loads.npz of a run folder become plots/*.png; these records, the config and the
-environment become report.html, which asks for nothing. Absolute paths are shortened to their last part, so that the
-page shows no folders or user names of the machine. Letters: docs/notation.md.
+metrics.jsonl and evaluations.jsonl of a run folder become a few numbers, loads.npz becomes plots/expert_load.png; with
+the config and the environment they become report.html, which asks for nothing. Absolute paths are shortened to their
+last part, so that the page shows no folders or user names of the machine. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_jax.observe.followed import FollowedRun
+from moe_jax.observe.followed import FollowedRun, page_of
 from moe_jax.observe.loads import LoadsTrace, read_loads
-from moe_jax.observe.metrics_file import MOST_RECORDS, column, read_metrics, summarize_run
-from moe_jax.observe.page import page_of
+from moe_jax.observe.metrics_file import column, read_metrics
 from moe_jax.observe.progress import with_prefix
 from moe_jax.storage.run_folder import (
     EVALUATIONS,
@@ -35,38 +34,33 @@ from moe_jax.storage.run_folder import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 200
 MOST_POINTS = 400  # of expert loads along the time axis
 
-PURPLE, YELLOW, SKY = "#CC79A7", "#E69F00", "#56B4E9"
-BLUE, ORANGE, GREEN, INK, GREY, FAINT = "#0072B2", "#D55E00", "#009E73", "#1f2328", "#656d76", "#d8dee4"
-_NAMED = (BLUE, ORANGE, PURPLE, YELLOW, SKY)  # for a few layers; more layers get a colour scale
+INK, GREY, FAINT = "#1f2328", "#656d76", "#d8dee4"
+MOST_RECORDS = 10_000  # that a report reads
 
 # A path from the root or a home folder: `/a/b`, `~/b`, not a division or the inside of a relative path or of a URL.
 _ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~\-])(?:~[\w.\-]*)?/(?:[^\s'\"/]+/)*([^\s'\"/]+)/?")
 
 
-def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None = None) -> Path:
+def write_report(run: RunFolder, picture: Path | None) -> Path:
     """Write report.html from whatever the run folder holds, and return its path.
 
     Args:
-      pictures: what `draw_all` returned, of which expert_load.png is shown; None draws them now.
+      picture: what `draw_loads` returned, which the page shows.
     """
-    run = RunFolder(folder)
     summary, environment, data = summarize_run(run), run.read_environment(), FollowedRun(run).refresh()
     # The folder's own name, also when it is given as "." or with a link.
     data["name"], date = run.path.resolve().name, environment.get("date")
     steps = "no steps" if summary["steps"] is None else f"{summary['steps']:,} steps"
     texts = {"Config": read_text(run.config), "All values used, defaults included": read_text(run.operative_config)}
-    pictures = draw_all(run) if pictures is None else pictures
-    shown = [base64.b64encode(path.read_bytes()).decode() for path in pictures if path.name == "expert_load.png"]
     data["about"] = {
         "lead": f"moe_jax run, {steps}{f', {date}' if date else ''}",
         "numbers": model_facts(environment) + headline_numbers(summary),
-        "expert_load": shown[0] if shown else None,
+        "expert_load": picture and base64.b64encode(picture.read_bytes()).decode(),
         "texts": {name: without_absolute_paths(text.strip()) for name, text in texts.items() if text is not None},
         "environment": {
             name.replace("_", " "): without_absolute_paths(_words(value))
@@ -78,9 +72,9 @@ def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None
 
 
 def report_run(run: RunFolder) -> None:
-    """Draw the pictures, write the report, and print where they are and what a finished run has reached."""
-    pictures, summary = draw_all(run), summarize_run(run)
-    page, below = write_report(run, pictures), summary["below_unigram_entropy"]
+    """Draw the loads, write the report, and print where both are and what a finished run has reached."""
+    picture, summary = draw_loads(run), summarize_run(run)
+    page, below = write_report(run, picture), summary["below_unigram_entropy"]
     against = "" if below is None else f"; the held-out loss ends {100 * abs(below):.1f}% {_side(below)} it"
     reached = {name: value for name, value in summary.items() if value or isinstance(value, float)}
     lines = [("run folder", str(run.path))]
@@ -94,7 +88,7 @@ def report_run(run: RunFolder) -> None:
     ):
         with contextlib.suppress(KeyError):  # what no record states, and counts of nothing
             lines.append((label, text.format(**reached)))
-    lines += [*(("plot", str(picture)) for picture in pictures), ("report", str(page))]
+    lines += [("plot", str(picture))] * bool(picture) + [("report", str(page))]
     for label, text in lines:
         print(f"{label:<18}{text}")
 
@@ -102,6 +96,56 @@ def report_run(run: RunFolder) -> None:
 def _side(below: float) -> str:
     """Return on which side of the unigram entropy a loss is that lies this share of it below."""
     return "below" if below >= 0 else "above"
+
+
+def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Condense the records of a run folder; a number that no record states, or none finite, is None.
+
+    Losses are in nats per token, bits_per_byte is the last held-out one by its text's bytes; medians leave out steps
+    that compiled; device load is max over mean, 1 = balanced; below_unigram_entropy is how far the last held-out loss
+    lies below the unigram entropy, as a fraction of it.
+    """
+    metrics, evaluations = (read_metrics(folder, file_name=name, most=MOST_RECORDS) for name in (METRICS, EVALUATIONS))
+    steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
+
+    def number(records: list, name: str, reduce: Callable, take: slice = slice(None)) -> float | None:
+        values = np.ravel(column(records, name)[1])[take]
+        finite = values[np.isfinite(values)]
+        return float(reduce(finite)) if finite.size else None
+
+    def whole(name: str, reduce: Callable) -> int | None:
+        value = number(metrics, name, reduce)
+        return None if value is None else int(value)
+
+    last = slice(-1, None)
+    compilations = column(metrics, "compile_seconds")[1]
+    held_out = number(evaluations, "held_out_loss", np.mean, last)
+    entropy = number(evaluations, "unigram_entropy", np.mean, last)
+    return {
+        "steps": metrics[-1]["step"] if metrics else None,
+        "loss_last": number(metrics, "loss", np.mean, last),
+        "held_out_loss_first": number(evaluations, "held_out_loss", np.mean, slice(1)),
+        "held_out_loss_last": held_out,
+        "held_out_loss_ema": number(evaluations, "held_out_loss_ema", np.mean, last),
+        "bits_per_byte": number(evaluations, "bits_per_byte", np.mean, last),
+        "unigram_entropy": entropy,
+        "below_unigram_entropy": None if held_out is None or not entropy else 1.0 - held_out / entropy,
+        "tokens_per_second": number(steady, "tokens_per_second", np.median),
+        "model_flops_per_second": number(steady, "model_flops_per_second", np.median),
+        "step_seconds": number(steady, "step_seconds", np.median),
+        "peak_device_bytes": number(metrics, "peak_device_bytes", np.max),
+        "device_load_mean": number(metrics, "device_load_max_over_mean", np.mean),
+        "device_load_worst": number(metrics, "device_load_max_over_mean", np.max),
+        "dropped_fraction": number(metrics, "dropped_fraction", np.mean),
+        # what happened in each record's step; the three below count from the start of the run
+        "overflow_steps": whole("overflow_steps", np.sum),
+        "skipped_steps": whole("skipped_steps", np.max),
+        "overflowed_updates": whole("overflowed_updates", np.max),
+        "steps_run_again": whole("steps_run_again", np.max),
+        "compilations": int(np.count_nonzero(compilations)),
+        "compile_seconds": float(np.nansum(compilations)),
+        "rejit_stall_seconds": number(metrics, "rejit_stall_seconds", np.sum),
+    }
 
 
 def model_facts(environment: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -172,79 +216,28 @@ def _words(value: Any) -> str:
 
 
 def has_report(run: RunFolder) -> bool:
-    """Say whether a finished run's report is there, and the pictures too, where they can be drawn."""
-    missing = importlib.util.find_spec("matplotlib") is not None and not any(run.plots.glob("*.png"))
+    """Say whether a finished run's report is there, and the picture of its loads too, where one can be drawn."""
+    missing = importlib.util.find_spec("matplotlib") is not None and run.loads.exists() and not run.picture.exists()
     return run.report.exists() and not missing
 
 
-def draw_all(folder: str | os.PathLike[str]) -> list[Path]:
-    """Draw loss.png, device_load.png and, of recorded loads, expert_load.png: what the run has data for.
+def draw_loads(run: RunFolder) -> Path | None:
+    """Draw expert_load.png from recorded loads and return its path, None where there are none.
 
-    Without matplotlib there is one line that says so, and no picture.
+    The file has none of the metadata that would make equal pictures differ. Without matplotlib there is one line that
+    says so, and no picture.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        print("no pictures: matplotlib is not installed; pip install matplotlib, then give the same command again")
-        return []
-    run = RunFolder(folder)
-    metrics, evaluations = (read_metrics(run, file_name=name, most=MOST_RECORDS) for name in (METRICS, EVALUATIONS))
-    with disk_errors_named(run.plots):
-        run.plots.mkdir(exist_ok=True)
-    drawn = []
-    if metrics or evaluations:
-        drawn.append(save_figure(loss_figure(metrics, evaluations), run.plots / "loss.png"))
-    if column(metrics, "device_load_max_over_mean")[1].ndim == 2:
-        drawn.append(save_figure(device_load_figure(metrics), run.plots / "device_load.png"))
-    if run.loads.exists():
-        drawn.append(save_figure(expert_load_heat_maps(read_loads(run.loads)), run.plots / "expert_load.png"))
-    return drawn
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG atomically, without the metadata that would make equal pictures differ."""
-    with atomic_file(path) as file:
+        print("no picture: matplotlib is not installed; pip install matplotlib, then give the same command again")
+        return None
+    if not run.loads.exists():
+        return None
+    figure = expert_load_heat_maps(read_loads(run.loads))
+    with disk_errors_named(run.picture):
+        run.picture.parent.mkdir(exist_ok=True)
+    with atomic_file(run.picture) as file:
         figure.savefig(file, format="png", dpi=DOTS_PER_INCH, facecolor="white", metadata={"Software": None})
-    return path
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of that many inches that draws with Agg."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """Average each value [n] with its neighbours up to a fortieth of all away, fewer near the ends; NaN is left out."""
-    n, present = len(values), np.isfinite(values)
-    index, reach = np.arange(n), max(1, n // 40)
-    # the same reach on both sides, but for the outermost values, so that a falling curve is not shifted
-    sides = np.clip(np.minimum(index, n - 1 - index), reach // 8, reach)
-    first, stop = np.maximum(index - sides, 0), np.minimum(index + sides + 1, n)
-    counts, sums = (np.append(0.0, np.cumsum(each)) for each in (present, np.where(present, values, 0.0)))
-    return np.where(present, (sums[stop] - sums[first]) / np.maximum(counts[stop] - counts[first], 1), np.nan)
-
-
-def style_axes(axes: Axes) -> None:
-    """Draw axes as all pictures of runs have them: no frame, faint horizontal lines behind the data, grey ticks."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(FAINT)
-    axes.grid(True, axis="y", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.01)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.tick_params(colors=GREY, labelsize=8.5, length=0)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set(color=GREY, size=9)
-
-
-def title_axes(axes: Axes, text: str) -> None:
-    """Write a picture's title, bold, above its left edge."""
-    axes.set_title(text, loc="left", color=INK, fontsize=11, fontweight="bold", pad=10)
+    return run.picture
 
 
 def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
@@ -254,8 +247,10 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
     With more experts than pixels their colours are averaged.
     """
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     shares, first, last = load_grid(trace)
@@ -264,7 +259,9 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
     across = min(L, next(columns for columns, most in ((1, 2), (2, 6), (3, 12), (4, 24), (6, 48), (8, L)) if L <= most))
     down = math.ceil(L / across)
     height = max(0.75, min(0.6 + 0.05 * E, 3.8, 9.0 / down))
-    figure = new_figure(7.2, 0.9 + down * (height + 0.26))
+    size = (7.2, 0.9 + down * (height + 0.26))  # inches
+    figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02)
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     # The upper end of the scale, a power of two from 2 to 64, covers all but the heaviest 0.2% of the loads, so that
@@ -300,8 +297,8 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=8, colors=GREY, length=0)
     bar.outline.set_visible(False)
-    figure.suptitle("Expert load over time, against an even share (black: no token)", x=0.01, ha="left", color=INK,
-                    fontsize=11, fontweight="bold")  # fmt: skip
+    title = "Expert load over time, against an even share (black: no token)"
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
     figure.supxlabel("step", color=GREY, fontsize=9)
     figure.supylabel("expert", color=GREY, fontsize=9)
     return figure
@@ -328,82 +325,3 @@ def load_grid(trace: LoadsTrace) -> tuple[np.ndarray, float, float]:
     sums = np.concatenate([np.zeros((1, *shares.shape[1:])), np.cumsum(shares, axis=0)])
     means = (sums[stops] - sums[starts]) / (stops - starts)[:, None, None]
     return means.transpose(1, 2, 0), float(edges[0]), float(edges[-1])
-
-
-def loss_figure(metrics: list[dict], evaluations: list[dict]) -> Figure:
-    """Draw training and held-out loss over the steps, and below them the learning rate."""
-    figure = new_figure(7.2, 4.6)
-    rates = column(metrics, "learning_rate")
-    if len(rates[0]):
-        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
-        style_axes(below)
-        below.plot(*rates, color=GREY, linewidth=1.4)
-        below.set_ylim(bottom=0)
-        below.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-        below.yaxis.get_offset_text().set(size=7.5, color=GREY)
-        below.set_ylabel("learning\nrate")
-        below.set_xlabel("step")
-    else:
-        axes = figure.subplots()
-        axes.set_xlabel("step")
-    style_axes(axes)
-    steps, losses = column(metrics, "loss")
-    if len(steps):
-        axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35, marker="o" if len(steps) == 1 else None)
-        axes.plot(steps, smoothed(losses), color=BLUE, linewidth=1.8, label="training (smoothed)")
-    evaluated, held_out = column(evaluations, "held_out_loss")
-    if len(evaluated):
-        axes.plot(evaluated, held_out, "o-", color=ORANGE, markersize=5, linewidth=1.0, label="held-out")
-        last = held_out[-1]
-        if np.isfinite(last):
-            axes.annotate(f"{last:.3f}", (evaluated[-1], last), (4, -13), textcoords="offset points", ha="right",
-                          color=ORANGE, fontsize=8.5, fontweight="bold")  # fmt: skip
-    entropies = column(evaluations, "unigram_entropy")[1]
-    if entropies.size and np.isfinite(entropies[-1]):
-        axes.axhline(
-            entropies[-1], color=GREEN, linewidth=1.2, linestyle=(0, (5, 3)), label="unigram entropy of the corpus"
-        )
-    axes.set_ylabel("cross-entropy (nats per token)")
-    title_axes(axes, "Loss")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
-    return figure
-
-
-def device_load_figure(metrics: list[dict]) -> Figure:
-    """Draw device load max over mean of every layer over the steps, their mean, and the balanced value 1."""
-    import matplotlib
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, Normalize
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure(7.2, 4.0)
-    axes = figure.subplots()
-    style_axes(axes)
-    steps, per_layer = column(metrics, "device_load_max_over_mean")
-    L = per_layer.shape[1]
-    named, marker = L <= len(_NAMED), "o" if len(steps) < 3 else None
-    # named colours for a few layers, else from dark to light with depth
-    colours = _NAMED[:L] if named else matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, L))
-    for layer, loads in enumerate(per_layer.T):
-        label = f"layer {layer}" if named else None
-        axes.plot(steps, smoothed(loads), color=colours[layer], linewidth=1.0, alpha=0.75, label=label, marker=marker,
-                  markersize=3)  # fmt: skip
-    if L > 1:
-        counted = np.isfinite(per_layer).sum(axis=1)
-        mean = np.where(counted > 0, np.nansum(per_layer, axis=1) / np.maximum(counted, 1), np.nan)
-        axes.plot(steps, smoothed(mean), color=INK, linewidth=2.0, label=f"mean of {L} layers", marker=marker)
-    if not named:
-        scale = ScalarMappable(Normalize(-0.5, L - 0.5), ListedColormap(colours))
-        bar = figure.colorbar(scale, ax=axes, aspect=30, pad=0.02, ticks=MaxNLocator(6, integer=True))
-        bar.set_label("layer", color=GREY, fontsize=8.5)
-        bar.ax.tick_params(labelsize=8, colors=GREY, length=0)
-        bar.outline.set_visible(False)
-    axes.axhline(1.0, color=GREEN, linewidth=1.2, linestyle=(0, (5, 3)), label="balanced")
-    axes.set_ylim(bottom=1.0 - 0.06 * max(0.05, axes.get_ylim()[1] - 1.0))
-    axes.set_xlabel("step")
-    axes.set_ylabel("tokens per device, max / mean")
-    title_axes(axes, "Device load, smoothed: the fullest device against the mean")
-    # Below the axes: noisy lines leave no corner free.
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)
-    return figure

@@ -3,7 +3,7 @@
 config.gin            what the user bound          metrics.jsonl      one JSON object a step
 operative_config.gin  what the program used        evaluations.jsonl  one JSON object an evaluation
 environment.json      versions, devices, mesh      loads/ loads.npz   parts while training, merged at the end
-checkpoints/          orbax                        plots/ report.html pictures, and all of it on one page
+checkpoints/          orbax                        plots/ report.html expert_load.png, and a page
 tensorboard/          events                       profile/           traces of train.profile_steps
 lock.json             the job that writes here     (jobs/lock.py)
 run.json              what the run was begun with that runs before were not (config/run_config.py)
@@ -120,7 +120,7 @@ class RunFolder:
         self.environment, self.report = self.path / "environment.json", self.path / "report.html"
         self.metrics, self.evaluations = self.path / METRICS, self.path / EVALUATIONS
         self.loads_parts, self.loads = self.path / "loads", self.path / "loads.npz"
-        self.plots, self.profile = self.path / "plots", self.path / "profile"
+        self.picture, self.profile = self.path / "plots" / "expert_load.png", self.path / "profile"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
         self.lock, self.begun = self.path / "lock.json", self.path / "run.json"
         self.retake: Callable[[], bool] = lambda: False  # a lock sets `FolderLock.retake`

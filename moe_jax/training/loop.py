@@ -167,7 +167,7 @@ class Loop:
             self.recorder.note(step, f"gradients overflowed, loss scale {record['loss_scale']:g} is halved")
         if record.get("skipped"):
             self.recorder.note(step, f"not finite, skipped ({skipped} of at most {allowed})")
-        self.recorder.write_step(step, record, metrics["loads"], loads)
+        self.recorder.write_step(step, record, metrics["loads"])
 
     def measured(self, metrics: dict, seconds: float) -> dict:
         """Return what a step's record says of its time and memory."""

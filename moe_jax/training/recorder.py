@@ -17,9 +17,8 @@ from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, carry_
 from moe_jax.errors import UserError
 from moe_jax.models.counts import parameter_counts
 from moe_jax.moe.routers.sigmoid_bias import SigmoidBias
-from moe_jax.observe.dashboards import Dashboards
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, sample_every
-from moe_jax.observe.metrics_file import MetricsWriter
+from moe_jax.observe.metrics_file import Dashboards, MetricsWriter
 from moe_jax.observe.progress import Progress
 from moe_jax.registry import options_in
 from moe_jax.replan.costs import modelled_layers
@@ -33,8 +32,6 @@ from moe_jax.storage.run_folder import (
 )
 from moe_jax.training.origin import OpenRun
 from moe_jax.training.program import Session
-
-_MOST_PICTURES = 40  # of loads, that the dashboards of a run get
 
 
 def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
@@ -126,12 +123,9 @@ class Recorder:
         layers, experts = sum(s.config.moe_layers for s in segments), max(s.moe.num_experts for s in segments)
         every = sample_every(train.loads_every, train.steps, 4 * layers * origin.sources * experts)
         self.loads = LoadsRecorder(folder, every, resume_step=latest, origin=origin)
-        self.picture_every, self.pictured = train.steps / _MOST_PICTURES, -train.steps
         self.dashboards = Dashboards(folder, resume_step=latest, config=config_text)
         written = [p for p in folder.path.iterdir() if p.suffix in (".gin", ".json", ".jinja") and p.is_file()]
         self.written_once = {path: path.read_bytes() for path in written}
-        if (older := self.loads.describe_older()) is not None:
-            print(older, flush=True)
 
     def close(self) -> None:
         """Merge the loads, and close what is open."""
@@ -154,20 +148,17 @@ class Recorder:
                     file.write(content)
             self.note(step, f"{self.folder.path} was deleted; it is made again, without what earlier steps wrote")
 
-    def write_step(self, step: int, record: dict, loads: np.ndarray, by_segment: dict):
+    def write_step(self, step: int, record: dict, loads: np.ndarray):
         """Write down and show step `step` (from 1).
 
         Args:
           record: of metrics.jsonl.
-          loads: int [L, S, E] of the step; by_segment: the same, {segment: int [L, S, E]}.
+          loads: int [L, S, E] of the step.
         """
         self.keep_folder(step)
         self.metrics.write(step, record)
         self.dashboards.write(step, record)
-        if self.loads.record(step, loads) and step - self.pictured >= self.picture_every:
-            self.pictured = step
-            for name, segment_loads in by_segment.items():
-                self.dashboards.write_loads(step, name, segment_loads)
+        self.loads.record(step, loads)
         self.progress.update(step, record)
 
     def write_evaluation(self, step: int, record: dict):

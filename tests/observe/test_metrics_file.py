@@ -5,7 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax.observe.metrics_file import MetricsWriter, column, read_metrics, summarize_run
+from moe_jax.observe.metrics_file import MetricsWriter, column, read_metrics
+from moe_jax.observe.report import summarize_run
 from moe_jax.storage.run_folder import EVALUATIONS
 
 

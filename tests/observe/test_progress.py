@@ -45,10 +45,10 @@ def set_width(monkeypatch, columns):
     monkeypatch.setattr("os.get_terminal_size", lambda fileno: os.terminal_size((columns, 24)))
 
 
-def run(steps, total, stream, seconds=2.0, **options):
+def run(steps, total, stream, seconds=2.0, start_step=0, every=10):
     """Return a `Progress` that was updated at these steps, so many seconds apart."""
     clock = Clock()
-    progress = Progress(total, stream, clock=clock, **options)
+    progress = Progress(total, stream, start_step, every, clock)
     update(progress, clock, steps, seconds)
     return progress, clock
 
@@ -65,13 +65,13 @@ def test_live_line_shows_all_numbers(terminal):
     assert progress.live
     # Step 1 at 2 s and step 3 at 6 s: 2 s a step, 7 steps left.
     assert terminal.screen() == [
-        "step  3/10  " + "━" * 9 + "╸" + "─" * 22 + "  loss 2.0000  1.23k tokens/s  load 1.25x  14s left"
+        "step  3/10  " + "=" * 9 + "." * 23 + "  loss 2.0000  1.23k tokens/s  load 1.25x  14s left"
     ]
     progress.note("held-out loss 3.2")
     assert terminal.screen()[0] == "held-out loss 3.2" and terminal.screen()[1].startswith("step  3/10")
     update(progress, clock, range(4, 11), plan_remark="tau 0")
     progress.close()
-    last = "step 10/10  " + "━" * 32 + "  loss 0.6000  1.23k tokens/s  load 1.25x  tau 0  done"
+    last = "step 10/10  " + "=" * 32 + "  loss 0.6000  1.23k tokens/s  load 1.25x  tau 0  done"
     assert terminal.screen() == ["held-out loss 3.2", last, ""]
 
 
@@ -95,10 +95,10 @@ def test_live_line_never_reaches_the_last_column(terminal, monkeypatch, columns)
 
 
 def test_without_a_terminal_one_plain_line_every_n_steps():
-    stream, clock = io.StringIO(), Clock()
-    with Progress(25, stream, every=10, clock=clock) as progress:
-        update(progress, clock, range(1, 26))
-        progress.note("saved")
+    stream = io.StringIO()
+    progress, _ = run(range(1, 26), 25, stream)
+    progress.note("saved")
+    progress.close()
     assert stream.getvalue().splitlines() == [
         "step 10/25 | loss 0.6000 | 1.23k tokens/s | device load max/mean 1.25 | 30s left",
         "step 20/25 | loss 0.3000 | 1.23k tokens/s | device load max/mean 1.25 | 10s left",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
+from moe_jax.observe.followed import page_of
 from moe_jax.observe.loads import LoadsTrace
-from moe_jax.observe.page import page_of
-from moe_jax.observe.report import draw_all, load_grid, without_absolute_paths, write_report
+from moe_jax.observe.report import draw_loads, load_grid, without_absolute_paths, write_report
 from moe_jax.storage.run_folder import RunFolder
 
 from .conftest import write_run
@@ -23,7 +23,7 @@ def embedded(page: str) -> dict:
 
 
 def test_report_is_the_page_with_the_data_of_one_run(finished_run):
-    page = write_report(finished_run).read_text()
+    page = write_report(finished_run, draw_loads(finished_run)).read_text()
     assert "http" not in page.replace("http://www.w3.org/", "").replace("http-equiv", "")
     for request in ("url(", "@import", " src=", '<link rel="stylesheet'):
         assert request not in page
@@ -43,14 +43,14 @@ def test_report_is_the_page_with_the_data_of_one_run(finished_run):
 def test_report_of_a_run_without_a_step_says_so(tmp_path):
     run = RunFolder(tmp_path / "new")
     run.config.write_text("train.steps = 30")
-    data = embedded(write_report(run).read_text())
+    data = embedded(write_report(run, None).read_text())
     assert "no steps" in data["about"]["lead"] and not data["lines"]
     for damaged, message in (("[1]", "holds a list"), ("{", "is not JSON"), ("[" * 10**5, "is not JSON")):
         run.environment.write_text(damaged)
         with pytest.raises(UserError, match=message):
-            write_report(run)
+            write_report(run, None)
     run.environment.write_text('{"parameters": {"total": %s, "active": 1}}' % ("9" * 400))
-    assert embedded(write_report(run).read_text())["about"]["numbers"][0][0] == "parameters"
+    assert embedded(write_report(run, None).read_text())["about"]["numbers"][0][0] == "parameters"
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,11 @@ def test_without_absolute_paths(text, shown):
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(1, 2), (24, 16)])
-def test_draw_all_gives_pngs(tmp_path, layers, experts):
-    run = write_run(tmp_path, layers=layers, experts=experts)
-    drawn = draw_all(run)
-    assert [path.name for path in drawn] == ["loss.png", "device_load.png", "expert_load.png"]
-    for data in (path.read_bytes() for path in drawn):
-        assert data[:8] == b"\x89PNG\r\n\x1a\n" and b"matplotlib" not in data.lower() and len(data) > 10_000
-        width, height = struct.unpack(">II", data[16:24])
-        assert width == 1440 and 300 < height < 2600
+def test_draw_loads_gives_a_png(tmp_path, layers, experts):
+    data = draw_loads(write_run(tmp_path, layers=layers, experts=experts)).read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and b"matplotlib" not in data.lower() and len(data) > 10_000
+    width, height = struct.unpack(">II", data[16:24])
+    assert width == 1440 and 300 < height < 2600
 
 
 def test_load_grid_divides_by_the_even_share_and_holds_over_gaps():

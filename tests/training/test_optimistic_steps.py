@@ -11,7 +11,8 @@ from support.marks import slow_but
 from support.tiny_run import assert_same_run, config_of, run_here
 
 from moe_jax.errors import UserError
-from moe_jax.observe.metrics_file import read_metrics, summarize_run
+from moe_jax.observe.metrics_file import read_metrics
+from moe_jax.observe.report import summarize_run
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
 from moe_jax.training.program import Program, Session

@@ -12,7 +12,8 @@ from support.program_volumes import collectives
 from support.tiny_run import config_of, one_step, run_here, session_of
 
 from moe_jax.errors import NonFiniteError
-from moe_jax.observe.metrics_file import read_metrics, summarize_run
+from moe_jax.observe.metrics_file import read_metrics
+from moe_jax.observe.report import summarize_run
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.storage.checkpoint import Checkpointer
 from moe_jax.training import loop
