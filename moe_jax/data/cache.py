@@ -15,12 +15,10 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import shutil
 import sys
 import time
 import uuid
-import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -145,27 +143,23 @@ class TokenSpan:
         return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
 
-FORMAT = 3
+FORMAT = 4  # of the folder; another number is another fingerprint
 BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once
-ABANDONED_SECONDS = 86400.0  # a builder's folder untouched for so long has no builder, whatever its lock says
-_HERE = f".building-{platform.node()}-"  # builders of this host, whose locks it sees
+ABANDONED_SECONDS = 3600.0  # a builder's folder in which nothing was written for so long has no builder
+TOLD_EVERY = 10.0  # seconds between two lines that say how far a build is
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMeta:
     """Say what a cache holds; the text of meta.json."""
 
-    format: int  # of the folder; another number is another fingerprint
     tokenizer: str  # its name
     dtype: str  # of tokens.bin, '<u2' or '<u4'
     tokens: int  # ids in tokens.bin, ends of documents included
     documents: int  # with any text
-    source_files: int
-    source_bytes: int  # as they lie on the disk
     max_id: int  # the largest in tokens.bin
     entries: list[int]  # tokens up to the end of each entry of DataConfig.path
     content: str  # a hash of the ids and the ends of the documents, equal on any two machines with the same text
-    crc32: int  # of the two files, one after the other
     answers: int = 0  # tokens of conversations that are targets; 0 of text
 
 
@@ -234,14 +228,13 @@ def check_vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int |
 
 
 def _read_meta(folder: Path) -> CacheMeta | None:
-    """Read meta.json, and all files once; None where there is no cache, or where they are not what was written."""
+    """Read meta.json; None where there is no cache, or where its files are not of the size that was written."""
     if not folder.is_dir():
         return None
     try:
         meta = CacheMeta(**json.loads((folder / "meta.json").read_text()))
         sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "documents.bin")]
-        whole = sizes == [meta.tokens * np.dtype(meta.dtype).itemsize, meta.documents * 8] and meta.format == FORMAT
-        whole = whole and meta.crc32 == _crc(folder)
+        whole = sizes == [meta.tokens * np.dtype(meta.dtype).itemsize, meta.documents * 8]
     except (FileNotFoundError, ValueError, TypeError):
         whole = False
     if not whole:
@@ -250,19 +243,9 @@ def _read_meta(folder: Path) -> CacheMeta | None:
     return meta
 
 
-def _crc(folder: Path) -> int:
-    """Return the CRC-32 of a cache's files, one after the other."""
-    crc, block = 0, bytearray(1 << 22)
-    for name in ("tokens.bin", "documents.bin"):
-        with open(folder / name, "rb", buffering=0) as file:
-            while size := file.readinto(block):
-                crc = zlib.crc32(memoryview(block)[:size], crc)
-    return crc
-
-
 def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None) -> CacheMeta:
     """Write a cache next to its place, then rename it there; keep the one that another builder put there first."""
-    started, root = time.monotonic(), folder.parent
+    root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "a") as lock:
         # One process builds while the others wait, where the file system has locks. This only saves work: without
@@ -272,16 +255,12 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
         if (meta := _read_meta(folder)) is not None:
             return meta
         _sweep(root)
-        building = root / f"{_HERE}{uuid.uuid4().hex}"
+        building = root / f".building-{uuid.uuid4().hex}"
         building.mkdir()
-        alive = os.open(building, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
             meta = _write(building, sources, tokenizer, template)
             if folder.exists() and _read_meta(folder) is None:
-                os.replace(folder, building.with_name(building.name + "-damaged"))
-                shutil.rmtree(building.with_name(building.name + "-damaged"), ignore_errors=True)
+                shutil.rmtree(folder)
             try:
                 os.replace(building, folder)
             except OSError:
@@ -292,27 +271,16 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
             _sync(root)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-            os.close(alive)
-    logging.info(
-        "token cache: %d files, %d bytes, %d documents, %d tokens in %.1f s",
-        *(meta.source_files, meta.source_bytes, meta.documents, meta.tokens, time.monotonic() - started),
-    )
     return meta
 
 
 def _sweep(root: Path) -> None:
-    """Remove what killed builders left: on this host where its lock is free, else once none can still be running."""
+    """Remove what killed builders left, once none of them can still be running."""
     for left in root.glob(".building-*"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            files = list(left.iterdir())
-            newest = max(path.stat().st_mtime for path in (left, *files))
-            if time.time() - newest <= ABANDONED_SECONDS:
-                if not files or not left.name.startswith(_HERE):  # a builder takes the lock before its first file
-                    continue
-                descriptor = os.open(left, os.O_RDONLY)
-                stack.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            if time.time() - newest > ABANDONED_SECONDS:
+                shutil.rmtree(left)
 
 
 def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None):
@@ -343,13 +311,16 @@ def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate 
 
 
 def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None) -> CacheMeta:
+    """Write the files of a cache into a folder, and say how far it is where that takes long."""
     wide = template is not None or tokenizer.vocab_size > 1 << 16
     dtype, content = np.dtype("<u4" if wide else "<u2"), hashlib.blake2b(digest_size=16)
     tokens = documents = answers = 0
     max_id = tokenizer.end_id
     entries = [0] * (1 + max(source.entry for source in sources))
+    ends_of_sources = np.cumsum([source.size for source in sources]).tolist()
+    before = {source.path: end - source.size for source, end in zip(sources, ends_of_sources, strict=True)}  # bytes
+    told = time.monotonic()
     with open(building / "tokens.bin", "wb") as token_file, open(building / "documents.bin", "wb") as end_file:
-        progress = _Progress(sources)
         for batch in _pieces(sources, tokenizer, template):
             ends = []
             for ids, ends_document, _, source in batch:
@@ -364,8 +335,11 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
             end_file.write(np.array(ends, "<i8").tobytes())
             content.update(ids.astype("<u4").tobytes())
             documents += len(ends)
-            progress.show(*batch[-1][2:], documents, tokens)
-        progress.close()
+            if time.monotonic() - told > TOLD_EVERY:
+                *_, share, source = batch[-1]
+                part = min(1.0, (before[source.path] + share * source.size) / max(1, ends_of_sources[-1]))
+                print(f"{part:4.0%} of the text: {documents:,} documents, {tokens:,} tokens", file=sys.stderr)
+                told = time.monotonic()
         if not documents:
             named = sources[0].path if len(sources) == 1 else f"each of {len(sources)} files"
             raise UserError(f"DataConfig.path names no text: {named} holds none; name one that does")
@@ -376,17 +350,13 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
         while block := file.read(1 << 22):
             content.update(block)
     meta = CacheMeta(
-        format=FORMAT,
         tokenizer=tokenizer.name,
         dtype=dtype.str,
         tokens=tokens,
         documents=documents,
-        source_files=len(sources),
-        source_bytes=sum(source.size for source in sources),
         max_id=max_id,
         entries=np.maximum.accumulate(entries).tolist(),
         content=content.hexdigest(),
-        crc32=_crc(building),
         answers=answers,
     )
     with open(building / "meta.json", "w") as file:
@@ -395,29 +365,6 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
         os.fsync(file.fileno())
     _sync(building)
     return meta
-
-
-class _Progress:
-    """A bar of the text that was read, by bytes of its files: on a terminal, elsewhere a line each ten seconds."""
-
-    def __init__(self, sources: list[Source]):
-        ends = np.cumsum([source.size for source in sources]).tolist()
-        self._started, self._total = time.monotonic(), max(1, ends[-1])
-        self._before = {source.path: end - source.size for source, end in zip(sources, ends, strict=True)}
-
-    def show(self, share: float, source: Source, documents: int, tokens: int) -> None:
-        """Say how far it is: `share` of a source is read, of all its predecessors everything."""
-        part = min(1.0, (self._before[source.path] + share * source.size) / self._total)
-        rate = tokens / max(1e-3, time.monotonic() - self._started)
-        said = f"{part:4.0%} of the text: {documents:,} documents, {tokens:,} tokens, {rate:,.0f} a second"
-        if sys.stderr.isatty():
-            print(f"\r|{'#' * round(20 * part):20}| {said}", end="", file=sys.stderr, flush=True)
-        logging.log_every_n_seconds(logging.INFO, "token cache: %s", 10, said)
-
-    def close(self) -> None:
-        """End the line of the bar."""
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
 
 
 def _sync(folder: Path):

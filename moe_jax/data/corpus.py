@@ -1,4 +1,8 @@
-"""From DataConfig.path to documents: which files there are, in the order of their names, and the text in them."""
+"""From DataConfig.path to documents: which files there are, in the order of their names, and the text in them.
+
+Files are text, records of JSON, or tables of Parquet and Arrow as downloaded or by `save_to_disk`, read a few rows at a
+time. pyarrow (extra [data]) is imported when the first table is read.
+"""
 
 import codecs
 import contextlib
@@ -7,7 +11,6 @@ import gzip
 import json
 import os
 import re
-import shlex
 import stat
 import sysconfig
 import zlib
@@ -15,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from moe_jax.data.tables import COLUMNS, JSON, TABLES, suffix_of, table_rows, training_files
+from absl import logging
+
 from moe_jax.errors import UserError
 
 BLOCK_BYTES = 4 << 20  # a text file is read in blocks, so that one file of many gigabytes needs no such memory
@@ -24,6 +28,14 @@ RECORD_BYTES = 64 << 20  # of a line of JSON at most: it is read whole, and that
 # In the standard library's tree: not its text (other people's packages, tests), or different on each machine.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
+TABLES, JSON, COLUMNS = (".parquet", ".arrow"), (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
+_ROWS = 512  # that are in memory at once
+# words between no letters, as the library `datasets` knows splits, and files that it writes next to the data
+_SPLITS = re.compile(
+    r"(?<![^\W\d_])(?:(train(?:ing)?)|validation|valid|val|dev|test(?:ing)?|eval(?:uation)?)(?![^\W\d_])", re.IGNORECASE
+)
+_NO_DATA = re.compile(r"cache-.*\.arrow|dataset_infos?\.json|dataset_dict\.json|state\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +152,35 @@ class Source:
             raise UserError(f"{self.path}: cannot be read ({error.strerror}); check DataConfig.path") from error
 
 
+def suffix_of(path: str) -> str:
+    """Return the suffix that says how a file is read, in small letters and without '.gz'."""
+    return os.path.splitext(path.lower().removesuffix(".gz"))[1]
+
+
 def _without_nulls(value: Any) -> Any:
     """Return a row without the nulls that Arrow gives to fields which only other rows have."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def training_files(files: list[str], folder: str) -> list[str]:
+    """Return the files of a folder that hold text to train on: all, where none holds records; tell of those left out.
+
+    Where some hold records, other files describe them; those called after the training split count, else those called
+    after no split, else all. A file's name wins over that of its folder.
+    """
+    ranks = {}
+    for name in files:
+        if suffix_of(name) in (*TABLES, *JSON, *COLUMNS) and not _NO_DATA.fullmatch(os.path.basename(name)):
+            splits = _SPLITS.findall(os.path.relpath(name, folder))  # '' for each but the training split
+            ranks[name] = 1 if not splits else 0 if splits[-1] else 2
+    first = min(ranks.values(), default=0)
+    kept = [name for name, rank in ranks.items() if rank == first] or files
+    if len(kept) < len(files):
+        told = "%s: left out: %d of %d files, without records or of other splits; name files to take others"
+        logging.warning(told, folder, len(files) - len(kept), len(files))
+    return kept
 
 
 def find_documents(config: DataConfig) -> list[Source]:
@@ -198,7 +234,7 @@ def find_documents(config: DataConfig) -> list[Source]:
         if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
             raise UserError(f"{name}: is no regular file; write what it gives to a file, and name that")
         if suffix_of(name) in COLUMNS:
-            raise UserError(f"{name}: is not read; make lines of JSON by {_line_to_jsonl(name)} and name those")
+            raise UserError(f"{name}: is not read; write its rows as lines of JSON, a .jsonl file, and name that")
         field = config.field if suffix_of(name) in (*JSON, *TABLES) else ""
         source = Source(path=name, size=status.st_size, mtime_ns=status.st_mtime_ns, field=field, entry=number)
         sources.setdefault(os.path.realpath(name), source)
@@ -269,17 +305,6 @@ def _json_records(file: BinaryIO, name: str) -> Iterator[tuple[str, dict]]:
             yield at, record
 
 
-def _line_to_jsonl(name: str) -> str:
-    """Return the shell's line that writes the rows of a .csv or .tsv file as lines of JSON, next to it."""
-    read = "zcat <" if name.lower().endswith(".gz") else "cat <"
-    delimiter = "\\t" if suffix_of(name) == ".tsv" else ","
-    program = (
-        'import csv, json; csv.field_size_limit(2**31 - 1); rows = csv.DictReader(open(0, encoding="utf-8-sig", '
-        f'newline=""), delimiter="{delimiter}"); [print(json.dumps(row)) for row in rows]'
-    )
-    return f"`{read} {shlex.quote(name)} | python -c {shlex.quote(program)} > {shlex.quote(f'{name}.jsonl')}`"
-
-
 def _json_pieces(records: Iterable[tuple[str, dict]], field: str) -> Iterator[tuple[str, bool]]:
     """Yield one document a record; empty texts are left out."""
     for where, record in records:
@@ -295,3 +320,57 @@ def _json_pieces(records: Iterable[tuple[str, dict]], field: str) -> Iterator[tu
             raise UserError(f"{where}: field {field!r} holds half a surrogate pair; remove it")
         if text:
             yield text, True
+
+
+def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[tuple[dict, float]]:
+    """Yield ({column: value}, share of the file read) for each row, with those of `columns` that there are.
+
+    Args:
+      columns: the first must be there; is_text: and must hold text, not lists.
+
+    Raises:
+      UserError: naming what is wrong with the file.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(f"{path} needs the package 'pyarrow', which is not installed; pip install pyarrow") from error
+    read = count = 0  # rows, where the file says how many it has
+    try:
+        if suffix_of(path) == ".parquet":  # a buffer would keep what was read until the end
+            file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
+            wanted = _known_columns(path, file.schema_arrow, columns, is_text, pa)
+            batches, count = file.iter_batches(_ROWS, columns=wanted), file.metadata.num_rows
+        else:
+            source = pa.memory_map(path)
+            try:
+                reader = pa.ipc.open_stream(source)  # as `datasets` writes it
+                batches: Iterator[pa.RecordBatch] = iter(reader)
+            except pa.ArrowInvalid:
+                reader = pa.ipc.open_file(source)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            wanted = _known_columns(path, reader.schema, columns, is_text, pa)
+        for batch in batches:
+            batch.validate(full=True)  # a bad offset would be read out of bounds
+            read += len(batch)
+            share = read / count if count else source.tell() / source.size()
+            for start in range(0, len(batch), _ROWS):
+                yield from ((row, share) for row in batch.select(wanted).slice(start, _ROWS).to_pylist())
+        if read < count:
+            raise pa.ArrowInvalid(f"{read} of {count} rows")
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        what = " ".join(str(error).split())
+        raise UserError(f"{path}: not a whole table ({what}); download or write it again") from error
+
+
+def _known_columns(path: str, schema, columns: Sequence[str], is_text: bool, pa) -> list[str]:
+    """Return those of `columns` that a table has; a UserError where it lacks the first, or that holds no text."""
+    column = columns[0]
+    if column not in schema.names:
+        remedy = "set DataConfig.field" if is_text else "conversations need it"
+        raise UserError(f"{path}: has no column {column!r} (it has {sorted(schema.names)}); {remedy}")
+    kind = schema.field(column).type
+    if is_text and not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise UserError(f"{path}: column {column!r} holds {kind}, not text; set DataConfig.field")
+    return [name for name in columns if name in schema.names]

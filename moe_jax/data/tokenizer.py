@@ -22,6 +22,8 @@ import numpy as np
 from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 
+_LARGEST_JSON = 64 << 20  # an index names each tensor of a model
+
 
 def check_inside(folder: str | os.PathLike[str], name: str) -> Path:
     """Return the path of a file in a folder that somebody else may have filled; it need not exist.
@@ -48,11 +50,13 @@ def read_json(folder: str | os.PathLike[str], name: str) -> dict:
     """Return the object of a JSON file in such a folder, {} where the file is not there."""
     path = check_inside(folder, name)
     try:
+        if path.exists() and path.stat().st_size > _LARGEST_JSON:
+            raise ValueError(f"it has more than {_LARGEST_JSON} bytes")
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path} ({error}); put back the file that the tokenizer came with") from error
+        raise UserError(f"cannot read {path} ({error}); put back the file that the folder came with") from error
     return content
 
 

@@ -1,22 +1,19 @@
 """Folders of this user's cache: no other user can have put anything into them."""
 
-# What lies there is handed to a compiler or decides which kernel runs, so a link or a folder of another user is
-# refused, not followed. Everything in it may be deleted at any time. Where no home folder can be written, a folder of
-# the temporary directory takes its place.
+# What lies there is handed to a compiler, so a link or a folder of another user is refused, not followed. Everything in
+# it may be deleted at any time.
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import stat
 import tempfile
+import uuid
 from pathlib import Path
 
 from moe_jax.errors import UserError
 
-_LOG = logging.getLogger(__name__)
-_said: set[Path] = set()  # cache folders that were logged as not to be written
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -29,26 +26,27 @@ def cache_root() -> Path | None:
 def user_cache_folder(name: str) -> Path:
     """Return the folder `name` of this user's cache; it exists, is no link, and only this user can write to it.
 
-    The folder that holds it (`moe_jax`) loses its write permission for others, if it had one.
+    The folder that holds it (`moe_jax`) loses its write permission for others, if it had one. Where it cannot be made,
+    one of the temporary directory takes its place.
 
     Raises:
       UserError: something else stands there (a link, a file, a folder of another user, or one that others may write
-        to), or neither the cache nor the temporary directory can be written.
+        to), or neither can be made.
     """
     temporary = Path(tempfile.gettempdir()) / f"moe_jax_{os.geteuid()}"
+    remedy = "set XDG_CACHE_HOME to a folder of yours"
     for root in filter(None, (cache_root(), temporary)):
         try:
             root.parent.mkdir(parents=True, exist_ok=True)
             for folder in (root, root / name):
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(mode=0o700)
-                status, remedy = folder.lstat(), "remove it, or set XDG_CACHE_HOME to a folder of yours"
+                status = folder.lstat()
                 mode, writable = stat.S_IMODE(status.st_mode), status.st_mode & _WRITABLE_BY_OTHERS
-                if stat.S_ISLNK(status.st_mode):
-                    target = os.readlink(folder)
-                    raise UserError(f"{str(folder)!r} is a link to {target!r}, which is not followed; {remedy}")
                 if not stat.S_ISDIR(status.st_mode):
-                    raise UserError(f"{str(folder)!r} is not a folder; {remedy}")
+                    raise UserError(
+                        f"{str(folder)!r} is a link or a file, which is not followed; remove it, or {remedy}"
+                    )
                 if status.st_uid != os.geteuid():
                     raise UserError(f"{str(folder)!r} belongs to user {status.st_uid}, not to {os.geteuid()}; {remedy}")
                 if writable and folder != root:
@@ -60,18 +58,11 @@ def user_cache_folder(name: str) -> Path:
                     folder.chmod(mode & ~_WRITABLE_BY_OTHERS)
             return root / name
         except OSError as error:
-            why = str(error.strerror or error)
-            if root != temporary and root not in _said:
-                _said.add(root)
-                _LOG.warning(
-                    "the cache folder %r cannot be written (%s); %r is used instead", str(root), why, str(temporary)
-                )
-    raise UserError(
-        f"no folder for {name!r}: {str(temporary)!r} cannot be made ({why}); set XDG_CACHE_HOME to a folder of yours"
-    )
+            why = error.strerror or error
+    raise UserError(f"no folder for {name!r}: {str(temporary)!r} cannot be made ({why}); {remedy}")
 
 
-def write_cached(path: Path, content: str | bytes) -> None:
+def write_cached(path: Path, content: str) -> None:
     """Write a file of a folder that `user_cache_folder` returned: others see the old content or the new one.
 
     A link at `path` is replaced, never written through.
@@ -79,30 +70,13 @@ def write_cached(path: Path, content: str | bytes) -> None:
     Raises:
       UserError: the disk is full or broken.
     """
-    data = content.encode("utf-8") if isinstance(content, str) else content
-    temporary = ""
+    temporary = path.with_name(f".writing-{uuid.uuid4().hex}")  # several processes may write the same file
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)  # O_EXCL, O_NOFOLLOW, 0600
-        with open(descriptor, "wb") as file:
-            file.write(data)
+        temporary.write_text(content, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise UserError(
             f"{str(path)!r} cannot be written ({error.strerror or error}); free space there, or set XDG_CACHE_HOME to "
             "another folder of yours"
         ) from error
-
-
-def read_cached(path: Path) -> bytes | None:
-    """Return the content of a file of such a folder; None where it is missing, a link, or another user's."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not make it wait
-    except OSError:
-        return None
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            return None
-        return file.read()

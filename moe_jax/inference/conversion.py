@@ -25,7 +25,7 @@ from moe_jax.config.run_config import RunConfig, config_differences, config_text
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.chat import special_ids
 from moe_jax.data.corpus import DataConfig
-from moe_jax.data.tokenizer import END_FILES, FILE, carry_files, check_inside, find_tokenizer
+from moe_jax.data.tokenizer import END_FILES, FILE, carry_files, check_inside, find_tokenizer, read_json
 from moe_jax.errors import UserError
 from moe_jax.inference.adapters import Adapters
 from moe_jax.inference.families import (
@@ -55,7 +55,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2**27
 # of a model that is trained on; from scratch it is some hundred times as large, and would undo what the model knows
 LEARNING_RATE = 1e-5
-_LARGEST_JSON = 64 << 20  # an index names each tensor of a model
 READ_DTYPES = ("F32", "BF16", "F16")
 FLOAT8, SCALE = "F8_E4M3", "_scale_inv"  # a scale multiplies its block, whatever it is called
 _LOG = logging.getLogger(__name__)
@@ -76,7 +75,8 @@ def import_folder(
         folder that is there already, or one that cannot be written. Nothing is left behind then.
     """
     source, workdir = Path(source).expanduser(), Path(workdir).expanduser()
-    keys = read_json(check_inside(source, "config.json"))
+    if not (keys := read_json(source, "config.json")):
+        raise UserError(f"{source}/config.json does not exist; give a folder with a checkpoint of transformers")
     if upcycling is not None:
         keys = upcycled_keys(keys, upcycling.experts, upcycling.top_k)
     family, model, moe = read_config(keys)
@@ -234,7 +234,7 @@ def export_folder(
 def _write_configs(folder: Path, ids: dict[str, Any], keys: dict[str, Any]) -> None:
     """Write config.json and, where it was not carried along, generation_config.json, with a tokenizer's ids."""
     generation, config = (folder / name for name in END_FILES)
-    carried = read_json(config) if config.exists() else {}
+    carried = read_json(folder, config.name)
     known = ids | {key: value for key, value in carried.items() if key in HARMLESS}
     if not generation.exists():
         write_json(generation, {key: known[key] for key in ids})
@@ -321,21 +321,6 @@ def library() -> Any:
     return safetensors
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file, or raise a UserError."""
-    try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise UserError(f"{path} has {path.stat().st_size} bytes, more than {_LARGEST_JSON}; copy the folder again")
-        keys = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; give a folder with a checkpoint of transformers") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path} ({error}); copy the folder again") from error
-    if not isinstance(keys, dict):
-        raise UserError(f"{path} holds a {type(keys).__name__}, not a JSON object; copy the folder again")
-    return keys
-
-
 class TensorFolder:
     """The tensors of a checkpoint: `names` of all of them; a UserError for files that are missing or damaged."""
 
@@ -350,7 +335,7 @@ class TensorFolder:
         self._header: tuple[Path, int, dict] | None = None  # of the file read last: where its tensors begin, and which
         expected: dict[Path, list[str]] = {check_inside(path, SINGLE): []}
         if index.exists():
-            entries, expected = read_json(index).get("weight_map"), {}
+            entries, expected = read_json(path, INDEX).get("weight_map"), {}
             if not isinstance(entries, dict):
                 raise UserError(f"{index} has no weight_map; copy the folder again")
             for name in sorted(entries):

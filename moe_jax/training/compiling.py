@@ -21,7 +21,7 @@ from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target, device_named, read_device, target_names
 from moe_jax.cluster.timeline import scheduler_profile
-from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
+from moe_jax.data.user_cache import user_cache_folder, write_cached
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.jobs.start import ALONE
 
@@ -211,7 +211,7 @@ def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], p
       UserError: the folder is a link or belongs to another user, or takes no more.
     """
     path = user_cache_folder("profiles") / f"{hashlib.sha256(profile.encode()).hexdigest()[:32]}.pbtxt"
-    if read_cached(path) != profile.encode():
+    if path.is_symlink() or not path.is_file() or path.read_text(encoding="utf-8") != profile:
         write_cached(path, profile)
     return lowered.compile({**options, PROFILE_OPTION: str(path)})
 

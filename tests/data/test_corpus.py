@@ -3,8 +3,6 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -78,19 +76,12 @@ def test_pieces_are_the_records_of_json(tmp_path, suffix, packed):
     assert [record for _, record, _ in source.records()] == records
 
 
-@pytest.mark.parametrize("name", ["it's a.csv", "b.CSV.gz", "c.tsv"])
-def test_a_file_of_columns_is_refused_with_the_line_that_makes_records_of_it(tmp_path, name):
-    comma = "\t" if name == "c.tsv" else ","
-    want = [f'one{comma} "two"\nthree', "x" * 200_000]
-    data = "\ufefftext,n\n".replace(",", comma) + "".join(
-        '"' + text.replace('"', '""') + f'"{comma}1\n' for text in want
-    )
-    (tmp_path / name).write_bytes(gzip.compress(data.encode()) if name.endswith("gz") else data.encode())
+@pytest.mark.parametrize("name", ["a.csv", "b.CSV.gz", "c.tsv"])
+def test_a_file_of_columns_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("text,n\na,1\n")
     (tmp_path / "notes.txt").write_text("is left out")
-    with pytest.raises(UserError, match="is not read; make lines of JSON by `.*` and name those") as caught:
+    with pytest.raises(UserError, match="is not read; write its rows as lines of JSON, a .jsonl file"):
         texts(tmp_path)
-    subprocess.run(str(caught.value).split("`")[1].replace("python", sys.executable), shell=True, check=True)
-    assert texts(tmp_path / f"{name}.jsonl") == want
 
 
 def test_pieces_cut_a_long_text_after_line_ends_and_lose_nothing(tmp_path, monkeypatch):
