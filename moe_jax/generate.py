@@ -34,7 +34,6 @@ _TOP_K = flags.DEFINE_integer("top_k", 0, "Draw among the most probable tokens, 
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw among the most probable tokens that sum to this probability; 1 = all.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on past the end of a text.")
-_QUANTIZE = flags.DEFINE_enum("quantize", "none", ["none", "int8"], "How the experts' weights are kept.")
 _OUT = flags.DEFINE_string("out", "", "JSON file for prompts and continuations.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Wins over the run's config; may repeat.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
@@ -93,9 +92,7 @@ def generate(prompts, sampling, hosts) -> None:
         jax.config.update("jax_enable_x64", True)
     if not config.mesh.devices_per_node:
         bindings.append(f"MeshConfig.devices_per_node = {node_size(jax.devices(), hosts.machines)}")
-    generator = load(
-        _WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=bindings, quantize=_QUANTIZE.value
-    )  # fmt: skip
+    generator = load(_WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=bindings)
     if not _CHAT.value:
         answer(generator, prompts, sampling, hosts.is_main)
         return

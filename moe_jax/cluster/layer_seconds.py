@@ -457,7 +457,7 @@ def transport_seconds(cluster: Cluster, devices: int, slicing: int, shards: int,
     Raises:
       UserError: the cluster lacks a start-up, a step or a bandwidth.
     """
-    asked_by = "MoEConfig.transport 'auto' (by MoEConfig.cluster)"
+    asked_by = "the time of each MoEConfig.transport"
     near = min(cluster.need("devices_per_node", asked_by), devices)
     for place, is_there in (("inter", near < devices), ("intra", near > 1)):
         for figure in ("latency", "step") if is_there else ():

@@ -1,33 +1,20 @@
-"""A run folder as a loaded model: prompts in, continuations out, and replicas of hot experts."""
+"""A run folder as a loaded model: prompts in, continuations out."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.cluster import Cluster
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data.tokenizer import END_FILES, Tokenizer, find_tokenizer, read_end_ids
 from moe_jax.errors import UserError
-from moe_jax.inference.few_tokens import quantize_bank
-from moe_jax.inference.programs import (
-    LEAST_LENGTH,
-    Sampling,
-    Serving,
-    State,
-    bucket,
-    make_score,
-    make_step,
-    prompt_keys,
-)
+from moe_jax.inference.programs import LEAST_LENGTH, Sampling, State, bucket, make_step, prompt_keys
 from moe_jax.kernels.float8 import COMPUTE
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
@@ -35,13 +22,7 @@ from moe_jax.models.config import expert_counts
 from moe_jax.models.lora import adapters_of, base_of, joined, merged_model
 from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import build_mesh, replace_leaf, to_devices
-from moe_jax.planning.balancer import build_planner
-from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost, LayerPrices
-from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
 from moe_jax.registry import ROUTERS
 from moe_jax.storage.checkpoint import Checkpointer, run_config
 from moe_jax.storage.host_data import HostData
@@ -79,9 +60,13 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
 
 
 def load(
-    workdir: str | os.PathLike[str], *, step: int | None = None, averaged: bool = False, bindings: Sequence[str] = (),
-    devices: Sequence | None = None, quantize: str = "none",
-) -> Generator:  # fmt: skip
+    workdir: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    averaged: bool = False,
+    bindings: Sequence[str] = (),
+    devices: Sequence | None = None,
+) -> Generator:
     """Return a finished or running run's model, ready to generate.
 
     Args:
@@ -90,7 +75,6 @@ def load(
       bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule, or the sizes in
         MeshConfig, which must make the number of devices.
       devices: to run on; None takes all.
-      quantize: 'int8' keeps the experts' weights so, for a small change of the loss.
 
     Raises:
       UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
@@ -128,7 +112,6 @@ def load(
         # of generation_config.json, else of config.json, else the tokenizer's
         end_ids=read_end_ids(folder.path) or (() if tokenizer is None else tokenizer.end_ids),
         vocabulary=model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size),
-        quantize=quantize,
     )
 
 
@@ -176,27 +159,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabul
             )
 
 
-# Replicas are planned from observed loads and stay: parameters do not change here, so a replica is one more row of its
-# device's bank, all slots are home slots to a program, and nothing is fetched. A bank's row of slot g in layer l is
-# l G + g.
-def reside(placement: Placement) -> tuple[PlanShape, Tables, np.ndarray]:
-    """Return how a placement is kept for good: what programs are built for, NumPy tables, and int32 [D, L, G].
-
-    That is the expert in each slot, -1 for none.
-    """
-    shape = build_shape(placement)
-    filled = fill_tables(shape, placement)
-    devices, layers, slots = filled.slot_expert.shape
-    rows = np.arange(layers * slots, dtype=np.int32).reshape(1, layers, slots)
-    tables = Tables(filled.dest_slot, filled.dest_num, filled.dest_den, np.broadcast_to(rows, (devices, layers, slots)))
-    shape = dataclasses.replace(shape, home_slots=slots, bank_rows=layers * slots, ahead=None)
-    return shape, tables, filled.slot_expert
-
-
-PLANNERS = ("balanced", "eplb")  # those that need no prices, only loads and a number of slots
-QUANTIZE = ("none", "int8")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
     """What became of some prompts; lists have an entry for each, in their order.
@@ -224,78 +186,25 @@ class Generator:
     Args:
       model: as `build_model` makes it; params: of its layout; tokenizer: None for ids alone; end_ids: that end a text.
       vocabulary: ids below it may be chosen; a model's own may be rounded up.
-      quantize: 'int8' keeps the experts so and deletes those given; 'none' keeps these.
-
-    Raises:
-      UserError: another `quantize`.
     """
 
     def __init__(
-        self, model: LanguageModel, params: dict, *, tokenizer: Tokenizer | None = None, end_ids: Sequence[int] = (),
-        vocabulary: int | None = None, quantize: str = "none",
-    ):  # fmt: skip
-        if quantize not in QUANTIZE:
-            raise UserError(f"quantize ({quantize!r}) must be one of {', '.join(QUANTIZE)}")
+        self,
+        model: LanguageModel,
+        params: dict,
+        *,
+        tokenizer: Tokenizer | None = None,
+        end_ids: Sequence[int] = (),
+        vocabulary: int | None = None,
+    ):
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
         # positions of the model, None where they have no end
         self.longest = model.config.max_length if model.config.positions == "learned" else None
-        specs = model.layout().params
-        if quantize == "int8":
-            self.params = {**params, "bank": {name: quantize_bank(bank) for name, bank in params["bank"].items()}}
-            specs = {**specs, "bank": jax.tree.map(lambda leaf: leaf.sharding.spec, self.params["bank"])}
-        self._serving = Serving(model, self.vocabulary, specs, {}, quantize)
-        self._settle(model.even_placements)
-
-    def _settle(self, placements: dict[str, Placement]) -> None:
-        """Expect the experts where placements {segment: its own} say; programs are built for that."""
-        shapes, tables, self._slot_expert = {}, {}, {}
-        for segment in self.model.expert_segments:
-            name, axes = segment.name, segment.roles(self.model.roles).expert
-            shapes[name], arrays, self._slot_expert[name] = reside(placements[name])
-            tables[name] = to_devices(arrays, self.model.roles.sharding(axes))
-        self.tables, self._programs = tables, {}
-        self._serving = dataclasses.replace(self._serving, shapes=shapes)
-
-    def replicate(
-        self, experts: Sequence[np.ndarray], planner: str = "balanced", replica_slots: int = 1
-    ) -> dict[str, Placement]:
-        """Let devices hold replicas of the experts that were taken most, and return {segment: placement}.
-
-        Text stays the same; devices share its work more evenly. The parameters given before are moved.
-
-        Args:
-          experts: of `Generated`, from which loads are counted; sources count as alike.
-          planner: one of `PLANNERS`, else a UserError; replica_slots: replicas that a device may hold in each layer.
-        """
-        if planner not in PLANNERS:
-            raise UserError(f"planner ({planner!r}) must be one of {', '.join(PLANNERS)}, which plan by loads alone")
-        if replica_slots < 0:
-            raise UserError(f"replica_slots ({replica_slots}) must be at least 0")
-        placements, taken, before = {}, np.concatenate(list(experts)), self._slot_expert
-        for segment in self.model.expert_segments:
-            start, config = self.model.even_placements[segment.name], segment.config
-            layers = range(segment.first_layer, segment.first_layer + start.layers)
-            counts = [np.bincount(taken[:, at][taken[:, at] >= 0], minlength=start.experts) for at in layers]
-            loads = np.repeat(np.asarray(counts, np.float64)[:, None], start.devices, axis=1) / start.devices
-            sizes = {"model_dim": config.model_dim, "hidden_dim": config.hidden_dim}
-            cost = Cost(prices=LayerPrices(cluster=Cluster(), **sizes), replica_slots=replica_slots)
-            placements[segment.name] = build_planner(PlannerConfig(name=planner)).propose(loads, start, cost)
-        self._settle(placements)
-        banks = {}
-        for segment in self.model.expert_segments:
-            # for each row of the new bank the old bank's row of its expert; any where there is none
-            old, new = before[segment.name], self._slot_expert[segment.name]
-            devices, layers, slots = old.shape
-            row_of = np.zeros((layers, max(int(old.max()), int(new.max())) + 1), np.int32)
-            device, layer, slot = np.nonzero(old >= 0)
-            row_of[layer, old[device, layer, slot]] = (device * layers + layer) * slots + slot
-            layer = np.broadcast_to(np.arange(layers)[None, :, None], new.shape)
-            source = row_of[layer, np.maximum(new, 0)].reshape(-1)
-            move, bank = functools.partial(jnp.take, indices=source, axis=0), self.params["bank"][segment.name]
-            banks[segment.name] = {name: replace_leaf(move, leaf, leaf.sharding) for name, leaf in bank.items()}
-        self.params = {**self.params, "bank": banks}
-        return placements
+        self._programs: dict[tuple, Callable] = {}
+        # experts stay at their even homes: parameters do not change here
+        shardings = {s.name: model.roles.sharding(s.roles(model.roles).expert) for s in model.expert_segments}
+        self.tables = {name: to_devices(tables, shardings[name]) for name, tables in model.even_tables().items()}
 
     def generate(
         self, prompts: str | Sequence, max_new_tokens: int, sampling: Sampling | None = None, *,
@@ -343,9 +252,8 @@ class Generator:
         roles = self.model.roles
         rows, length = bucket(-(-len(prompts) // roles.size(roles.dense))), self._rounded(max(map(len, prompts)))
         most = max(len(prompt) + more - 1 for prompt, more in zip(prompts, left, strict=True))
-        greedy, top_k, cuts = sampling.compiled
-        prefill = self.program("step", rows, length, max(length, self._rounded(most)), greedy, top_k, cuts)
-        decode = self.program("step", rows, 1, 0, greedy, top_k, cuts)
+        prefill = self.program(rows, length, max(length, self._rounded(most)), sampling.compiled)
+        decode = self.program(rows, 1, 0, sampling.compiled)
         settings = to_devices((np.float32(sampling.temperature), np.float32(sampling.top_p)), roles.sharding())
         model, by_row = (self.params, self.tables), roles.sharding(roles.dense)
 
@@ -409,20 +317,6 @@ class Generator:
         """Return the experts that each token of each prompt takes, int32 [tokens, L, K] for each prompt."""
         return self.generate(prompts, 1, Sampling(temperature=0), experts=True).experts or []
 
-    def loss(self, sequences: Sequence[Sequence[int]]) -> float:
-        """Return the mean loss, in nats, of every token of some id lists but the first of each, given those before it.
-
-        Raises a UserError for lists of one token, and for ids and lengths that the model cannot read.
-        """
-        check_prompts([list(ids)[:-1] for ids in sequences], 1, self.vocabulary, self.longest)
-        check_prompts([list(ids)[1:] for ids in sequences], 1, self.vocabulary, None)
-        roles, length = self.model.roles, max(map(len, sequences))
-        rows = bucket(-(-len(sequences) // roles.size(roles.dense)))
-        state = self._first_state(sequences, 0, rows, length)
-        arrays = to_devices((state.ids, state.positions), roles.sharding(roles.dense))
-        total = self.program("score", rows, length)(self.params, self.tables, *arrays)
-        return float(total) / sum(len(ids) - 1 for ids in sequences)
-
     def text_of(self, ids: Sequence[int], prompt: Sequence[int], ends=()) -> str:
         """Return the text of ids behind a prompt's, which keeps their first space, without an end at their end."""
         if self.tokenizer is None:
@@ -432,9 +326,9 @@ class Generator:
         before = before.rstrip("\ufffd")  # bytes of a character that is not whole yet
         return whole.removeprefix(before) if whole.startswith(before) else alone
 
-    def program(self, kind: str, *sizes) -> Callable:
-        """Return `make_step` or `make_score` of these sizes; one program serves all requests that round to them."""
-        key = (kind, *sizes)
-        if key not in self._programs:
-            self._programs[key] = {"step": make_step, "score": make_score}[kind](self._serving, *sizes)
-        return self._programs[key]
+    def program(self, rows: int, length: int, cache_rows: int, cuts: tuple[bool, int, bool]) -> Callable:
+        """Return `make_step` of these sizes; one program serves all requests that round to them."""
+        sizes = rows, length, cache_rows, cuts
+        if sizes not in self._programs:
+            self._programs[sizes] = make_step(self.model, self.vocabulary, *sizes)
+        return self._programs[sizes]

@@ -1,4 +1,4 @@
-"""The compiled programs of generation: prompts in one pass, then one token of every sequence at a time; and scores.
+"""The compiled programs of generation: prompts in one pass, then one token of every sequence at a time.
 
 One `shard_map` encloses a program, collectives and choice of the token included. The modules, the MoE layer with its
 schedules and the loop over units are those of training; only attention looks at a cache, and padding goes to no expert.
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
+import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,36 +21,19 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.cluster import cluster_named
-from moe_jax.cluster.layer_seconds import transport_seconds
 from moe_jax.errors import UserError
-from moe_jax.inference import few_tokens
-from moe_jax.inference.few_tokens import FewTokensGroup, Int8MoE
 from moe_jax.models import LanguageModel
 from moe_jax.models.config import Segment
-from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.model_group import ModelGroup, in_dtype, project
 from moe_jax.models.transformer import abstract_transformer, add_shared, unit_graph
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.build import make_moe
+from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import PADDING, RouterInputs
-from moe_jax.moe.routing import local, record
+from moe_jax.moe.routing import Tables, destinations, local, record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import cast_varying, join_parts, own_part
-from moe_jax.planning.plan_shape import PlanShape
-
-
-@dataclasses.dataclass(frozen=True)
-class Serving:
-    """A model as it generates, and how its parameters lie."""
-
-    # of `inference_configs`, its parameters whole on every device but for experts and MP parts (ZeRO stage 0)
-    model: LanguageModel
-    vocabulary: int  # ids below it may be chosen
-    specs: Any  # PartitionSpecs {'dense': ..., 'bank': ...}
-    shapes: dict[str, PlanShape]  # {segment: slots and candidates of its placement}
-    quantize: str = "none"  # how the bank is kept, or 'int8'
 
 
 def attentions_of(segment: Segment) -> tuple[str, ...]:
@@ -68,7 +50,101 @@ Cache = dict[str, dict[str, tuple[jax.Array, jax.Array]]]
 UNROLL = 16  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
 
 
-def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> Callable:
+LEAST_RESULTS = 1 << 13  # of sums over rows of a matrix, that each core of a GPU has some
+MOST_CHOICES = 64  # T K; above, reading a matrix for each choice is taken to cost more than sorting the rows
+
+
+def on_cpu(roles: Roles) -> bool:
+    """Say whether a mesh is of CPU devices."""
+    return roles.mesh.devices.flat[0].platform == "cpu"
+
+
+# For one token of every sequence, sorting rows into buckets takes longer than reading the weights. Where a
+# model-parallel group has all experts, or one device does, the layer below takes its place: T tokens of an MP group.
+# Every choice reads its expert's matrices, in one kernel for each weight. All tokens times the matrices of each slot
+# would read experts that nobody chose, 4 times the bytes for one token of Mixtral; and one expert after the other is a
+# loop, whose turns a GPU starts one by one. Where choices are more than two for each slot, most matrices would be read
+# repeatedly: the general layer reads each of them once. So it does for tokens that differ between the devices of the
+# experts, of which a device would read its own experts for every choice of all. On CPUs it reads the matrices in use
+# anyway.
+def takes_few(tokens: int, moe: MoEConfig, roles: Roles) -> bool:
+    """Say whether `run_few` is the shorter way for T = `tokens` tokens."""
+    others = [axis for axis in roles.expert + roles.expert_shard if axis not in roles.model]
+    if on_cpu(roles) or roles.size(tuple(others)) > 1:
+        return False
+    return tokens * moe.top_k <= min(MOST_CHOICES, 2 * roles.most_homes(moe.num_experts))
+
+
+def run_few(moe: MoE, x, index, gate: dict, bank: dict, tables: Tables):
+    """Run the layer on one device; return (y [T, M], choices int32 [T, K], -1 for padding).
+
+    Each choice of a token is multiplied by the matrices of its expert where they lie; each device does so for the
+    experts that it holds, and one sum joins the results.
+
+    Args:
+      x: [T, M]; index: int32 [T], `PADDING` for padding; bank: as `multiply_choices` takes it.
+    """
+    roles, slots = moe.roles, tables.home_row.shape[0]
+    with jax.named_scope("gate"):
+        inputs = RouterInputs(token_ids=index, tables=tables, padded=True)
+        choice, _ = moe.router.choose(x, gate, inputs)
+    with jax.named_scope("route"):
+        device, slot = destinations(tables, choice, slots)
+        here = lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else 0
+        is_here = choice.keep_mask & (device == here)
+        weights, row = jnp.where(is_here, choice.weights, 0), tables.home_row[jnp.where(is_here, slot, 0)]
+    with jax.named_scope("experts"):
+        part = multiply_choices(moe.activation, x, row, weights, bank)
+    with jax.named_scope("combine"):
+        axes = roles.expert + roles.expert_shard
+        y = lax.psum(cast_varying(part, axes), axes)
+        return y.astype(x.dtype), jnp.where(inputs.real[:, None], choice.expert_ids, -1)
+
+
+def multiply_choices(activation: str, tokens, row, weights, bank: dict):
+    """Return the sum [T, M] of the weighted results of every token's choices, in at least float32.
+
+    Args:
+      tokens: [T, M]; row: int32 [T, K], of the bank; weights: [T, K], 0 for choices whose experts are elsewhere.
+      bank: {name: [Rb, ...]}.
+    """
+    acc_dtype = jnp.promote_types(tokens.dtype, jnp.float32)
+
+    def times(lhs, name):
+        """Return lhs [T K, ...] times a weight of each choice, which is cast as it is read."""
+        weight = jnp.take(bank[name], row.reshape(-1), axis=0, mode="clip").astype(acc_dtype)
+        # no dot: its matrices would be written down before they are multiplied
+        return jnp.sum(lhs.astype(acc_dtype)[:, :, None] * weight, axis=1)
+
+    *ins, last = weight_names(activation)
+    lhs = jnp.repeat(tokens, row.shape[1], axis=0)
+    pre = (times(lhs, name).astype(tokens.dtype).astype(acc_dtype) for name in ins)
+    results = times(apply_activation(activation, *pre).astype(tokens.dtype), last).reshape(*row.shape, -1)
+    weights = weights[..., None].astype(results.dtype)
+    # 0 where a weight is, also if an expert overflows on what is not its
+    return jnp.sum(jnp.where(weights != 0, weights * results, 0), axis=1)
+
+
+class FewTokensGroup(ModelGroup):
+    """An MP group that multiplies one row by matrices in place."""
+
+    def times(self, spec, x, weight):
+        if x.shape[0] * x.shape[1] > 1:
+            return super().times(spec, x, weight)
+        acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+        results = weight[0].shape[x.ndim - 2 :]  # dims of x behind [b, Sq] are the first of the weight
+        # a sum whose few results alone would keep few cores busy is cut into parts, a power of two of them
+        parts = 1
+        while parts * math.prod(results) < LEAST_RESULTS and x.size % (2 * parts) == 0:
+            parts *= 2
+        matrix = weight[0].reshape(parts, x.size // parts, -1).astype(acc_dtype)
+        out = jnp.sum(x.reshape(parts, -1, 1).astype(acc_dtype) * matrix, axis=1)
+        out = jnp.sum(lax.optimization_barrier(out) if parts > 1 else out, axis=0).astype(x.dtype).reshape(results)
+        first = spec.partition("->")[2].index("b")  # dims of the result before [b, Sq]
+        return jnp.expand_dims(out, (first, first + 1))
+
+
+def make_forward(model: LanguageModel, rows: int, length: int, cache_rows: int) -> Callable:
     """Return forward(params, tables, cache, ids, positions, real) -> (x, table, new cache, {segment: choices}).
 
     ids, positions int32 [b, Sq], real bool [b, Sq]; x [b, Sq, M]; table [V, M] gives logits; choices int32 [L, t', K]
@@ -79,17 +155,16 @@ def make_forward(serving: Serving, rows: int, length: int, cache_rows: int) -> C
       cache_rows: of whole prompts, which need no cache, T of the new one; 0 where there is one token for each sequence,
         at its position.
     """
-    model, config, roles = serving.model, serving.model.config, serving.model.roles
+    config, roles = model.config, model.roles
     graph = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     few = {}  # {segment: whether its layers are those of few tokens}
     for segment in model.expert_segments:
-        plan, its_roles = serving.shapes[segment.name], segment.roles(model.roles)
-        few[segment] = not cache_rows and few_tokens.serves(rows, segment.moe.top_k, plan, its_roles)
+        few[segment] = not cache_rows and takes_few(rows, segment.moe, segment.roles(model.roles))
     in_place = any(few.values())
     group = (FewTokensGroup if in_place else ModelGroup)(roles.model, rows, False)
     loops = {}
     for segment in model.segments:
-        layer = _make_layer(serving, segment, rows * length, few[segment]) if segment.has_experts else None
+        layer = _make_layer(model, segment, rows * length, few[segment]) if segment.has_experts else None
         loops[segment] = _make_loop(segment, layer, group, in_place)
 
     def store(positions, new, cached):
@@ -156,23 +231,20 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
     return loop
 
 
-def _make_layer(serving: Serving, segment: Segment, tokens: int, few: bool) -> Callable:
+def _make_layer(model: LanguageModel, segment: Segment, tokens: int, few: bool) -> Callable:
     """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here).
 
-    With `few` it is that of `few_tokens.py`.
+    With `few` it is that of `run_few`.
     """
-    roles = segment.roles(serving.model.roles)
+    roles = segment.roles(model.roles)
     whole = tokens + -tokens % roles.size(roles.model)  # the devices of an MP group share them evenly
-    row_bytes = segment.config.model_dim * jnp.dtype(segment.config.dtype).itemsize
-    config = settle_transport(segment.moe, roles, whole, row_bytes)
     like = jax.ShapeDtypeStruct((whole, segment.config.model_dim), segment.config.dtype)
-    of_training = make_moe(config, roles, like, segment.config.activation, serving.shapes[segment.name])
-    moe = (Int8MoE if serving.quantize == "int8" else MoE)(**{**vars(of_training), "records": True})
+    moe = dataclasses.replace(make_moe(segment.moe, roles, like, segment.config.activation), records=True)
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), PADDING)
         if few:
-            y, choices = few_tokens.run_layer(moe, x, index, gate, bank, tables)
+            y, choices = run_few(moe, x, index, gate, bank, tables)
             choices = jnp.pad(choices, ((0, whole - tokens), (0, 0)), constant_values=-1)
             return y, own_part(choices, roles.model)
         x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
@@ -181,37 +253,6 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, few: bool) -> C
         return y[:tokens], stats.choices
 
     return layer
-
-
-_LOG = logging.getLogger(__name__)
-
-
-def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: int) -> MoEConfig:
-    """Return the config with another transport than 'auto'; every other one stays.
-
-    A UserError for 'auto' by a cluster that lacks a latency, step or bandwidth.
-
-    Args:
-      tokens: of an MP group; row_bytes: of one row of M elements.
-    """
-    if config.transport != "auto":
-        return config
-    cluster = cluster_named(config.cluster, roles.device_kind)
-    shards, devices = roles.size(roles.expert_shard), roles.size(roles.expert + roles.expert_shard)
-    # the part of the MP group in which the coordinated exchange has its second and third collective
-    slicing = shards * roles.size(tuple(axis for axis in roles.expert if axis in roles.model))
-    near = min(roles.config.devices_per_node, devices)
-    if devices % near or near % slicing:
-        return dataclasses.replace(config, transport="all_to_all")
-    cluster = cluster.sized(None, near)
-    sent = -(-tokens // roles.size(roles.model)) * config.top_k * row_bytes * shards
-    seconds = transport_seconds(cluster, devices, slicing, shards, sent)
-    if config.schedule not in ("s1", "s2"):  # which have it
-        seconds.pop("coordinated", None)
-    chosen = min(seconds, key=seconds.__getitem__)
-    listed = ", ".join(f"{kind} {value:.3g} s" for kind, value in seconds.items())
-    _LOG.warning("transport 'auto' is %r for %d tokens of a group: %s", chosen, tokens, listed)
-    return dataclasses.replace(config, transport=chosen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,7 +361,7 @@ def state_specs(model: LanguageModel) -> State:
 
 
 def make_step(
-    serving: Serving, rows: int, length: int, cache_rows: int, greedy: bool, top_k: int, cuts: bool
+    model: LanguageModel, vocabulary: int, rows: int, length: int, cache_rows: int, cuts: tuple[bool, int, bool]
 ) -> Callable:
     """Return step(params, tables, State, live, temperature, top_p) -> (State, chosen); a cache is donated.
 
@@ -330,11 +371,13 @@ def make_step(
     in, -1 for padding and for sequences that are not live, those of a device's rows after one another).
 
     Args:
+      model: of `inference_configs`, its parameters whole on every device but for experts and MP parts (ZeRO stage 0).
+      vocabulary: ids below it may be chosen.
       rows: b; length: Sq; cache_rows: of whole prompts, T of the new cache; else Sq is 1 and it is 0.
-      greedy, top_k, cuts: `Sampling.compiled`.
+      cuts: `Sampling.compiled`.
     """
-    model, roles = serving.model, serving.model.roles
-    forward = make_forward(serving, rows, length, cache_rows)
+    roles, (greedy, top_k, by_top_p) = model.roles, cuts
+    forward = make_forward(model, rows, length, cache_rows)
 
     def body(params, tables, state, live, temperature, top_p):
         ids, last, real = state.ids, state.positions, live[:, None]
@@ -347,9 +390,9 @@ def make_step(
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0] if cache_rows else x[:, 0]
         logits = _logits(x, table, roles)
         with jax.named_scope("sampling"):
-            known = jnp.arange(logits.shape[1], dtype=jnp.int32) < serving.vocabulary
+            known = jnp.arange(logits.shape[1], dtype=jnp.int32) < vocabulary
             logits = jnp.where(known[None], logits, -jnp.inf)
-            scale, share = None if greedy else temperature, top_p if cuts else None
+            scale, share = None if greedy else temperature, top_p if by_top_p else None
             ids = choose_tokens(logits, state.keys, last + 1, top_k, scale, share)
         state = State(cache, ids[:, None], jnp.where(live, last + 1, last), state.keys)
         return state, (join_parts(ids, roles.dense), logits, choices)
@@ -357,7 +400,7 @@ def make_step(
     after = state_specs(model)
     before = dataclasses.replace(after, cache=None) if cache_rows else after
     choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
-    in_specs = serving.specs, model.tables_specs, before, P(roles.dense), P(), P()
+    in_specs = model.layout().params, model.tables_specs, before, P(roles.dense), P(), P()
     out_specs = after, (P(), P(roles.dense), choices)
     sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(sharded, donate_argnums=() if cache_rows else (2,))
@@ -368,35 +411,8 @@ def _logits(x, table, roles: Roles):
     split = roles.model if table.shape[0] % roles.size(roles.model) == 0 else ()
     part = in_dtype(own_part(table, split), x.dtype)
     acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    if x.shape[0] == 1 and not few_tokens.on_cpu(roles):  # multiplied where it lies, without a matmul
+    if x.shape[0] == 1 and not on_cpu(roles):  # multiplied where it lies, without a matmul
         product = jnp.sum(x[:, None].astype(acc_dtype) * part[0][None].astype(acc_dtype), axis=-1)
     else:
         product = project("bm,vm->bv", x, part, out=acc_dtype)
     return join_parts(product, split, dim=1)
-
-
-def make_score(serving: Serving, rows: int, length: int) -> Callable:
-    """Return score(params, tables, ids int32 [B, Sq], last int32 [B]) -> float [], the sum of losses.
-
-    Those of the ids 1 to `last` of each sequence, given the ones before.
-    """
-    model, roles = serving.model, serving.model.roles
-    forward = make_forward(serving, rows, length - 1, cache_rows=length - 1)
-
-    def body(params, tables, ids, last):
-        inputs, targets = ids[:, :-1], ids[:, 1:]
-        positions = jnp.broadcast_to(jnp.arange(length - 1, dtype=jnp.int32)[None], inputs.shape)
-        real = positions < last[:, None]
-        x, table, *_ = forward(params, tables, None, inputs, positions, real)
-        spare = (0, -targets.size % roles.size(roles.model))
-
-        def part(array):  # tokens that fill up the last device's part are zero, and not real
-            flat = array.reshape((targets.size,) + array.shape[2:])
-            return own_part(jnp.pad(flat, (spare,) + ((0, 0),) * (flat.ndim - 1)), roles.model)
-
-        weights = part(real).astype(x.dtype)
-        total = chunked_cross_entropy((part(x),), table, (part(targets),), (weights,), model.config.loss_chunk)
-        return lax.psum(total, roles.all)
-
-    in_specs = serving.specs, model.tables_specs, P(roles.dense), P(roles.dense)
-    return jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=P()))

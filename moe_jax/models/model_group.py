@@ -124,7 +124,7 @@ class ModelGroup:
     parts: int = 1
     padded: bool = False
 
-    times = staticmethod(project)  # the matmuls of attention and FFN, which `inference/few_tokens.py` overrides
+    times = staticmethod(project)  # the matmuls of attention and FFN, which `inference/programs.py` overrides
 
     def part(self) -> ModelGroup:
         """Return the group as it holds one of the parts."""

@@ -16,7 +16,7 @@ CHOICES = {
     "drop": ("position", "probability"),
     "router_dtype": ("auto", "bfloat16", "float32", "float64"),
     "balance_over": BALANCE_OVER,
-    "transport": (*TRANSPORTS, "auto"),
+    "transport": TRANSPORTS,
     "gather": ("auto", "saa", "aas"),
     "dispatch_dtype": DTYPES,
     "residual": ("sum", "learned"),
@@ -56,8 +56,7 @@ class MoEConfig:
       schedule: how the layer moves bytes; a name of `moe_jax.moe.schedules`; 'auto': as the planner `auto` chooses
         from observed loads.
       transport: how rows travel in an exchange: 'all_to_all', 'two_level', or with the schedules s1 and s2
-        'coordinated', among devices of equal place in their groups (DeepSpeed-MoE); generation also takes 'auto', the
-        shortest by `cluster`.
+        'coordinated', among devices of equal place in their groups (DeepSpeed-MoE).
       pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
       gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (in turn), or
         'auto', the one that `cluster` finds shorter; without it 'aas'. Sums are the same; their last bits may

@@ -29,7 +29,6 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.passes import FirstPassOnly, most_of_all
 from moe_jax.moe.routing import Choice, Grouping, Parcel, Routing, record
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
-from moe_jax.parallel.exchange import TRANSPORTS
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.varying import join_parts, own_part
 from moe_jax.planning.buckets import expected_rows
@@ -343,9 +342,7 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes) -> Schedule:
     Raises:
       UserError: an unknown name, or a mesh that it cannot run on.
     """
-    parts, top_k, transport = roles.size(roles.model), sizes.config.top_k, sizes.config.transport
-    if transport not in TRANSPORTS:  # generation alone resolves 'auto'
-        raise UserError(f"MoEConfig.transport ({transport!r}) must be one of {', '.join(TRANSPORTS)}")
+    parts, top_k = roles.size(roles.model), sizes.config.top_k
     find_schedule(name)  # known, whatever the sizes
     if sizes.tokens % parts:
         raise UserError(

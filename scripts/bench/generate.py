@@ -3,7 +3,6 @@
     python scripts/bench/generate.py --workdir=runs/demo          # a trained run, or --gin_file with fresh parameters
     python scripts/bench/generate.py --against=experts --model_dim=256 --layers=16 --prompt_tokens=16 --new_tokens=32
     python scripts/bench/generate.py --against=transformers --batches=1,8 --rounds=3 --new_tokens=24
-    python scripts/bench/generate.py --workdir=runs/demo --held_out_windows=512
 
 What it says: what a user waits for. A prompt's first token waits for the whole prompt (prefill), every further one for
 a pass over the weights that its batch activates. All sides continue the same prompts greedily; rounds are interleaved
@@ -17,7 +16,6 @@ experts: what experts cost where a token waits for weights. A dense model (one e
 transformers: a Mixtral with random weights is built by transformers, written as it writes models, converted as a user
   would, and both decode in float32; transformers with each of its caches and ways to compute experts, and prompts whose
   texts differ are counted. Needs torch, transformers and safetensors.
---held_out_windows: the loss of --workdir on its held-out text with the experts as trained and as int8.
 """
 
 from __future__ import annotations
@@ -44,8 +42,6 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.")
 _MODEL_DIM = flags.DEFINE_integer("model_dim", 512, "M with --against.")
 _LAYERS = flags.DEFINE_integer("layers", 8, "Layers with --against; with 'experts' a multiple of 16.")
 _EXPERTS = flags.DEFINE_integer("experts", 0, "Experts with --against; 0 takes 32 of 'experts', 16 of 'transformers'.")
-_HELD_OUT = flags.DEFINE_integer("held_out_windows", 0, "Windows of held-out text; 0 = times are measured.")
-_QUANTIZE = flags.DEFINE_string("quantize", "none", "Experts' weights: 'none' or 'int8'.")
 
 
 def fresh_generator(gin_files, bindings):
@@ -68,7 +64,7 @@ def fresh_generator(gin_files, bindings):
     )
     params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
     counts = parameter_counts(model.config, model.moe, model.vocab_size)
-    made = Generator(model, params, tokenizer=tokenizer, vocabulary=tokenizer.vocab_size, quantize=_QUANTIZE.value)
+    made = Generator(model, params, tokenizer=tokenizer, vocabulary=tokenizer.vocab_size)
     return made, counts
 
 
@@ -196,7 +192,7 @@ def measure(sides: dict, vocabulary: int) -> list[dict]:
     return record
 
 
-def print_measured():
+def main(_):
     from moe_jax.inference import load
     from moe_jax.parallel.mesh import set_up_devices
 
@@ -213,51 +209,10 @@ def print_measured():
                 print(f"{name}: {counts[0]:,} parameters, {counts[1]:,} activated")
                 sides[name] = decoder(generator)
         elif _WORKDIR.value:
-            sides = {"": decoder(load(_WORKDIR.value, bindings=_GIN_BINDINGS.value, quantize=_QUANTIZE.value))}
+            sides = {"": decoder(load(_WORKDIR.value, bindings=_GIN_BINDINGS.value))}
         else:
             sides = {"": decoder(fresh_generator(_GIN_FILES.value, _GIN_BINDINGS.value)[0])}
         print(f"\n{json.dumps(measure(sides, vocabulary))}")
-
-
-def print_losses():
-    """Print the held-out loss and the bytes of the experts, as trained and as int8."""
-    import jax
-
-    from moe_jax.data.cache import build_cache
-    from moe_jax.data.stream import HeldOut
-    from moe_jax.inference import load
-    from moe_jax.parallel.mesh import set_up_devices
-    from moe_jax.storage.checkpoint import run_config
-
-    set_up_devices(_HOST_DEVICES.value)
-    data = run_config(_WORKDIR.value, _GIN_BINDINGS.value).data
-    record = {}
-    for quantize in ("none", "int8"):
-        generator = load(_WORKDIR.value, bindings=_GIN_BINDINGS.value, quantize=quantize)
-        cache = build_cache(data, generator.tokenizer, vocab_size=generator.model.vocab_size)
-        total = targets = 0
-        for tokens, weights, *_ in HeldOut(cache, data.sequence_length, limit=_HELD_OUT.value).batches(32):
-            rows = [
-                row[: int(real.sum()) + 1].tolist() for row, real in zip(tokens, weights, strict=True) if real.any()
-            ]
-            if generator.model.config.document_mask:  # what is scored is one document
-                end = generator.tokenizer.end_id
-                parts = [part for row in rows for part in np.split(row, np.flatnonzero(np.equal(row[:-1], end)) + 1)]
-                rows = [part.tolist() for part in parts if len(part) > 1]
-            number = sum(map(len, rows)) - len(rows)
-            total, targets = total + number * generator.loss(rows), targets + number
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.params["bank"]))
-        record[quantize] = {"loss": total / targets, "bytes": held}
-        print(f"{quantize}: loss {record[quantize]['loss']:.5f} of {targets} tokens, experts {held:,} bytes")
-    ratio = {key: record["int8"][key] / record["none"][key] for key in ("loss", "bytes")}
-    print(f"int8 over none: loss {ratio['loss']:.5f}, bytes {ratio['bytes']:.4f}\n{json.dumps(record)}")
-
-
-def main(_):
-    if _HELD_OUT.value:
-        print_losses()
-    else:
-        print_measured()
 
 
 if __name__ == "__main__":

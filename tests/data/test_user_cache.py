@@ -34,7 +34,7 @@ def test_link_at_the_folder_is_refused_and_above_the_cache_it_is_the_users_own_c
     (root / "open").mkdir()
     (root / "open").chmod(0o770)
     for name, words in (
-        ("linked", r"linked' is a link or a file, which is not followed; remove it, or set XDG"),
+        ("linked", r"linked' is a link or a file and is not followed; remove it, or set XDG"),
         ("file", r"file' is a link or a file"),
         ("open", r"may be written to by other users \(mode 770\).*delete it, and it is made"),
     ):
