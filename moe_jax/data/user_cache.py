@@ -44,9 +44,7 @@ def user_cache_folder(name: str) -> Path:
                 status = folder.lstat()
                 mode, writable = stat.S_IMODE(status.st_mode), status.st_mode & _WRITABLE_BY_OTHERS
                 if not stat.S_ISDIR(status.st_mode):
-                    raise UserError(
-                        f"{str(folder)!r} is a link or a file, which is not followed; remove it, or {remedy}"
-                    )
+                    raise UserError(f"{str(folder)!r} is a link or a file and is not followed; remove it, or {remedy}")
                 if status.st_uid != os.geteuid():
                     raise UserError(f"{str(folder)!r} belongs to user {status.st_uid}, not to {os.geteuid()}; {remedy}")
                 if writable and folder != root:
