@@ -47,20 +47,18 @@ def command(argv: list[str]) -> None:
     from moe_jax.inference.conversion import Upcycling, export_folder, import_folder
     from moe_jax.models.counts import parameter_counts
 
-    for flag in (_UPCYCLE_TOP_K, _UPCYCLE_NOISE, _UPCYCLE_SEED):
-        if flag.present and not _UPCYCLE.value:
-            raise UserError(f"--{flag.name}={flag.value} needs --upcycle, the number of experts")
-    if _TO_PEFT.value and _DTYPE.value:
-        raise UserError(f"--dtype={_DTYPE.value} needs --to_hf; adapters are written as they were trained")
+    for flag, fits, needed in (
+        (_DTYPE, bool(_TO_HF.value), "--to_hf: a run folder and adapters hold parameters as they were trained"),
+        (_UPCYCLE, bool(_FROM_HF.value), "--from_hf, a dense checkpoint"),
+        *((flag, _UPCYCLE.value, "--upcycle") for flag in (_UPCYCLE_TOP_K, _UPCYCLE_NOISE, _UPCYCLE_SEED)),
+    ):
+        if flag.present and not fits:
+            raise UserError(f"--{flag.name}={flag.value} needs {needed}")
     if target:
-        if _UPCYCLE.value:
-            raise UserError(f"--upcycle={_UPCYCLE.value} needs --from_hf, a dense checkpoint")
         adapter, nonfinite = bool(_TO_PEFT.value), _ALLOW_NONFINITE.value
         family = export_folder(_WORKDIR.value, target, _DTYPE.value, adapter=adapter, allow_nonfinite=nonfinite)
         print(f"{target}: {family.architecture}")
         return
-    if _DTYPE.value:
-        raise UserError(f"--dtype={_DTYPE.value} needs --to_hf; parameters are float32 in a run folder")
     upcycling = None
     if _UPCYCLE.value:
         upcycling = Upcycling(

@@ -57,21 +57,18 @@ def command(argv: list[str]) -> int:
     from moe_jax.jobs.start import start_hosts
     from moe_jax.parallel.mesh import set_up_devices
 
-    sampling = Sampling(
-        temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, seed=_SEED.value
-    )  # before a model is read
+    # before a model is read
+    sampling = Sampling(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, seed=_SEED.value)
     if file:
         try:
             prompts = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
+            lists = isinstance(prompts, list) and all(isinstance(row, list) for row in prompts)
+            if not lists or not all(type(value) is int for row in prompts for value in row):
+                raise ValueError("it holds no list of lists of whole numbers")
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(
                 f"--prompt_ids={file} cannot be read ({error}); give a JSON file such as [[5, 17], [8]]"
             ) from error
-        lists = isinstance(prompts, list) and all(isinstance(row, list) for row in prompts)
-        if not lists or not all(type(value) is int for row in prompts for value in row):
-            raise UserError(
-                f"--prompt_ids={file} must be a JSON list of lists of whole numbers, such as [[5, 17], [8]]"
-            )
     set_up_devices(_HOST_DEVICES.value)
     with start_hosts(**{flag.name: flag.value for flag in _PLACE}) as hosts:
         generate(prompts, sampling, hosts)
@@ -106,21 +103,14 @@ def generate(prompts, sampling, hosts) -> None:
         return
     if hosts.process_count > 1:
         raise UserError("only one process can read a talk from its input; give questions with --prompt")
-    messages: list[dict] = []
-    while question := next_line():
-        messages.append({"role": "user", "content": question})
-        found = answer(generator, [template.prompt(messages)], sampling, True)
-        messages.append({"role": "assistant", "content": found.text[0]})
-
-
-def next_line() -> str:
-    """Return the next line of the standard input that holds some text, '' at its end."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline()
-        if not line or line.strip():
-            return line.strip()
+    messages, asks = [], "> " if sys.stdin.isatty() else ""
+    print(asks, end="", flush=True)
+    for line in sys.stdin:
+        if question := line.strip():
+            messages.append({"role": "user", "content": question})
+            found = answer(generator, [template.prompt(messages)], sampling, True)
+            messages.append({"role": "assistant", "content": found.text[0]})
+        print(asks, end="", flush=True)
 
 
 def answer(generator, prompts, sampling, is_main: bool):
@@ -141,13 +131,8 @@ def answer(generator, prompts, sampling, is_main: bool):
             print(stable[len(printed) :], end="", flush=True)
             printed = stable
 
-    found = generator.generate(
-        prompts,
-        _MAX_NEW_TOKENS.value,
-        sampling,
-        ignore_eos=_IGNORE_EOS.value,
-        on_token=on_token if is_main else None,
-    )
+    shown = on_token if is_main else None
+    found = generator.generate(prompts, _MAX_NEW_TOKENS.value, sampling, ignore_eos=_IGNORE_EOS.value, on_token=shown)
     if not is_main:
         return found
     first, *others = found.text or [" ".join(map(str, ids)) for ids in found.token_ids]

@@ -122,9 +122,6 @@ class WatchHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
         return False
 
-    def version_string(self) -> str:
-        return "moe_jax"
-
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing of requests."""
 

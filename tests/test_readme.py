@@ -40,7 +40,7 @@ RUN = {
 }
 NOT_RUN = {
     "python scripts/chat_data": "tests/training/test_chat.py runs it",
-    "python -m moe_jax.data.chat": "tests/data/test_chat.py runs it",
+    "python scripts/show_chats": "needs the data; tests/data/test_chat.py reads what it shows",
     "python -m moe_jax.train --gin_file=configs/run/chat.gin": "needs the data; tests/training/test_chat.py trains it",
     "python -m moe_jax.generate --chat": "reads questions; tests/training/test_chat.py asks some",
     "bash scripts/demo.sh": "makes an environment and trains for minutes",

@@ -268,7 +268,6 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
                 if theirs is None:
                     raise
                 return theirs
-            _sync(root)
         finally:
             shutil.rmtree(building, ignore_errors=True)
     return meta
@@ -363,13 +362,4 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer, template
         json.dump(asdict(meta), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(building)
     return meta
-
-
-def _sync(folder: Path):
-    """Sync a folder's entries to the disk; some network file systems refuse, which is harmless."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        os.fsync(descriptor)
-    os.close(descriptor)

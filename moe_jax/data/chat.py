@@ -1,9 +1,8 @@
 """Conversations as token ids, by the tokenizer's own chat template, with a mark on every token that is an answer's.
 
 Inputs: records with `messages`, and perhaps `tools`. Outputs: marked ids, int32 [tokens]. Nothing is added to what the
-template writes. jinja2 (extra [tokenizers]) is imported when a template is read. As a command, it shows the marks:
-
-    python -m moe_jax.data.chat --data=chats.jsonl --tokenizer=tokenizer.json [--count=3]
+template writes. jinja2 (extra [tokenizers]) is imported when a template is read. `scripts/show_chats.py` shows the
+marks.
 """
 
 # A template is somebody else's program, so it runs in jinja2's sandbox, with the names that transformers gives it.
@@ -15,16 +14,14 @@ import datetime
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import app, flags
 
-from moe_jax.data.corpus import DataConfig, Source, find_documents
-from moe_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_inside, read_json
+from moe_jax.data.corpus import Source
+from moe_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, check_inside, read_json
 from moe_jax.errors import UserError
 
 # Above the id of a token of conversations stand two bits, so that whatever holds, hashes and cuts ids holds the marks.
@@ -288,27 +285,3 @@ def _compile(text: str):
     sandbox.globals["raise_exception"] = refuse
     sandbox.globals["strftime_now"] = _DATE.strftime
     return sandbox.from_string(text)
-
-
-def _main():
-    app.define_help_flags()
-    try:
-        rest = flags.FLAGS(sys.argv)
-        if rest[1:]:
-            raise UserError(f"{rest[1]!r} is no flag; write --data=PATH --tokenizer=FILE")
-        config = DataConfig(kind="chat", path=flags.FLAGS.data, tokenizer=flags.FLAGS.tokenizer)
-        template = ChatTemplate(build_tokenizer(config))
-        chats = conversations(find_documents(config), template)
-        for (chat, *_), _ in zip(chats, range(flags.FLAGS.count), strict=False):
-            (marked,) = template.encode_batch([chat])
-            print(f"--- {marked.size} tokens, {np.count_nonzero(marked & ANSWER)} of answers\n{template.show(marked)}")
-    except (flags.Error, UserError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    flags.DEFINE_string("data", "", "Conversations: a .jsonl, .parquet or .arrow file, a folder, glob or comma list.")
-    flags.DEFINE_string("tokenizer", "byte", "The tokenizer.json, with a chat template next to it.")
-    flags.DEFINE_integer("count", 3, "Conversations to show.")
-    _main()

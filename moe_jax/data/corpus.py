@@ -111,16 +111,28 @@ class Source:
         Raises:
           UserError: naming the file, and the line where there is one.
         """
-        if suffix_of(self.path) in TABLES:
-            for row, share in table_rows(self.path, (self.field,), is_text=True):
-                if row[self.field]:
-                    yield row[self.field], True, share
+        if not self.field:
+            with self._opened() as (file, read_share):
+                for text, ends_document in _text_pieces(file, self.path):
+                    yield text, ends_document, read_share()
             return
-        with self._opened() as (file, read_share):
-            records = _json_records(file, self.path)
-            cut = _json_pieces(records, self.field) if self.field else _text_pieces(file, self.path)
-            for text, ends_document in cut:
-                yield text, ends_document, read_share()
+        is_table = suffix_of(self.path) in TABLES
+        for where, record, share in self.records((self.field,)):
+            if is_table and self.field not in record:  # a null
+                continue
+            if self.field not in record:
+                raise UserError(
+                    f"{where}: has no field {self.field!r} (it has {sorted(record)}); set DataConfig.field, "
+                    "or DataConfig.kind = 'chat' for conversations"
+                )
+            text = record[self.field]
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise UserError(f"{where}: field {self.field!r} holds a {kind}, not text; set DataConfig.field")
+            if re.search("[\ud800-\udfff]", text):  # which JSON can hold
+                raise UserError(f"{where}: field {self.field!r} holds half a surrogate pair; remove it")
+            if text:
+                yield text, True, share
 
     def records(self, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict, float]]:
         """Yield (where it stands, record, share of the file read so far) of each record of JSON or row of a table.
@@ -131,7 +143,7 @@ class Source:
           UserError: as `pieces`; a table without the first of the keys, or a file that is neither.
         """
         if suffix_of(self.path) in TABLES:
-            for number, (row, share) in enumerate(table_rows(self.path, keys, is_text=False), start=1):
+            for number, (row, share) in enumerate(table_rows(self.path, keys), start=1):
                 yield f"{self.path}: row {number}", _without_nulls(row), share
         elif self.field:
             with self._opened() as (file, read_share):
@@ -305,28 +317,10 @@ def _json_records(file: BinaryIO, name: str) -> Iterator[tuple[str, dict]]:
             yield at, record
 
 
-def _json_pieces(records: Iterable[tuple[str, dict]], field: str) -> Iterator[tuple[str, bool]]:
-    """Yield one document a record; empty texts are left out."""
-    for where, record in records:
-        if field not in record:
-            raise UserError(
-                f"{where}: has no field {field!r} (it has {sorted(record)}); set DataConfig.field, "
-                "or DataConfig.kind = 'chat' for conversations"
-            )
-        text = record[field]
-        if not isinstance(text, str):
-            raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not text; set DataConfig.field")
-        if re.search("[\ud800-\udfff]", text):  # which JSON can hold
-            raise UserError(f"{where}: field {field!r} holds half a surrogate pair; remove it")
-        if text:
-            yield text, True
-
-
-def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[tuple[dict, float]]:
+def table_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[dict, float]]:
     """Yield ({column: value}, share of the file read) for each row, with those of `columns` that there are.
 
-    Args:
-      columns: the first must be there; is_text: and must hold text, not lists.
+    The first of them must be there.
 
     Raises:
       UserError: naming what is wrong with the file.
@@ -340,7 +334,7 @@ def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[
     try:
         if suffix_of(path) == ".parquet":  # a buffer would keep what was read until the end
             file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
-            wanted = _known_columns(path, file.schema_arrow, columns, is_text, pa)
+            wanted = _known_columns(path, file.schema_arrow.names, columns)
             batches, count = file.iter_batches(_ROWS, columns=wanted), file.metadata.num_rows
         else:
             source = pa.memory_map(path)
@@ -350,7 +344,7 @@ def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[
             except pa.ArrowInvalid:
                 reader = pa.ipc.open_file(source)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            wanted = _known_columns(path, reader.schema, columns, is_text, pa)
+            wanted = _known_columns(path, reader.schema.names, columns)
         for batch in batches:
             batch.validate(full=True)  # a bad offset would be read out of bounds
             read += len(batch)
@@ -364,13 +358,9 @@ def table_rows(path: str, columns: Sequence[str], *, is_text: bool) -> Iterator[
         raise UserError(f"{path}: not a whole table ({what}); download or write it again") from error
 
 
-def _known_columns(path: str, schema, columns: Sequence[str], is_text: bool, pa) -> list[str]:
-    """Return those of `columns` that a table has; a UserError where it lacks the first, or that holds no text."""
-    column = columns[0]
-    if column not in schema.names:
-        remedy = "set DataConfig.field" if is_text else "conversations need it"
-        raise UserError(f"{path}: has no column {column!r} (it has {sorted(schema.names)}); {remedy}")
-    kind = schema.field(column).type
-    if is_text and not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise UserError(f"{path}: column {column!r} holds {kind}, not text; set DataConfig.field")
-    return [name for name in columns if name in schema.names]
+def _known_columns(path: str, names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return those of `columns` that a table with these names has; a UserError where it lacks the first."""
+    if columns[0] not in names:
+        remedy = "set DataConfig.field, or name a table that has it"
+        raise UserError(f"{path}: has no column {columns[0]!r} (it has {sorted(names)}); {remedy}")
+    return [name for name in columns if name in names]

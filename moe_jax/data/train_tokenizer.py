@@ -48,18 +48,8 @@ def train_tokenizer(config: DataConfig, out: str, vocab_size: int) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    read = 0
-
-    def texts():
-        nonlocal read
-        for source in find_documents(config):
-            for text, *_ in source.pieces():
-                read += len(text.encode())
-                yield text
-
-    tokenizer.train_from_iterator(texts(), trainer)
-    if not read:
-        raise UserError("--data names files without any text; name some that have text")
+    texts = (text for source in find_documents(config) for text, *_ in source.pieces())
+    tokenizer.train_from_iterator(texts, trainer)
     part = Path(f"{out}.{uuid.uuid4().hex}")
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +60,7 @@ def train_tokenizer(config: DataConfig, out: str, vocab_size: int) -> str:
         raise UserError(f"--out ({out}) cannot be written ({error.strerror}); name another file") from error
     got = tokenizer.get_vocab_size()
     short = f" ({vocab_size} asked, the text has no more pairs)" if got < vocab_size else ""
-    return f"{out}: {got} ids{short} from {read} bytes of text"
+    return f"{out}: {got} ids{short}"
 
 
 def _main():

@@ -61,9 +61,11 @@ _LOG = logging.getLogger(__name__)
 
 
 def import_folder(
-    source: str | os.PathLike[str], workdir: str | os.PathLike[str], upcycling: Upcycling | None = None,
+    source: str | os.PathLike[str],
+    workdir: str | os.PathLike[str],
+    upcycling: Upcycling | None = None,
     allow_nonfinite: bool = False,
-) -> RunConfig:  # fmt: skip
+) -> RunConfig:
     """Write the run folder `workdir` from a checkpoint of transformers; return its config.
 
     Args:
@@ -176,14 +178,16 @@ class Upcycling:
 
 
 def export_folder(
-    workdir: str | os.PathLike[str], target: str | os.PathLike[str], dtype: str = "", shard_bytes: int = SHARD_BYTES,
-    adapter: bool = False, allow_nonfinite: bool = False,
-) -> Family:  # fmt: skip
+    workdir: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    dtype: str = "",
+    adapter: bool = False,
+    allow_nonfinite: bool = False,
+) -> Family:
     """Write the folder `target` for transformers from the last checkpoint of a run; return what kind it is.
 
     Args:
       dtype: of the tensors, 'float32', 'bfloat16' or 'float16'; '' takes ModelConfig.dtype.
-      shard_bytes: of one file, at most, but for a tensor that is larger by itself.
       adapter: write the adapters of a run alone, as peft reads them, instead of a model that they are merged into.
       allow_nonfinite: write tensors that hold NaN or infinity too.
 
@@ -222,7 +226,7 @@ def export_folder(
                 of_file = np.dtype("float32" if place.float32 else dtype)
                 yield place.name, _noted(place.name, tensor, of_file, odd)
 
-        write_tensors(out, tensors(), shard_bytes)
+        write_tensors(out, tensors())
         # files to be carried: the run's own, or those of the tokenizer that it was trained with
         is_own = (folder.path / FILE).exists() or run.data.tokenizer == "byte"
         source = folder.path if is_own else Path(run.data.tokenizer).expanduser().parent
@@ -342,19 +346,23 @@ class TensorFolder:
                 expected.setdefault(check_inside(path, str(entries[name])), []).append(name)
         elif not (path / SINGLE).exists():
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; give a folder with safetensors files")
+        safetensors = library()
         for file in sorted(expected):
-            handle = _open(file)
+            try:
+                handle = safetensors.safe_open(str(file), framework="numpy")
+            except FileNotFoundError as error:
+                raise UserError(f"{file} does not exist, and {INDEX} names it; copy the folder again") from error
+            except (safetensors.SafetensorError, OSError) as error:
+                raise UserError(f"cannot read {file} ({error}): it is damaged or not whole; copy it again") from error
             names = set(handle.keys())
             for name in expected[file] or names:
                 if name not in names:
                     raise UserError(f"{file} has no tensor {name}, which {INDEX} says it has; copy the folder again")
                 self._stored[name] = file, handle
         self.names = set(self._stored)
-        scales = {name + SCALE for name in self.names if blocks and name + SCALE in self.names}
-        self.scales = {name for name in scales if self._dtype(name.removesuffix(SCALE)) == FLOAT8}
-
-    def _dtype(self, name: str) -> str:
-        return self._stored[name][1].get_slice(name).get_dtype()
+        scaled = {name for name in self.names if blocks and name + SCALE in self.names}
+        stored = {name: self._stored[name][1].get_slice(name).get_dtype() for name in scaled}
+        self.scales = {name + SCALE for name, dtype in stored.items() if dtype == FLOAT8}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, or raise a UserError where its dtype is none that can be read."""
@@ -398,22 +406,10 @@ class TensorFolder:
         return stored.reshape(header[name]["shape"]).astype(np.float32)
 
 
-def _open(file: Path) -> Any:
-    """Return a safetensors file opened, or raise a UserError."""
-    safetensors = library()
-    try:
-        return safetensors.safe_open(str(file), framework="numpy")
-    except FileNotFoundError as error:
-        raise UserError(f"{file} does not exist, and {INDEX} names it; copy the folder again") from error
-    except (safetensors.SafetensorError, OSError) as error:
-        raise UserError(f"cannot read {file} ({error}): it is damaged or not whole; copy it again") from error
-
-
-def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES) -> None:
+def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]]) -> None:
     """Write tensors, (name, array) one after the other, into files of a folder, as transformers looks for them.
 
-    Args:
-      shard_bytes: of one file, at most, but for a tensor that is larger by itself; several files get an index.
+    One file has at most SHARD_BYTES, but for a tensor that is larger by itself; several files get an index.
     """
     files, total, size = [{}], 0, 0  # of each file its tensors; those of the last one are still in memory
 
@@ -422,7 +418,7 @@ def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_b
         files[-1] = list(files[-1])
 
     for name, tensor in named:
-        if files[-1] and size + tensor.nbytes > shard_bytes:
+        if files[-1] and size + tensor.nbytes > SHARD_BYTES:
             flush()
             files.append({})
             size = 0

@@ -30,15 +30,15 @@ MODEL_KEYS = {
 }
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 REQUIRED = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok",
-    "max_position_embeddings", "intermediate_size", "rms_norm_eps", "rope_theta",
-)  # fmt: skip
+    "vocab_size hidden_size num_hidden_layers num_attention_heads num_experts_per_tok max_position_embeddings "
+    "intermediate_size rms_norm_eps rope_theta"
+).split()
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # all mean E; the first that is there counts
 # read together: dtype, which layers have experts or a window
 JOINT_KEYS = (
-    *EXPERT_KEYS, "num_experts_per_tok", "intermediate_size", "moe_intermediate_size", "dtype", "torch_dtype",
-    "quantization_config", "sliding_window", "use_sliding_window", "max_window_layers",
-)  # fmt: skip
+    "num_experts_per_tok intermediate_size moe_intermediate_size dtype torch_dtype quantization_config sliding_window "
+    "use_sliding_window max_window_layers"
+).split()
 # the largest that is read; whoever wrote config.json must not decide how long this program works on it
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", *EXPERT_KEYS, "num_experts_per_tok", "num_attention_heads"), 10_000),
@@ -48,11 +48,11 @@ SIZES = {
 }
 MOST_EXPERTS = 10**6  # of all layers
 HARMLESS = (
-    "architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "initializer_range",
-    "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "id2label", "label2id",
-    "return_dict", "output_attentions", "output_hidden_states", "problem_type", "use_return_dict",
-    "ep_size", "experts_implementation", "attn_implementation", "_attn_implementation",
-)  # fmt: skip
+    "architectures model_type transformers_version _name_or_path auto_map initializer_range use_cache bos_token_id "
+    "eos_token_id pad_token_id output_router_logits id2label label2id return_dict output_attentions "
+    "output_hidden_states problem_type use_return_dict ep_size experts_implementation attn_implementation "
+    "_attn_implementation"
+).split()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "clip_qkv": (None,),
@@ -96,79 +96,72 @@ class Family:
         return "".join(map(str.capitalize, self.model_type.split("_"))) + "ForCausalLM"
 
 
-MIXTRAL = Family(
-    model_type="mixtral",
-    experts_key="num_local_experts",
-    own_keys={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "router_aux_loss_coef": 0.001},
-    fixed={"renormalize": True, "attention_bias": False},
-    dense_blocks=False,
-    gate="block_sparse_moe.gate.weight",
-    experts="block_sparse_moe.experts.{j}",
-    matrices=("w1", "w3", "w2"),
-    neutral={"attention_bias": (False, None), "norm_topk_prob": (True, None)},
-)
-OLMOE = Family(
-    model_type="olmoe",
-    experts_key="num_experts",
-    own_keys={"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
-    fixed={"qk_norm": "width"},
-    dense_blocks=False,
-)
-QWEN3 = Family(
-    model_type="qwen3_moe",
-    experts_key="num_experts",
-    own_keys={
-        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_key_value_heads": 4,
-        "router_aux_loss_coef": 0.001, "use_sliding_window": False, "sliding_window": 4096,
-    },
-    fixed={"qk_norm": "head"},
-)  # fmt: skip
+# keys that several families have, with what an absent one most often means
+SHARED = {"norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0}
+GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 # the balance loss of DeepSeek's own code, which adds it in each layer; transformers has none for these
 PER_LAYER = {"aux_loss_alpha": 0.0, "seq_aux": False}
-DEEPSEEK = Family(
-    model_type="deepseek",
-    own_keys={"norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0, **PER_LAYER},
-)
-DOTS1 = Family(
-    model_type="dots1",
-    own_keys={
-        "norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
-        "routed_scaling_factor": 1.0, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62,
-        "router_aux_loss_coef": 0.0,
-    },
-    fixed={"qk_norm": "head", "router": "sigmoid_bias"},
-    neutral={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc", None)},
-)  # fmt: skip
 LATENT = dict.fromkeys((*LATENT_KEYS, "qk_head_dim", "head_dim"))
-DEEPSEEK_V2 = Family(
-    model_type="deepseek_v2",
-    own_keys={
-        "n_shared_experts": 2, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
-        "routed_scaling_factor": 1.0, **PER_LAYER, **LATENT,
-    },
-    fixed={"renormalize": False},
-    latent=True,
-    neutral={"norm_topk_prob": (False, None), "topk_method": ("greedy", "group_limited_greedy", None)},
-)  # fmt: skip
-DEEPSEEK_V3 = Family(
-    model_type="deepseek_v3",
-    own_keys={
-        "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
-        "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, **PER_LAYER, **LATENT,
-    },
-    fixed={"router": "sigmoid_bias"},
-    latent=True,
-    neutral={
-        "scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None), "rope_interleave": (True, None),
-    },
-)  # fmt: skip
-FAMILIES = {family.model_type: family for family in (MIXTRAL, OLMOE, QWEN3, DEEPSEEK, DOTS1, DEEPSEEK_V2, DEEPSEEK_V3)}
-FAMILIES["kimi_k2"] = DEEPSEEK_V3  # with its keys and tensors; written as what transformers knows
+# A further family is a further entry; what it computes otherwise is a field of our configs, set in `fixed` or read from
+# a key of its own in `_model_fields` and `_moe_fields`, and written by `write_config`.
+_KNOWN = (
+    Family(
+        model_type="mixtral",
+        experts_key="num_local_experts",
+        own_keys={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "router_aux_loss_coef": 0.001},
+        fixed={"renormalize": True, "attention_bias": False},
+        dense_blocks=False,
+        gate="block_sparse_moe.gate.weight",
+        experts="block_sparse_moe.experts.{j}",
+        matrices=("w1", "w3", "w2"),
+        neutral={"attention_bias": (False, None), "norm_topk_prob": (True, None)},
+    ),
+    Family(
+        model_type="olmoe",
+        experts_key="num_experts",
+        own_keys={"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+        fixed={"qk_norm": "width"},
+        dense_blocks=False,
+    ),
+    Family(
+        model_type="qwen3_moe",
+        experts_key="num_experts",
+        own_keys={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_key_value_heads": 4}
+        | {"router_aux_loss_coef": 0.001, "use_sliding_window": False, "sliding_window": 4096},
+        fixed={"qk_norm": "head"},
+    ),
+    Family(model_type="deepseek", own_keys=SHARED | PER_LAYER),
+    Family(
+        model_type="dots1",
+        own_keys={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62}
+        | {"router_aux_loss_coef": 0.0, **SHARED, **GROUPS},
+        fixed={"qk_norm": "head", "router": "sigmoid_bias"},
+        neutral={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc", None)},
+    ),
+    Family(
+        model_type="deepseek_v2",
+        own_keys={"n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy"}
+        | {**GROUPS, **PER_LAYER, **LATENT},
+        fixed={"renormalize": False},
+        latent=True,
+        neutral={"norm_topk_prob": (False, None), "topk_method": ("greedy", "group_limited_greedy", None)},
+    ),
+    Family(
+        model_type="deepseek_v3",
+        own_keys={"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8}
+        | {"topk_group": 4, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, **PER_LAYER, **LATENT},
+        fixed={"router": "sigmoid_bias"},
+        latent=True,
+        neutral={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None), "rope_interleave": (True, None)},
+    ),
+)
+FAMILIES = {family.model_type: family for family in _KNOWN}
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]  # with its keys and tensors; written as what transformers knows
 # dense checkpoints, which can be upcycled: the family of what they become, and what absent keys mean in their own
-DENSE: dict[str, tuple[Family, dict[str, Any]]] = {
-    "llama": (MIXTRAL, {"num_key_value_heads": None}),
-    "mistral": (MIXTRAL, {"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen3": (QWEN3, {"num_key_value_heads": 32, "head_dim": 128}),
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("mixtral", {"num_key_value_heads": None}),
+    "mistral": ("mixtral", {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen3": ("qwen3_moe", {"num_key_value_heads": 32, "head_dim": 128}),
 }
 YARN_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -264,7 +257,8 @@ def upcycled_keys(keys: dict[str, Any], experts: int, top_k: int) -> dict[str, A
     name = keys.get("model_type")
     if name not in tuple(DENSE):
         raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(DENSE)} to be upcycled")
-    (family, absent), hidden = DENSE[name], _needed(keys, "intermediate_size")
+    (becomes, absent), hidden = DENSE[name], _needed(keys, "intermediate_size")
+    family = FAMILIES[becomes]
     made = {**ABSENT, **absent, **keys, "model_type": family.model_type}
     made |= {family.experts_key: experts, "num_experts_per_tok": top_k, "norm_topk_prob": True}
     return {**made, "moe_intermediate_size": hidden} if family.dense_blocks else made
@@ -275,7 +269,7 @@ def _checked(family: Family, keys: dict[str, Any]) -> dict[str, Any]:
 
     A UserError for others, for what is missing, of another kind, or not neutral.
     """
-    known = {*MODEL_KEYS, *JOINT_KEYS, *HARMLESS, *ABSENT, *family.own_keys} - set(family.neutral)
+    known = {*MODEL_KEYS, *EXPERT_KEYS, *JOINT_KEYS, *HARMLESS, *ABSENT, *family.own_keys} - set(family.neutral)
     neutral = {**NEUTRAL, "use_qk_norm": ("qk_norm" in family.fixed, None), **family.neutral}
     given = {key: value for key, value in keys.items() if value is not None}
     for key in REQUIRED:
@@ -465,23 +459,19 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     effective = {"kv_heads": "key_value_heads", "head_dim": "head_size", "v_head_dim": "value_size"}
     names = (*FIXED, *MODEL_KEYS.values(), "rotary_base", "rotary_factor", "rotary_yarn")
     names += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")
-    of_model = {f"ModelConfig.{name}": getattr(model, effective.get(name, name)) for name in names}
+    found = {f"ModelConfig.{name}": getattr(model, effective.get(name, name)) for name in names}
     names = ("residual", "renormalize", "routed_scale", "capacity_factor")
-    of_layer = {f"MoEConfig.{name}": getattr(moe, name) for name in names}
+    found |= {f"MoEConfig.{name}": getattr(moe, name) for name in names}
     # a model is served by 'topk' where it was trained with 'group_limited', which insists on groups
     routers = {"group_limited": "topk"}
     experts = {
         (part.moe.num_experts, part.moe.top_k, routers.get(part.moe.router, part.moe.router), part.config.hidden_dim)
         for part in of_experts
     }
-    return (
-        of_model
-        | of_layer
-        | {
-            "ModelConfig.segments": flags_of(model, moe),
-            "ModelConfig.dense_hidden_dim": {part.config.ffn_dim for part in segments if part.config.moe_every != 1},
-            "MoEConfig.num_experts": experts,
-            "MoEConfig.shared_experts": moe.shared_ffn_dim(first.config.hidden_dim),
-            "MoEConfig.expert_groups": (moe.expert_groups, moe.kept_groups if moe.expert_groups else 1),
-        }
-    )
+    return found | {
+        "ModelConfig.segments": flags_of(model, moe),
+        "ModelConfig.dense_hidden_dim": {part.config.ffn_dim for part in segments if part.config.moe_every != 1},
+        "MoEConfig.num_experts": experts,
+        "MoEConfig.shared_experts": moe.shared_ffn_dim(first.config.hidden_dim),
+        "MoEConfig.expert_groups": (moe.expert_groups, moe.kept_groups if moe.expert_groups else 1),
+    }

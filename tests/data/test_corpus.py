@@ -164,7 +164,7 @@ def test_documents_are_the_rows_of_a_column(tmp_path):
         ("empty.parquet", "text", r"empty.parquet: not a whole table"),
         ("bad.arrow", "text", r"bad.arrow: not a whole table"),
         ("other.parquet", "text", r"has no column 'text' \(it has \['body', 'n'\]\); set DataConfig.field"),
-        ("other.parquet", "n", r"column 'n' holds int64, not text; set DataConfig.field"),
+        ("other.parquet", "n", r"row 1: field 'n' holds a int, not text; set DataConfig.field"),
     ):
         with pytest.raises(UserError, match=words) as caught:
             texts(tmp_path / name, field=field)

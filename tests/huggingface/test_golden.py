@@ -23,6 +23,7 @@ from moe_jax.data.cache import build_cache
 from moe_jax.data.chat import special_ids
 from moe_jax.data.tokenizer import END_FILES, ByteTokenizer
 from moe_jax.errors import UserError
+from moe_jax.inference import conversion
 from moe_jax.inference.conversion import TensorFolder, Upcycling, export_folder, import_folder, write_tensors
 from moe_jax.inference.families import FAMILIES, read_config, upcycled_keys, write_config
 from moe_jax.jobs.hosts import Hosts
@@ -44,10 +45,11 @@ def test_loss_and_gradients_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_an_export_has_the_same_bits(name, tmp_path):
+def test_an_export_has_the_same_bits(name, tmp_path, monkeypatch):
     """In one file and in many; imported again, it is the same run."""
     first = import_folder(FOLDER / name, tmp_path / "run")
-    family = export_folder(tmp_path / "run", tmp_path / "back", shard_bytes=10_000)
+    monkeypatch.setattr(conversion, "SHARD_BYTES", 10_000)
+    family = export_folder(tmp_path / "run", tmp_path / "back")
     before, after = TensorFolder(FOLDER / name), TensorFolder(tmp_path / "back")
     assert name.startswith(family.model_type) and (tmp_path / "back" / "model.safetensors.index.json").exists()
     assert before.names == after.names

@@ -1,0 +1,34 @@
+"""The first conversations of a file as its tokenizer's chat template writes them, with the tokens that count in green.
+
+python scripts/show_chats.py --data=chats.jsonl --tokenizer=tokenizer.json [--count=3]
+"""
+
+import argparse
+import itertools
+
+import numpy as np
+
+from moe_jax.data.chat import ANSWER, ChatTemplate, conversations
+from moe_jax.data.corpus import DataConfig, find_documents
+from moe_jax.data.tokenizer import build_tokenizer
+from moe_jax.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", required=True, help="a .jsonl, .parquet or .arrow file, a folder, glob or comma list")
+    parser.add_argument("--tokenizer", required=True, help="tokenizer.json, with a chat template next to it")
+    parser.add_argument("--count", type=int, default=3, help="conversations to show")
+    given = parser.parse_args()
+    try:
+        config = DataConfig(kind="chat", path=given.data, tokenizer=given.tokenizer)
+        template = ChatTemplate(build_tokenizer(config))
+        for chat, *_ in itertools.islice(conversations(find_documents(config), template), given.count):
+            (marked,) = template.encode_batch([chat])
+            print(f"--- {marked.size} tokens, {np.count_nonzero(marked & ANSWER)} of answers\n{template.show(marked)}")
+    except UserError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
