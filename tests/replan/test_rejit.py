@@ -25,6 +25,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning import buckets, routing
 from moe_jax.planning import plan as plan_module
+from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.plan import enlarge
 from moe_jax.planning.plan_shape import fits
 from moe_jax.replan import auto
@@ -296,7 +297,7 @@ def test_shadowing_after_the_gate_needs_no_new_slots(started):
     shapes = [dataclasses.replace(compiled[ONE], bucket_rows=None) for compiled in engine.session.compiled]
     assert len(set(shapes)) == 1
     shape = engine.session.compiled[0][ONE]
-    assert shape.late.slots == 2 and shape.ahead is None and shape.after_gate.name == "shadow"
+    assert shape.late.slots == 2 and shape.ahead is None and isinstance(shape.after_gate, Shadowing)
     assert not any(len(placement.replicas) for _, placement, _ in seen)
     records = [engine.record(step, step_loads) for step, step_loads in enumerate(loads)]
     assert max(record["replicas"] for record in records) >= DEVICES - 1
