@@ -16,13 +16,14 @@ spec.loader.exec_module(runs)
 
 
 def package_of(frame):
-    """The package of a function's frame, None of other code and of a record's methods."""
+    """The package of a function's frame, None of other code, of modules under all packages, of a record's methods."""
     path, top = frame.f_code.co_filename, frame.f_code.co_qualname.split(".")[0]
     if not path.startswith(PACKAGE):
         return None
     owner = frame.f_globals.get(top)
     is_record = isinstance(owner, type) and (dataclasses.is_dataclass(owner) or hasattr(owner, "_fields"))
-    return None if is_record else path.removeprefix(PACKAGE).split("/")[0]
+    package, _, inside = path.removeprefix(PACKAGE).partition("/")
+    return package if inside and not is_record else None
 
 
 def stays(function):
