@@ -80,28 +80,18 @@ def unpermute_tokens(rows, weights, parcel: Parcel):
 
 
 def _to_places(rows, grouping: Grouping):
-    """Return the row of each place [R, M], zeros past the last row; the mask is the one that experts apply."""
-    owned = rows_in_use(grouping.group_sizes, rows.shape[0])
+    """Bring received rows [R, M] into compact group order [R, M]; places past the last row are zero."""
+    if grouping.row_of_place is None:
+        return rows
+    owned = rows_in_use(grouping.group_sizes, rows.shape[0])  # the mask is the one that experts apply
     return jnp.where(owned, jnp.take(rows, grouping.row_of_place, axis=0, mode="clip"), jnp.zeros((), rows.dtype))
 
 
 def _to_rows(places, grouping: Grouping):
-    """Return what stands at the place of each row [R, M], zeros in empty rows."""
-    return take_rows(places, grouping.place_of_row)
+    """Return what stands at the place of each row [R, M], zeros in empty rows: undo `_to_places`."""
+    return places if grouping.place_of_row is None else take_rows(places, grouping.place_of_row)
 
 
-_permute_rows, _unpermute_rows = _with_gradient(_to_places, _to_rows), _with_gradient(_to_rows, _to_places)
-
-
-def permute_rows(rows, grouping: Grouping):
-    """Bring received rows [R, M] into compact group order [R, M]; places past the last row are zero."""
-    if grouping.row_of_place is None:
-        return rows
-    return _permute_rows(rows, grouping)
-
-
-def unpermute_rows(rows, grouping: Grouping):
-    """Undo `permute_rows`: [R, M] -> [R, M]; empty rows are zero."""
-    if grouping.place_of_row is None:
-        return rows
-    return _unpermute_rows(rows, grouping)
+# transposes of each other: rows [R, M] and grouping -> places [R, M], and back
+permute_rows = _with_gradient(_to_places, _to_rows)
+unpermute_rows = _with_gradient(_to_rows, _to_places)
