@@ -17,15 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax import plugins
-from moe_jax.config.run_config import (
-    BOUND,
-    REMOVED,
-    RENAMED,
-    RunConfig,
-    bindable,
-    config_text,
-    with_bindings,
-)
+from moe_jax.config.run_config import BOUND, REMOVED, RENAMED, RunConfig, bindable, config_text, with_bindings
 from moe_jax.errors import UserError
 from moe_jax.shipped import ROOT, shipped
 

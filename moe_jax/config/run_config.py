@@ -69,10 +69,7 @@ REMOVED = {
     "MoEConfig.topology_release": ("False", "leave it out: only Topology.remote_fraction of the tokens leave a node"),
     "PlannerConfig.headroom": ("2.0", "leave it out: 'balanced' has two replicas a device after the gate"),
     "PlannerConfig.residual": ("True", "leave it out: 'fastermoe' counts the exchange that is left after shadowing"),
-    "PlannerConfig.auto_margin": (
-        "0.01",
-        "leave it out: 'auto' changes for a hundredth of a step",
-    ),
+    "PlannerConfig.auto_margin": ("0.01", "leave it out: 'auto' changes for a hundredth of a step"),
     "PlannerConfig.decay": ("0.5", "it was of 'exponential': take PlannerConfig.predictor = 'window'"),
     "PlannerConfig.swap_seconds": ("0.0", "leave it out: a new shape compiles beside the steps and costs none"),
     "PlannerConfig.bucket_limit": ("4.0", "leave it out: planned buckets have at most four times their mean rows"),
