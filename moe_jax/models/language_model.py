@@ -231,22 +231,9 @@ class LanguageModel:
         D is that of the segment's expert-parallel group. Values depend on the key and the model only, never on the
         mesh; call it under `jax.jit` with the layout's shardings as `out_shardings` and each device makes its own part.
         """
-        base = self._init_base(key)
-        if not self.lora.rank:
-            return base
-        wires = {"dense": self.wires(), "bank": jax.tree.map(lambda _: self.config.dtype, base["bank"])}
-        frozen = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), base, wires)
-        return joined(frozen, self.init_adapters(jax.random.fold_in(key, 1), base))
-
-    def init_adapters(self, key, base: dict) -> dict:
-        """Return fresh adapters {'dense', 'bank'} of parameters with the shapes of `base`, which add nothing yet."""
-        devices = {name: own.devices for name, own in self.even_placements.items()}
-        return init_adapters(self.lora, key, base, self.expert_segments, devices)
-
-    def _init_base(self, key) -> dict:
         dense_key, expert_key = jax.random.split(key)
         model = Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(dense_key))
-        banks = {}
+        base = {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": {}}
         for segment in self.expert_segments:
             config, roles = segment.config, segment.roles(self.roles)
             own_key = jax.random.fold_in(expert_key, segment.first_layer) if segment.first_layer else expert_key
@@ -259,8 +246,17 @@ class LanguageModel:
                 dtype=config.param_dtype,
                 output_scale=(2 * segment.depth) ** -0.5,
             )
-            banks[segment.name] = init_bank(make, own_key, *sizes)
-        return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": banks}
+            base["bank"][segment.name] = init_bank(make, own_key, *sizes)
+        if not self.lora.rank:
+            return base
+        wires = {"dense": self.wires(), "bank": jax.tree.map(lambda _: self.config.dtype, base["bank"])}
+        frozen = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), base, wires)
+        return joined(frozen, self.init_adapters(jax.random.fold_in(key, 1), base))
+
+    def init_adapters(self, key, base: dict) -> dict:
+        """Return fresh adapters {'dense', 'bank'} of parameters with the shapes of `base`, which add nothing yet."""
+        devices = {name: own.devices for name, own in self.even_placements.items()}
+        return init_adapters(self.lora, key, base, self.expert_segments, devices)
 
     def shapes(self) -> dict:
         """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed, and no device is asked for."""
