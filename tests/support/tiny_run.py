@@ -33,7 +33,6 @@ BINDINGS = (
     "train.warmup_steps = 2",
     "train.evaluate_windows = 8",
     "train.loads_every = 3",
-    "Hecate.overlap_degree = 'paper'",
     "PlannerConfig.must_pay = False",  # replicas, whatever they cost so small a run
 )
 
@@ -54,7 +53,10 @@ def write_corpus(folder) -> str:
 
 def bindings_of(folder, *changes: str) -> list[str]:
     """Return all bindings of a run whose corpus and cache lie under `folder`; later ones win."""
-    return [*BINDINGS, write_corpus(folder / "corpus"), f"DataConfig.cache_dir = {str(folder / 'cache')!r}", *changes]
+    own = [*BINDINGS, write_corpus(folder / "corpus"), f"DataConfig.cache_dir = {str(folder / 'cache')!r}"]
+    if {"PlannerConfig.name = 'hecate'", "PlannerConfig.name = 'auto'"} & set(changes):  # the others read none
+        own.append("Hecate.overlap_degree = 'paper'")
+    return [*own, *changes]
 
 
 def config_of(folder, *changes: str):
