@@ -4,8 +4,8 @@
         --target=h200:4x8 --out=runs/inspect
 
 prints, and writes to --out: report.json (memory, every collective, what computes next to it, modelled and exposed
-time; the same with the expected rows of buckets alone, and with fewer cores next to transfers), timeline.png,
-trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program as the compiler scheduled it).
+time; the same with fewer cores next to transfers), trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program
+as the compiler scheduled it). A target needs the CUDA wheels of jax: pip install 'jax[cuda13]'.
 Without --target the devices of this machine are taken, and --profile puts measured times next to the modelled ones,
 instruction by instruction, with the constants that would have fitted; --constants=FILE models with them.
 Exit codes: 0, or 2 for a user's mistake.
@@ -14,6 +14,7 @@ Exit codes: 0, or 2 for a user's mistake.
 from __future__ import annotations
 
 import datetime
+import functools
 import gzip
 import json
 import re
@@ -28,16 +29,14 @@ PROFILED_STEPS = PLAIN_STEPS = 5
 
 _GIN_FILES, _GIN_BINDINGS, _GIN_PATHS, _HOST_DEVICES = define_config_flags()
 _TARGET = flags.DEFINE_string("target", "", "DEVICE:NODESxDEVICES, such as h200:4x8; '' takes this machine's GPUs.")
-_OUT = flags.DEFINE_string("out", "", "Folder for report.json, timeline.png, trace.json and schedule.hlo.gz.")
-_INSTALL = flags.DEFINE_bool("install", False, "Put the CUDA wheels into an environment of their own if missing.")
+_OUT = flags.DEFINE_string("out", "", "Folder for report.json, trace.json and schedule.hlo.gz.")
 _HLO = flags.DEFINE_string(
     "hlo",
     "",
     "Read this schedule.hlo.gz (or .xz, or text) instead of compiling; needs no CUDA wheels. With the config of its "
-    "run the rows of its buckets are counted too.",
+    "run loops over blocks of rows turn for the rows that are expected.",
 )
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
-_BARE = flags.DEFINE_bool("bare", False, "Leave out what training tells the compiler: options, seconds.")
 _PROFILE = flags.DEFINE_bool(
     "profile", False, "On real devices: record some steps, and compare measured with modelled times."
 )
@@ -55,8 +54,8 @@ _COMPLETE = flags.DEFINE_bool(
 _SKEW = flags.DEFINE_float("skew", 1.0, "With a planner: it is shown loads that fall as rank to the power -skew.")
 
 
-def command(argv: list[str]) -> int:
-    """Carry out the command line and return the exit code; errors are raised."""
+def command(argv: list[str]) -> None:
+    """Carry out the command line."""
     parse_flags(argv, "moe_jax.inspect", "gin_file")
     logging.set_verbosity(logging.WARNING)
     if not _OUT.value:
@@ -73,7 +72,7 @@ def command(argv: list[str]) -> int:
         raise UserError(
             "--profile and --host_devices need real devices; leave --target out to take those of this machine"
         )
-    from moe_jax.analysis import compile_ahead, cuda_wheels
+    from moe_jax.analysis import compile_ahead
     from moe_jax.cluster.prices import Constants, Prices, read_constants
     from moe_jax.cluster.targets import device_named, parse_target, target_names
     from moe_jax.config.gin_files import parse_run_config
@@ -104,15 +103,10 @@ def command(argv: list[str]) -> int:
     if text is not None:
         buckets = () if config is None else compile_ahead.buckets_on_target(config, target, _SKEW.value)
         write_report(text, prices, buckets)
-        return 0
+        return
     if _TARGET.value:
-        target.check_compilable(cuda_wheels.installed_cuda() or 13)
-        code = cuda_wheels.run_with_wheels(argv[1:], _INSTALL.value)
-        if code is not None:
-            return code
         devices = compile_ahead.described_devices(target)
     inspect_devices(config, devices, prices, options)
-    return 0
 
 
 def inspect_devices(config, devices, prices, options: dict[str, str]) -> None:
@@ -125,10 +119,10 @@ def inspect_devices(config, devices, prices, options: dict[str, str]) -> None:
     from moe_jax.analysis.measured import add_measured, read_spans, record_steps
     from moe_jax.analysis.program_report import report_text
 
-    asked = {"skew": _SKEW.value, "real": not _TARGET.value, "bare": _BARE.value}
-    compiled, rest = compile_step(config, devices, options=options, **asked), None
+    compile_it = functools.partial(compile_step, config, devices, skew=_SKEW.value, options=options)
+    compiled, rest = compile_it(real=not _TARGET.value), None
     if _COMPLETE.value and compiled.common:
-        rest = compile_step(config, devices, options=options, complete=True, **asked)
+        rest = compile_it(real=not _TARGET.value, complete=True)
     report, module = write_report(compiled.text, prices, compiled.buckets, compiled, rest)
     if _PROFILE.value:
         out = Path(_OUT.value)
@@ -181,13 +175,7 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
         program_report.write_chrome_trace(timeline, out / "trace.json")
     if not _PROFILE.value:  # else it is printed with what was measured
         print(program_report.report_text(report), end="")
-    try:
-        assumed = program_report.ASSUMED if timeline.assumed_turns else ""
-        title = f"{prices.target.nodes} x {prices.target.per_node} {prices.target.device}{assumed}"
-        program_report.draw_timeline(timeline, out / "timeline.png", title)
-    except ModuleNotFoundError:
-        print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")
-    print(f"wrote {out}/report.json, timeline.png, trace.json, schedule.hlo.gz")
+    print(f"wrote {out}/report.json, trace.json, schedule.hlo.gz")
     return report, module
 
 

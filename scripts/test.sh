@@ -10,8 +10,7 @@
 #   bash scripts/test.sh --gpu-compile --jax=0.11.2    the same with another jax, in .venv-cuda-0.11.2
 #
 # MOE_JAX_VENV names another environment folder (with --ecosystem: that name with -ecosystem behind it; with --gpu-compile
-# -cuda, and the version of another jax behind that, as moe_jax/analysis/cuda_wheels.py names them). MOE_JAX_JAX=0.11.2
-# is as --jax=0.11.2.
+# -cuda, and the version of another jax behind that). MOE_JAX_JAX=0.11.2 is as --jax=0.11.2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh

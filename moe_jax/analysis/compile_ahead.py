@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import importlib.util
 import lzma
 import os
 import re
@@ -15,6 +16,7 @@ import time
 import zlib
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from moe_jax.cluster.costs import Buckets
@@ -56,7 +58,17 @@ def described_devices(target: Target) -> list:
     """Return the devices of a topology that exists as a description only, in the order of their ids.
 
     To be called before jax starts a backend, which it then does without a GPU although the CUDA plugin is installed.
+
+    Raises:
+      UserError: this Python has no CUDA wheels, or those of a version that no longer compiles for the target.
     """
+    cuda = next((version for version in (13, 12) if importlib.util.find_spec(f"jax_cuda{version}_plugin")), None)
+    if cuda is None:
+        raise UserError(
+            f"compiling for a GPU needs the CUDA wheels of jax, which this Python lacks: pip install "
+            f"'jax[cuda13]=={jax.__version__}' (2 GB to download, 4.8 GB on disk), best in an environment of its own"
+        )
+    target.check_compilable(cuda)
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else the compiler warns that nothing was tuned
@@ -99,16 +111,14 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
 
 
 def compile_step(
-    config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, bare: bool = False,
-    complete: bool = False,
-) -> Compiled:  # fmt: skip
+    config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, complete: bool = False
+) -> Compiled:
     """Compile the training step; of optimistic steps the common program.
 
     Args:
       skew: of the loads that a planner is shown, see `skewed_loads`.
       options: compiler options besides those that training sets.
       real: whether the devices can run the program; if not, kernels are not tuned.
-      bare: leave out the options that training sets, and its guidance of the scheduler.
       complete: of optimistic steps the complete program.
 
     Raises:
@@ -122,9 +132,9 @@ def compile_step(
     lowered = program.trace_step(shape, common).lower()
     lowered_at = time.monotonic()
     untuned = {} if real else {"xla_gpu_autotune_level": "0"}
-    options = {**untuned, **({} if bare else program.compiler_options()), **options}
+    options = {**untuned, **program.compiler_options(), **options}
     try:
-        guide = None if bare else program.guiding_target()
+        guide = program.guiding_target()
         buckets = stated_buckets(config, program.roles, shape)
         executable, _ = compile_guided(lowered, options, guide, buckets)
     except Exception as error:
@@ -238,5 +248,5 @@ def read_text(path: str) -> str:
 def without_places(text: str) -> str:
     """Return a schedule without the tables of source files and lines, which name this machine's folders."""
     text = re.sub(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
-    return re.sub(r" (?:stack_frame_id|source_line|source_end_line|source_column|source_end_column)=\d+"
-                  r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip
+    places = ("stack_frame_id", "source_line", "source_end_line", "source_column", "source_end_column")
+    return re.sub(rf" (?:{'|'.join(places)})=\d+| source_file=\"[^\"]*\"", "", text)

@@ -175,7 +175,6 @@ def compare_instructions(
     """Return a record of measured next to modelled seconds, of one step on the mean device; see `add_measured`."""
     modelled = modelled_instructions(module, prices)
     launched = [instruction for instruction, _ in launched_instructions(module, module.entry)]
-    conditionals = {own.name for own in launched if own.opcode == "conditional"}
     loops = (module.computations[own.attribute("condition")] for own in launched if own.opcode == "while")
     conditions = {own.name for computation in loops for own in computation.instructions}
     stems = {stem(n): n for n, record in modelled.items() if record["group"] == COLLECTIVE or "-start" in n}
@@ -190,13 +189,9 @@ def compare_instructions(
         counts[name] += 1
     share = 1.0 / (max(len(devices), 1) * steps)
     busy = length = 0.0
-    pauses = []  # per execution of a conditional, seconds between the kernels before and after it
     for own in devices.values():
         busy += share * sum(end - begin for begin, end in merge_spans([(s.begin, s.end) for s in own]))
         length = max(length, max(s.end for s in own) - own[0].begin)
-        for before, span, after in zip(own, own[1:], own[2:], strict=False):
-            if span.instruction in conditionals and after.instruction not in conditionals:
-                pauses.append(max(after.begin - before.end, 0.0))
     rows, samples, groups = [], [], {}
     for name in seconds:
         if name not in modelled and name not in conditions:
@@ -207,9 +202,9 @@ def compare_instructions(
         row["modelled_seconds"] = own["seconds"] * own["executions"]
         row["measured_seconds"] = seconds[name] * share
         rows.append(row)
-        if own["group"] not in (COLLECTIVE, LOOP) and own["executions"]:
+        if own["group"] not in (COLLECTIVE, LOOP) and own["executions"] and row["measured_seconds"] > 0:
             each = row["measured_seconds"] / own["executions"]
-            samples.append((own["matmul_seconds"], own["memory_seconds"], each, own["executions"]))
+            samples.append((own["matmul_seconds"], own["memory_seconds"], each))
         total = groups.setdefault(own["group"], {"group": own["group"], "instructions": 0})
         total["instructions"] += 1
         for key in ("executions", "modelled_seconds", "measured_seconds"):
@@ -221,7 +216,7 @@ def compare_instructions(
     missing = [record for n, record in modelled.items() if n not in seconds and record["group"] != LOOP]
     launches = sum(own["executions"] for own in modelled.values() if own["group"] not in (COLLECTIVE, LOOP))
     idle = None if step_seconds is None or not launches else max(step_seconds - busy, 0.0) / launches
-    fit = fit_constants(samples, prices, pauses)
+    fit = fit_constants(samples, prices)
     return {
         "steps": steps,
         "devices": len(devices),
@@ -242,53 +237,37 @@ def compare_instructions(
             "measured_seconds": sum(unknown.values()),
             "names": sorted(unknown, key=lambda name: -unknown[name])[:8],
         },
-        "constants": {name: own["value"] for name, own in fit.items() if own["value"] is not None},
+        "constants": {name: own["value"] for name, own in fit.items()},
         "fit": fit,
     }
 
 
-def fit_constants(
-    samples: Sequence[tuple[float, float, float, int]], prices: Prices, pauses: Sequence[float] = ()
-) -> dict[str, dict]:
-    """Fit each constant of the model to the samples, by weighted medians: a few kernels, slow for another reason, move
-    them little.
+def fit_constants(samples: Sequence[tuple[float, float, float]], prices: Prices) -> dict[str, dict]:
+    """Fit the constants of the model to kernels, by medians: a few, slow for another reason, move them little.
 
     Args:
-      samples: (matmul_seconds, memory_seconds, seconds, executions) of the kernels of one program: of its FLOPs at the
-        device's peak, of its bytes at the full bandwidth, measured of one execution, and executions of a step.
+      samples: (matmul_seconds, memory_seconds, seconds) of the kernels of one program: of its FLOPs at the device's
+        peak, of its bytes at the full bandwidth, and measured of one execution, above 0.
       prices: whose shares of the data sheet sort the samples.
-      pauses: seconds that the device was idle around each conditional.
 
     Returns:
-      {name: {value, before, samples, quartiles}}; value and quartiles are None with less than `LEAST_SAMPLES`.
+      {name: {value, before, samples}} of those with at least `LEAST_SAMPLES`.
     """
-    before = {"launch": prices.launch, "conditional": prices.conditional}
-    before |= {f"{kind}_efficiency": prices.assumed(f"{kind}_share") for kind in ("matmul", "memory")}
-    points: dict[str, list[tuple[float, float]]] = {name: [] for name in before}
-    for matmul, memory, took, executions in samples:
-        if took <= 0:
-            continue
-        weight = took * executions
-        if max(matmul, memory) < prices.launch / 4:
-            points["launch"].append((took, executions))
-        elif matmul / before["matmul_efficiency"] >= memory / before["memory_efficiency"]:  # bound by its FLOPs
-            if matmul >= prices.launch:
-                points["matmul_efficiency"].append((min(matmul / took, 1.0), weight))
-        elif not matmul and memory >= 4 * prices.launch:
-            points["memory_efficiency"].append((min(memory / took, 1.0), weight))
-    # the model charges the next kernel a launch anyway
-    points["conditional"] = [(max(pause - prices.launch, 0.0), 1.0) for pause in pauses]
-    fit = {}
-    for name, known in points.items():
-        low = value = high = None
-        if len(known) >= LEAST_SAMPLES:  # the least values at which a quarter, half, three quarters are reached
-            values, weights = np.array(sorted(known)).T
-            reached = np.cumsum(weights)
-            goals = np.array([0.25, 0.5, 0.75]) * reached[-1] * (1 - 1e-12)
-            low, value, high = values[np.searchsorted(reached, goals)].tolist()
-        quartiles = None if value is None else [low, high]
-        fit[name] = {"value": value, "before": before[name], "samples": len(known), "quartiles": quartiles}
-    return fit
+    matmul_share, memory_share, launch = map(prices.assumed, ("matmul_share", "memory_share", "launch"))
+    points = {"launch": [], "matmul_efficiency": [], "memory_efficiency": []}
+    for matmul, memory, took in samples:
+        if max(matmul, memory) < launch / 4:
+            points["launch"].append(took)
+        elif matmul / matmul_share >= memory / memory_share:  # bound by its FLOPs
+            points["matmul_efficiency"] += [min(matmul / took, 1.0)] if matmul >= launch else []
+        elif not matmul and memory >= 4 * launch:
+            points["memory_efficiency"].append(min(memory / took, 1.0))
+    before = {"launch": launch, "matmul_efficiency": matmul_share, "memory_efficiency": memory_share}
+    return {
+        name: {"value": statistics.median(known), "before": before[name], "samples": len(known)}
+        for name, known in points.items()
+        if len(known) >= LEAST_SAMPLES
+    }
 
 
 def record_steps(

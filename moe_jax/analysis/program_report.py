@@ -1,7 +1,7 @@
-"""The report of a scheduled program: a record for JSON, the same as a table for people, and pictures of its timeline.
+"""The report of a scheduled program: a record for JSON, the same as a table for people, and a trace of its timeline.
 
-Besides the modelled timeline: the same program under other assumptions (buckets without empty rows, fewer cores next to
-a transfer, overflows); `measured.py` adds the times of a trace.
+Besides the modelled timeline: the same program under other assumptions (prices, fewer cores next to a transfer,
+overflows); `measured.py` adds the times of a trace.
 Seconds are modelled unless a name says measured.
 """
 
@@ -116,54 +116,18 @@ def what_if(module: Module, prices: Prices) -> dict:
     Returns:
       range: {level of `LEVELS`: step_seconds, compute_seconds, exposed_seconds}, of the order in which the compiler put
       the program.
-      cores: the step with `TAKEN_CORES` less for compute next to transfers ([] for a target of unknown cores), and with
-      buckets expected_rows_step_seconds, both assumptions together.
-      rows, with buckets: buckets, each with its share of rows used; step_seconds, exposed_seconds and flops as if the
-      experts' matmuls and the exchanges had the expected rows alone (padding skipped, not sent); instructions: of each
-      part and scope executions, rows, expected_rows, bytes of exchanges, and seconds and flops both ways.
+      cores: the step with `TAKEN_CORES` less for compute next to transfers ([] for a target of unknown cores).
+      buckets, where they are known: each with its rows by shape, those expected, and its exchanges of a step.
     """
-    buckets, cores, levels, target = module.buckets, [], {}, prices.target
+    levels, cores, target = {}, [], prices.target
     for level in LEVELS:
         line = play(module, Prices(target, dataclasses.replace(prices.constants, level=level)))
         levels[level] = {**_seconds_of(line), "compute_seconds": line.compute_seconds}
     for taken in TAKEN_CORES if target.cores else ():
-        share = taken / target.cores
-        line = play(module, prices, taken=share)
+        line = play(module, prices, taken=taken / target.cores)
         cores.append({"taken": taken, "cores": target.cores, **_seconds_of(line)})
-        if buckets:
-            both = play(module, prices, expected_rows=True, taken=share)
-            cores[-1]["expected_rows_step_seconds"] = both.seconds
-    if not buckets:
-        return {"range": levels, "cores": cores}
-    by_shape = play(module, prices)
-    expected = play(module, prices, expected_rows=True)
-    instructions = []
-    for (part, scope), rows in sorted(by_shape.rows.items()):
-        record = {"part": part, "scope": scope, "executions": rows["executions"], "rows": rows["rows"]}
-        record["expected_rows"] = rows["expected"]
-        for name in ("bytes", "flops", "seconds"):
-            record[name] = rows[name]
-            record[f"expected_{name}"] = expected.rows[part, scope][name]
-        instructions.append(record)
-    return {
-        "range": levels,
-        "cores": cores,
-        "rows": {
-            "buckets": [
-                {
-                    "segment": own.segment,
-                    "rows": own.by_shape,
-                    "expected_rows": own.expected,
-                    "used": own.used,
-                    "exchanges_of_a_step": own.exchanges,
-                }
-                for own in buckets
-            ],
-            **_seconds_of(expected),
-            "flops": sum(expected.flops.values()),
-            "instructions": instructions,
-        },
-    }
+    buckets = [{**dataclasses.asdict(own), "used": own.used} for own in module.buckets]
+    return {"range": levels, "cores": cores, **({"buckets": buckets} if buckets else {})}
 
 
 def _seconds_of(line: Timeline) -> dict[str, float]:
@@ -262,7 +226,7 @@ def _step_lines(report: dict) -> list[str]:
     if assumed:
         lines.append("constants of the cost model: " + ", ".join(assumed))
     lines += [f"price of {what}: {basis}" for what, basis in model["prices"].items()]
-    once, rows = report["unknown_loops"], "expected rows" if "rows" in report else "all rows by shape"
+    once, rows = report["unknown_loops"], "expected rows" if "buckets" in report else "all rows by shape"
     if told := len(report["assumed_turns"]) - len(once):
         lines.append(f"{told} loops over blocks of rows: turns are data, assumed for {rows}, alike in all groups")
     if once:
@@ -302,10 +266,9 @@ def _step_lines(report: dict) -> list[str]:
 
 
 def _what_if_lines(report: dict) -> list[str]:
-    """Return what a report says of overflows, cores and rows."""
+    """Return what a report says of overflows, cores and buckets."""
     lines = []
-    overflow, rows = report.get("overflow"), report.get("rows")
-    if overflow:
+    if overflow := report.get("overflow"):
         common, chance = _ms(overflow["common_seconds"]), overflow["chance"]
         said = "not known, since planned buckets state no chance" if chance is None else f"at most {chance:.3%}"
         said = f"P(overflow) of a step is {said}; "
@@ -320,34 +283,15 @@ def _what_if_lines(report: dict) -> list[str]:
                 f"{_ms(overflow['step_seconds'])}",
             ]
     for own in report.get("cores", []):
-        both = own.get("expected_rows_step_seconds")
         lines.append(
             f"compute at {own['cores'] - own['taken']} / {own['cores']} next to transfers: step "
             f"{_ms(own['step_seconds'])}, exposed {_ms(own['exposed_seconds'])}"
-            + ("" if both is None else f"; by expected rows {_ms(both)}")
         )
-    if rows:
-        lines.append("")
-        for own in rows["buckets"]:
-            lines.append(
-                f"buckets of {own['segment']}: {own['rows']:,} rows by shape, {own['expected_rows']:,.0f} expected "
-                f"({own['used']:.1%}), {own['exchanges_of_a_step']} exchanges a step"
-            )
+    for own in report.get("buckets", []):
         lines.append(
-            f"by expected rows: step {_ms(rows['step_seconds'])}, exposed {_ms(rows['exposed_seconds'])}, "
-            f"{rows['flops'] / 1e12:.2f} TFLOP of {sum(report['step']['flops'].values()) / 1e12:.2f} by shape"
+            f"buckets of {own['segment']}: {own['by_shape']:,} rows by shape, {own['expected']:,.0f} expected "
+            f"({own['used']:.1%}), {own['exchanges']} exchanges a step"
         )
-        lines.append(
-            f"{'rows of':32} {'runs':>6} {'by shape':>12} {'expected':>12} {'TFLOP':>9} {'expected':>9} "
-            f"{'modelled':>12} {'expected':>12}"
-        )
-        for own in rows["instructions"]:
-            name = f"{own['part']} {own['scope']}".strip()[:32]
-            lines.append(
-                f"{name:32} {own['executions']:>6} {own['rows']:>12,} {own['expected_rows']:>12,.0f} "
-                f"{own['flops'] / 1e12:>9.3f} {own['expected_flops'] / 1e12:>9.3f} {_ms(own['seconds']):>12} "
-                f"{_ms(own['expected_seconds']):>12}"
-            )
     return lines
 
 
@@ -394,8 +338,7 @@ def _measured_lines(report: dict) -> list[str]:
             lines.append(f"{key.replace('_', ' ')}: {found[key]['instructions']} instructions, {_ms(found[key][side])}")
     lines += ["", "constants that fit (--constants=FILE takes them)"]
     for name, fitted in found["fit"].items():
-        value = "no sample" if fitted["value"] is None else f"{fitted['value']:.4g} ({fitted['samples']} samples)"
-        lines.append(f"  {name} {fitted['before']:.4g} -> {value}")
+        lines.append(f"  {name} {fitted['before']:.4g} -> {fitted['value']:.4g} ({fitted['samples']} samples)")
     return lines
 
 
@@ -404,8 +347,6 @@ def _ms(seconds: float) -> str:
 
 
 ROWS = ("compute", "inside nodes", "across nodes", "wait")
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
-FIXED_COLOURS = {"wait": "tab:red", "other compute": "tab:gray"}
 
 
 def write_chrome_trace(timeline: Timeline, path: pathlib.Path) -> None:
@@ -419,47 +360,3 @@ def write_chrome_trace(timeline: Timeline, path: pathlib.Path) -> None:
         when = {"ts": event.begin * 1e6, "dur": (event.end - event.begin) * 1e6}
         events.append({**where, **when, "args": {"instruction": event.name}})
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-
-
-def draw_timeline(timeline: Timeline, path: pathlib.Path, title: str) -> None:
-    """Draw the step, and a middle turn of each of the two longest loops: in training the blocks, both ways."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for loop, _, begin, end in timeline.turns:
-        turns[loop].append((begin, end))
-    longest = sorted(turns, key=lambda loop: -(turns[loop][-1][1] - turns[loop][0][0]))[:2]
-    middle = [(f"one turn of {loop}", *turns[loop][len(turns[loop]) // 2]) for loop in longest]
-    windows = [("whole step", 0.0, max(timeline.seconds, 1e-9)), *sorted(middle, key=lambda turn: turn[1])]
-    # What decides an event's colour: the innermost named scope of a kernel, the role of a transfer. Waits are red,
-    # unnamed compute grey, the longest groups have one colour each, the others are light grey.
-    groups, totals = [], defaultdict(float)
-    for event in timeline.events:
-        name = event.label.split("/")[-1] if event.row == "compute" else event.label.split(" ")[0]
-        groups.append("wait" if event.row == "wait" else name)
-        totals[groups[-1]] += event.end - event.begin
-    named = sorted((group for group in totals if group not in FIXED_COLOURS), key=lambda group: -totals[group])
-    colours = {group: COLOURS[place] if place < len(COLOURS) else "lightgray" for place, group in enumerate(named)}
-    colours |= {group: colour for group, colour in FIXED_COLOURS.items() if group in totals}
-    figure = Figure(figsize=(14, 2.6 * len(windows) + 0.8), layout="constrained")
-    figure.suptitle(title)
-    for axes, (name, begin, end) in zip(figure.subplots(len(windows), squeeze=False)[:, 0], windows, strict=True):
-        bars = defaultdict(list)  # (row, group) -> bars
-        for event, group in zip(timeline.events, groups, strict=True):
-            if event.end > begin and event.begin < end:
-                first, last = max(event.begin, begin), min(event.end, end)
-                bars[ROWS.index(event.row), group].append((1e3 * first, 1e3 * (last - first)))
-        for row, group in sorted(bars):
-            place = (len(ROWS) - 1 - row - 0.4, 0.8)
-            axes.broken_barh(bars[row, group], place, color=colours[group], linewidth=0)
-        axes.set_yticks(range(len(ROWS)), ROWS[::-1])
-        axes.set_ylim(-0.6, len(ROWS) - 0.4)
-        axes.set_xlim(1e3 * begin, 1e3 * end)
-        axes.set_xlabel("modelled ms")
-        axes.set_title(name, loc="left", fontsize=10)
-    handles = [matplotlib.patches.Patch(color=colour, label=group) for group, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(path, dpi=110)

@@ -13,9 +13,9 @@ import math
 import re
 import typing
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from moe_jax.cluster.hlo import Array, Computation, Instruction, Module
+from moe_jax.cluster.hlo import Computation, Instruction, Module
 from moe_jax.cluster.prices import Prices, attention_flops
 
 
@@ -36,35 +36,12 @@ class Buckets:
 
 
 def used_share(buckets: Sequence[Buckets], rows: int) -> float:
-    """Return the share of `rows` that is expected to be used: of the segment with so many, else the mean of all."""
-    found = [own.used for own in buckets if own.by_shape == rows] or [own.used for own in buckets]
+    """Return the share of `rows` that is expected to be used: of the segment with so many, else the mean of all.
+
+    Where no buckets are known it is 1.
+    """
+    found = [own.used for own in buckets if own.by_shape == rows] or [own.used for own in buckets] or [1.0]
     return sum(found) / len(found)
-
-
-def exchanged_rows(arrays: Iterable[Array]) -> int:
-    """Return the rows that an exchange moves by the shape of its result, 0 where it moves counts.
-
-    Rows are floats [..., M], or bytes [..., B] of rows in float8; counts are signed. What has a shorter last dim goes
-    with them (scales) and is not counted again.
-    """
-    arrays = list(arrays)
-    rows = _floats(arrays) + [array for array in arrays if array.dtype == "u8" and len(array.dims) >= 2]
-    last = max((array.dims[-1] for array in rows), default=0)
-    return sum(math.prod(array.dims[:-1]) for array in rows if array.dims[-1] == last)
-
-
-def multiplied_rows(arrays: Iterable[Array]) -> tuple[int, int]:
-    """Return the rows R of a grouped matmul by the shapes of its operands and result, and the bytes of those [R, ...].
-
-    Rows are 0 where none is [R, ...].
-    """
-    matrices = [array for array in _floats(arrays) if len(array.dims) == 2]
-    rows = max((array.dims[0] for array in matrices), default=0)
-    return rows, sum(array.bytes for array in matrices if array.dims[0] == rows)
-
-
-def _floats(arrays: Iterable[Array]) -> list[Array]:
-    return [array for array in arrays if array.dims and not array.dtype.startswith(("s", "u", "pred"))]
 
 
 FREE = frozenset(
@@ -94,11 +71,6 @@ class Product(typing.NamedTuple):
         if self.kind.startswith("attention"):
             return attention_flops(self.kind.removeprefix("attention "), self.sizes, self.causal)
         return 2.0 * math.prod(self.sizes if self.kind == "matmul" else self.sizes[:3])
-
-    def scaled(self, rows: int, used: float) -> Product:
-        """Return the product with a share of its rows: of the size that is as long as there are `rows`."""
-        place = next((n for n, size in enumerate(self.sizes) if size == rows), 0)
-        return self._replace(sizes=tuple(used * size if n == place else size for n, size in enumerate(self.sizes)))
 
     def seconds(self, prices: Prices) -> float:
         """Return what it takes, on a device and at a level."""

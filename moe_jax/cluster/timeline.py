@@ -14,7 +14,7 @@ import math
 from collections import Counter
 
 from moe_jax.cluster.collectives import KINDS, traffic
-from moe_jax.cluster.costs import FREE, KernelCost, cost_of, exchanged_rows, multiplied_rows, used_share
+from moe_jax.cluster.costs import FREE, KernelCost, cost_of, used_share
 from moe_jax.cluster.hlo import (
     EXCHANGE,
     Computation,
@@ -75,8 +75,6 @@ class Timeline:
 
     flights: dict[str, Flight] = dataclasses.field(default_factory=dict)  # by instruction name
     events: list[Event] = dataclasses.field(default_factory=list)  # in order of their begin on each row
-    # (loop, turn, begin, end) of every turn of every outermost loop
-    turns: list[tuple[str, int, float, float]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # of the whole program
     compute_seconds: float = 0.0  # of all kernels
     matmul_seconds: float = 0.0  # of kernels with matmuls
@@ -87,23 +85,20 @@ class Timeline:
     overlapped: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # of it, with token exchanges
     # conditional -> scope, part, executions, seconds of the branch taken and of the others, and collectives in those
     skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
-    # (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known: executions, rows
-    # (by shape), expected (of them), seconds, flops of matmuls, bytes of one device in an exchange
-    rows: dict[tuple[str, str], Counter] = dataclasses.field(default_factory=dict)
     assumed_turns: dict[str, int] = dataclasses.field(default_factory=dict)  # of loops whose turns are data
     unknown_loops: set[str] = dataclasses.field(default_factory=set)  # of those, of which nothing is expected
     unknown_calls: Counter[str] = dataclasses.field(default_factory=Counter)  # custom calls without FLOPs
 
 
-def play(module: Module, prices: Prices, expected_rows: bool = False, taken: float = 0.0) -> Timeline:
+def play(module: Module, prices: Prices, taken: float = 0.0) -> Timeline:
     """Return the modelled timeline of one execution of the program on one device of the prices' target.
 
     Args:
-      expected_rows: experts' matmuls and exchanges work on the rows that are expected, not on those of their shapes;
-        the turns of loops over blocks of rows are always those of the expected rows, where the module has buckets.
+      module: where it has buckets, loops over blocks of rows turn for the rows that are expected; all else works on
+        those of its shapes.
       taken: share of the device's cores that a transfer under way takes from the kernels next to it.
     """
-    player = _Player(module, prices, expected_rows, taken)
+    player = _Player(module, prices, taken)
     player.run(module.entry, ())
     player.timeline.seconds = player.now
     return player.timeline
@@ -152,15 +147,13 @@ def collective_of(instruction: Instruction, module: Module) -> Instruction | Non
 class _Player:
     """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
 
-    def __init__(self, module: Module, prices: Prices, expected_rows=False, taken=0.0):
-        self.module, self.target, self.prices = module, prices.target, prices
-        self.buckets, self.expected_rows, self.taken = module.buckets, expected_rows, taken
+    def __init__(self, module: Module, prices: Prices, taken: float = 0.0):
+        self.module, self.target, self.prices, self.taken = module, prices.target, prices, taken
         self.timeline = Timeline()
         self.now = 0.0  # the compute stream's clock
         self.link_free = {"inside nodes": 0.0, "across nodes": 0.0}
         self.open: list[dict] = []  # transfers in flight
         self.kernels: dict[str, tuple[KernelCost, float, str]] = {}
-        self.rows: dict[str, int] = {}  # of instructions that work on buckets, by shape
         self.estimates: dict[str, float] = {}
 
     def run(self, computation: Computation, loops: tuple[int, ...]):
@@ -170,11 +163,8 @@ class _Player:
             opcode, name = instruction.opcode, instruction.name
             if opcode == "while":
                 turns = self.turns(instruction)
-                for turn in range(turns):
-                    begin = self.now
+                for _ in range(turns):
                     self.run(computations[instruction.attribute("body")], (*loops, turns))
-                    if not loops:
-                        line.turns.append((name, turn, begin, self.now))
             elif opcode == "conditional":
                 # the cheapest branch is taken: here the others hold overflow passes, which the report lists apart
                 branches = [computations[called] for called in instruction.called()]
@@ -223,7 +213,7 @@ class _Player:
         turns = 1
         if loop.row_blocks:
             rows, sharing, groups, tallest, above, height = loop.row_blocks
-            mean = rows / sharing * (used_share(self.buckets, rows) if self.buckets else 1.0)
+            mean = rows / sharing * used_share(self.module.buckets, rows)
             size = max(1, math.ceil(mean - 1e-6))  # 128 rows may be a little more in floating point
             full, filled = (size - 1) // tallest, min(groups, math.ceil(groups * mean - 1e-6))
             turns = filled * (full if above == height else above < size - full * tallest <= height)
@@ -263,18 +253,6 @@ class _Player:
             body = self.module.computations[instruction.called()[0]]
             named = next((i for i in reversed(body.instructions) if i.op_name), instruction)
         scope = scope_of(named.op_name)
-        # in a loop over blocks its turns tell the rows
-        if self.buckets and cost.products and "experts" in scope.split("/") and not named.row_blocks:
-            given = (array for operand in computation.operands(instruction) for array in operand.arrays)
-            rows, moved = multiplied_rows([*instruction.arrays, *given])
-            if rows:
-                self.rows[instruction.name] = rows
-            if rows and self.expected_rows:
-                used = used_share(self.buckets, rows)
-                products = tuple(product.scaled(rows, used) for product in cost.products)
-                cost = dataclasses.replace(
-                    cost, products=products, bytes=cost.bytes - (1 - used) * min(moved, cost.bytes)
-                )
         seconds = self.prices.memory(cost.bytes)
         if cost.products:
             seconds = max(seconds, sum(product.seconds(self.prices) for product in cost.products))
@@ -304,7 +282,6 @@ class _Player:
         line.overlapped[key] += self.exchanging(begin)
         line.flops.update(cost.flops)
         line.matmul_seconds += seconds if cost.products else 0.0
-        self.count_rows(instruction.name, key, seconds, flops=cost.flops.total())
         if cost.unknown:
             line.unknown_calls[cost.unknown] += 1
         for transfer in self.open:
@@ -323,22 +300,14 @@ class _Player:
                 total, begin = total + end - start, end
         return total
 
-    def count_rows(self, name: str, key: tuple[str, str], seconds: float, flops: float = 0.0, moved: float = 0.0):
-        if rows := self.rows.get(name, 0):
-            expected = rows * used_share(self.buckets, rows)
-            self.timeline.rows.setdefault(key, Counter()).update(
-                executions=1, rows=rows, expected=expected, seconds=seconds, flops=flops, bytes=moved
-            )
-
     def flight(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> Flight:
         flights = self.timeline.flights
         if instruction.name in flights:
             return flights[instruction.name]
         inner = collective_of(instruction, self.module)
         kind, starts = inner.opcode.removesuffix("-start"), instruction.opcode.endswith("-start")
-        given = [array for operand in computation.operands(instruction) for array in operand.arrays]
-        result = arrays_of(inner.started or inner.shape)
-        entering, leaving = (sum(array.bytes for array in arrays) for arrays in (given, result))
+        entering = sum(operand.bytes for operand in computation.operands(instruction))
+        leaving = sum(array.bytes for array in arrays_of(inner.started or inner.shape))
         # where a start's own shape does not part them it holds the operands too, but that of old all-reduces
         if inner.opcode.endswith("-start") and not inner.started and kind != "all-reduce":
             leaving -= entering
@@ -351,13 +320,6 @@ class _Player:
                 f"{self.target.devices} devices; name the topology that the program was compiled for"
             )
         op_name = instruction.op_name or inner.op_name
-        role = role_of(kind, op_name)
-        if self.buckets and role == EXCHANGE:
-            rows = exchanged_rows(given if starts and not instruction.started else result)
-            if rows:  # moves rows, and not counts
-                self.rows[instruction.name] = rows
-                used = used_share(self.buckets, rows) if self.expected_rows else 1.0
-                size = size if used == 1.0 else round(used * size)
         intra_bytes, inter_bytes, alone = traffic(kind, size, groups, self.prices)
         return Flight(
             name=instruction.name,
@@ -365,7 +327,7 @@ class _Player:
             kind=kind,
             scope=scope_of(op_name),
             part=pass_of(op_name),
-            role=role,
+            role=role_of(kind, op_name),
             bytes=size,
             groups=len(groups),
             group_size=max(map(len, groups), default=2),
@@ -389,7 +351,6 @@ class _Player:
         flight.executions += 1
         flight.seconds += flight.alone
         flight.waited_for_links_seconds += begin - self.now
-        self.count_rows(flight.name, (flight.part, flight.scope), flight.alone, moved=flight.bytes)
         row = links[-1] if links else "inside nodes"
         self.timeline.events.append(Event(row, flight.name, f"{flight.role} {flight.scope}".strip(), begin, end))
         transfer = {"flight": flight, "begin": begin, "end": end, "kernel": False, "matmul": False}

@@ -27,6 +27,13 @@ COMPILING = "moe_jax compiling"  # name of threads that write nothing, and that 
 HELP, HELP_FULL = ("--help", "-help", "-h", "--helpshort", "-helpshort"), ("--helpfull", "-helpfull")
 
 
+# flags that are gone: what serves instead
+REMOVED_FLAGS = {
+    "install": "pip install 'jax[cuda13]', best in an environment of its own, whose Python then starts inspect",
+    "bare": "give --compiler_option, and bind train.guide_scheduler = False",
+}
+
+
 flags.disclaim_key_flags()  # what is defined here is a flag of the command that asked for it
 
 
@@ -126,6 +133,8 @@ def parse_flags(argv: list[str], command: str, flag: str | None) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
+        if (name := getattr(error, "flagname", None)) in REMOVED_FLAGS:
+            raise UserError(f"--{name} is gone: {REMOVED_FLAGS[name]}") from None
         from moe_jax.config.run_config import RENAMED  # imports jax, which a command chooses devices for first
 
         if moved := RENAMED.get(f"PlannerConfig.{getattr(error, 'flagname', '')}"):  # options were flags of `replay`

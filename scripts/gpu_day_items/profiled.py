@@ -72,5 +72,5 @@ def measure(context):
             f"{assumed}",
         )
     for name, fit in measured["fit"].items():
-        value = "no sample" if fit["value"] is None else f"{fit['value']:.4g} ({fit['samples']} samples)"
-        context.row(f"constant {name}", f"{fit['before']:.4g} before; fitted {value}")
+        fitted = f"fitted {fit['value']:.4g} ({fit['samples']} samples)"
+        context.row(f"constant {name}", f"{fit['before']:.4g} before; {fitted}")

