@@ -7,8 +7,7 @@
 RUN is a run folder: its loads.npz says M, F, dtype, mesh, devices of a node and the cluster that the run named, so no
 other flag is needed; one that is given wins. Where the run named no cluster every device gets a link of 3 GB/s and
 30 TFLOP/s, which is printed. A trace file without these figures needs --cluster.
-Prints a table with its legend; --out gets all figures (replay.json) and pictures. A user's mistake is one line, exit
-code 2.
+Prints a table with its legend; --out gets all figures (replay.json). A user's mistake is one line, exit code 2.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from absl import flags
 
 from moe_jax import plugins
 from moe_jax.analysis import replay_inputs as inputs
-from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
@@ -64,11 +62,6 @@ flags.DEFINE_integer(
     f"bytes of one number of the compute dtype, in which rows are priced even where a run sent them in float8; the "
     f"trace's when not given, else {inputs.LAYER['dtype_bytes']}, float32",
 )
-flags.DEFINE_float("attention_seconds", None, "forward time of what precedes an MoE layer; modelled when not given")
-flags.DEFINE_enum("activation", None, ["gelu", "swiglu"], "of an expert: two matrices or three; the trace's, else gelu")
-flags.DEFINE_integer("expert_shards", None, "N_ESP, devices that share an expert's F; the trace's, else 1")
-flags.DEFINE_integer("moe_every", None, "blocks for each MoE layer; the trace's when not given, else 1")
-flags.DEFINE_integer("dense_hidden_dim", None, "F of the dense FFN of blocks without experts; the trace's, else 4 M")
 flags.DEFINE_integer(
     "sequence_length",
     None,
@@ -81,8 +74,7 @@ flags.DEFINE_integer("interval", None, "plan each so many iterations; the planne
 flags.DEFINE_bool("must_pay", True, "replicas only where layers are predicted to take less time with them")
 flags.DEFINE_bool("bounded", True, "keep to the replica slots where the original system has no such bound")
 flags.DEFINE_enum("predictor", None, PREDICTORS, "how loads are guessed; the planner's own way when not given")
-flags.DEFINE_integer("plot_layer", 0, "layer that is drawn")
-flags.DEFINE_string("out", None, "folder for replay.json and pictures; none: print only")
+flags.DEFINE_string("out", None, "folder for replay.json; none: print only")
 
 
 def _options() -> tuple[Any, ...]:
@@ -107,7 +99,7 @@ def _config() -> PlannerConfig:
 
 
 def replay() -> dict:
-    """Run the planners that the flags name; return the JSON answer and write pictures to --out."""
+    """Run the planners that the flags name; return the JSON answer."""
     config = _config()
     asked = list(simulate.every_name()) if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
     for name in asked:
@@ -119,15 +111,10 @@ def replay() -> dict:
     least = simulate.least_lag(steps)
     lag = least if FLAGS.lag is None else FLAGS.lag
     count = len(simulate.judged(steps, lag)[:: FLAGS.every])
-    if not 0 <= FLAGS.plot_layer < layers:
-        raise UserError(f"--plot_layer ({FLAGS.plot_layer}) must lie in 0..{layers - 1}, the trace's layers")
     placement = Placement.even(layers, experts, sources, given.cluster.devices_per_node)
     if FLAGS.transfer == "by_node":  # which nodes of one device, or one node, refuse
         TransferShape(devices=sources, devices_per_node=placement.devices_per_node, offers=1, slots=1, by_node=True)
-    attention = FLAGS.attention_seconds
-    if attention is None:
-        attention, note = inputs.attention_seconds(given)
-        given = dataclasses.replace(given, messages=(*given.messages, note))
+    attention, modelled = inputs.attention_seconds(given)
     cost = Cost(
         prices=PRICES[FLAGS.price](**inputs.layer_of(given), form=FLAGS.transfer),
         replica_slots=FLAGS.replica_slots,
@@ -137,7 +124,7 @@ def replay() -> dict:
         f"judged: {count} of {samples} samples, by plans from the loads of {f'{lag} steps' if lag > 1 else 'the step'}"
     )
     judged += " before" + f"; no samples are closer than {least} steps, and a run plans from 1 or 2" * (least > 1)
-    for note in (judged, *given.messages):
+    for note in (judged, *given.messages, modelled):
         print(note, flush=True)
     every = dict.fromkeys(["none", *asked])  # plain EP is the base of RB and speed-up
     how = (given.trace, config, placement, cost, lag, FLAGS.every)
@@ -149,14 +136,8 @@ def replay() -> dict:
         planner = build_planner(dataclasses.replace(config, name=simulate.split_name(name)[0]))
         if (remark := planner.remark(cost)) is not None:
             print(f"{name}: {remark}", flush=True)
-    answer = {name: report.summarize(records[name], records["none"], cost) for name in asked}
-    print(report.table(answer), flush=True)
-    if FLAGS.out is not None:
-        out = pathlib.Path(FLAGS.out)
-        out.mkdir(parents=True, exist_ok=True)
-        for name in asked:
-            report.plot_layer(records[name], FLAGS.plot_layer, out)
-        report.plot_roofline({name: records[name] for name in asked}, cost, out / "ddl_roofline.png")
+    answer = {name: simulate.summarize(records[name], records["none"], cost) for name in asked}
+    print(simulate.table(answer), flush=True)
     here = pathlib.Path(__file__).parent
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
     model = ("model_dim", "hidden_dim", "top_k", "dtype_bytes", "activation", "expert_shards", "moe_every")
@@ -180,7 +161,9 @@ def command(argv: list[str]) -> None:
     plugins.load()
     answer = replay()
     if FLAGS.out is not None:
-        (pathlib.Path(FLAGS.out) / "replay.json").write_text(json.dumps(answer) + "\n", encoding="utf-8")
+        out = pathlib.Path(FLAGS.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "replay.json").write_text(json.dumps(answer) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
     blocks = f" of {given.moe_every} blocks and the dense FFN of F {given.dense_hidden_dim}" if more else ""
     return seconds, (
         f"attention: {seconds:.4g} s forward{blocks}, modelled from {tokens:.0f} tokens a device (top-{top_k}), M "
-        f"{given.model_dim} and --sequence_length {given.sequence_length}; --attention_seconds gives a measured one"
+        f"{given.model_dim} and --sequence_length {given.sequence_length}"
     )
 
 

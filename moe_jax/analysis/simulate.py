@@ -1,6 +1,6 @@
-"""Run one planner over a recorded trace: what each device computed, what was replicated, moved and sent.
+"""Run one planner over a recorded trace: what each device computed, what was replicated and moved, and its seconds.
 
-Letters: docs/notation.md; n samples judged; X offers, m slots, Cp crossing.
+Letters: docs/notation.md; n samples judged.
 """
 
 from __future__ import annotations
@@ -23,25 +23,12 @@ from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import grown, with_late
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, late_price, transfer_sizes
 from moe_jax.replan.auto import plan_session
 
 SUFFIX = "_after_gate"
 SHOWN = 8  # lags that a message names
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Transfers:
-    """What the transfers of a replay send and take; what is sent are experts of the busiest device, inside and across
-    nodes, [..., 2]."""
-
-    form: str  # of the transfer ahead, 'flat' or 'by_node'
-    needed: TransferSizes  # that each layer's replicas ahead need, [n, L]
-    ahead: np.ndarray  # sent under the shape in force, [n, 2]
-    late: np.ndarray  # sent after the gate, [n, L, 2]
-    seconds: np.ndarray  # of one Trans ahead, [n]
-    late_seconds: np.ndarray  # of one after the gate, [n, L]
-    changes: int  # how many plans did not fit the compiled sizes
+WARM = 9  # judged samples in which a plan from the past hardly helps: summaries without them too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +45,10 @@ class Records:
     arrived: np.ndarray  # int [n, L], replicas that were not there a sample before
     exchange: np.ndarray  # float [n, L], seconds of one all-to-all over the links
     search: np.ndarray  # float [n], host seconds to plan all layers
-    transfers: Transfers
+    needed: TransferSizes  # that each layer's replicas ahead need, [n, L]
+    ahead_seconds: np.ndarray  # of one Trans ahead, under the shape in force, [n]
+    late_seconds: np.ndarray  # of one after the gate, [n, L]
+    changes: int  # how many plans did not fit the compiled sizes
     hiding: str  # block-wise schedule that the transfers ahead run under; those after the gate run next to nothing
     counters: dict[str, int]  # the planner's own
 
@@ -146,64 +136,131 @@ def simulate(
         }
         rows.append({**row, "exchange": exchange, "search": seconds})
         before = plan
+    ahead_seconds, late_seconds, changes = transfer_seconds(plans, placement, cost, session.planner, largest)
     return Records(
         name=name,
         sample=samples,
-        transfers=follow_transfers(plans, placement, cost, session.planner, largest),
+        needed=TransferSizes(*(np.stack(column) for column in zip(*(ahead.sizes for ahead, _ in plans), strict=True))),
+        ahead_seconds=ahead_seconds,
+        late_seconds=late_seconds,
+        changes=changes,
         hiding=hiding,
         counters=dict(session.planner.counters),
         **{key: np.stack([row[key] for row in rows]) for key in rows[0]},
     )
 
 
-def follow_transfers(
+def transfer_seconds(
     plans: Sequence[tuple[Placement, Placement]],
     start: Placement,
     cost: Cost,
     planner: Planner,
     late: TransferShape | None,
-) -> Transfers:
-    """Return what the transfers of a run of these plans send; their compiled shape changes as a run's does.
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the seconds of one Trans ahead [n] and after the gate [n, L], and how often the compiled shape changed.
+
+    The shape changes from plan to plan as a run's does, and all of it is sent.
 
     Args:
       plans: of each sample the plan ahead, and what the step made of it after the gate; start: the homes before them.
-      late: the largest transfer after the gate, None where it may be any.
+      late: the largest transfer after the gate, None where layers send what they need.
     """
-    group = {"devices": start.devices, "devices_per_node": start.devices_per_node}
-    several, bounded = 1 < start.devices_per_node < start.devices, late is not None
-    shape, changes, rows = build_shape(start), 0, []
+    shape, changes, devices = build_shape(start), 0, start.devices
+    in_time, after_gate = np.zeros(len(plans)), np.zeros((len(plans), start.layers))
+    of_sizes = cost.prices.late(late)
     for place, (ahead, plan) in enumerate(plans):
         before, shape = shape, grown(planner, shape, ahead, cost)
         changes += place > 0 and shape != before
-        sent, late_seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
-        if len(plan.replicas) != len(ahead.replicas):
-            added, late_now = plan.holds & ~ahead.holds, late
-            if not bounded:  # the largest holds all that came so far, and goes in the cheaper form
-                largest = transfer_sizes(plan.homes, added, plan.devices_per_node)
-                largest = largest.shape(*group.values(), several)
-                if late is not None:
-                    most = {name: max(getattr(largest, name), getattr(late, name)) for name in SIZES}
-                    largest = dataclasses.replace(largest, **most)
-                late = late_now = largest
-                if not cost.prices.is_by_node(late, *group.values()):
-                    late_now = dataclasses.replace(late, by_node=False, crossing=0)
-            # a layer sends the smallest half of the largest that holds what came
-            size_of_layer = late_size(transfer_sizes(plan.homes, added, late_now.inside), late_now)
-            for number, size in enumerate(late_now.halves(), 1):
-                sent[size_of_layer == number] = size.sent()
-                late_seconds[size_of_layer == number] = cost.prices.shape_seconds(size)
-        in_force, seconds = (0.0, 0.0), 0.0
         if shape.ahead is not None:
-            in_force, seconds = tuple(shape.ahead.sent()), cost.prices.shape_seconds(shape.ahead)
-        rows.append((ahead.sizes, in_force, sent, late_seconds, seconds))
-    sizes, in_force, sent, late_seconds, seconds = zip(*rows, strict=True)
-    newest = shape.ahead or shape.spare
-    return Transfers(
-        form="by_node" if newest is not None and newest.by_node else "flat",
-        needed=TransferSizes(*(np.stack(column) for column in zip(*sizes, strict=True))),
-        ahead=np.array(in_force),
-        late=np.stack(sent),
-        seconds=np.array(seconds),
-        late_seconds=np.stack(late_seconds),
-        changes=changes,
-    )
+            in_time[place] = cost.prices.shape_seconds(shape.ahead)
+        if len(plan.replicas) != len(ahead.replicas):
+            added = plan.holds & ~ahead.holds
+            inside = start.devices_per_node if late is None else late.inside
+            needed = transfer_sizes(plan.homes, added, inside)
+            after_gate[place] = late_price(needed, late, of_sizes, 2 * cost.prices.transfer(needed, devices)) / 2
+    return in_time, after_gate, changes
+
+
+def summarize(records: Records, base: Records, cost: Cost) -> dict:
+    """Return the numbers of one planner, to six digits; `base` holds plain expert parallelism over the same samples."""
+    mean = records.computed.mean(axis=2)  # a layer without tokens is even
+    ratio = np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
+    warm = ratio[WARM:]
+    spread, before = records.computed.std(axis=2).mean(), base.computed.std(axis=2).mean()
+    replicas = records.expert_replicas.sum(axis=2)
+    chunks = (records.expert_replicas > 0).mean(axis=2)
+    layers, devices = records.computed.shape[1:]
+    moved = 2 * replicas * cost.prices.expert_bytes + records.moved * cost.prices.state_bytes
+    found = {
+        "max_over_mean": ratio.mean(),
+        "max_over_mean_p95": np.percentile(ratio, 95),
+        "max_over_mean_from_10": warm.mean() if warm.size else None,
+        "max_over_mean_p95_from_10": np.percentile(warm, 95) if warm.size else None,
+        "rb": before / max(spread, 1e-9),
+        "replicas_per_layer": replicas.mean(),
+        "replicas_per_device": replicas.mean() / devices,
+        "bytes_moved": moved.sum(axis=1).mean(),
+        "lambda": chunks.mean(),
+        **_seconds(records, base, cost),
+        "planner_us_per_layer": 1e6 * (records.search / layers).mean(),
+        "hiding": records.hiding,
+        "shape_changes": records.changes,
+        **{f"counter_{name}": count for name, count in records.counters.items()},
+    }
+    return {key: _rounded(value) for key, value in found.items()}
+
+
+def _rounded(value):
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _seconds(records: Records, base: Records, cost: Cost) -> dict:
+    """Return modelled seconds of a layer by what they are spent on (Pro-Prophet, table I), and the speed-up over EP.
+
+    The search took seconds of this host, and stands apart: a modelled device's seconds never have it added, not even
+    after the gate, where the running program searches on its devices.
+    """
+    seconds = {name: float(part.mean()) for name, part in _parts(records, cost).items()}
+    layer = sum(seconds.values())
+    plain = float(sum(part.mean() for part in _parts(base, cost).values()))
+    return {
+        "layer_seconds": layer,
+        **{f"{name}_seconds": own for name, own in seconds.items()},
+        "speedup_over_ep": plain / layer if layer else None,
+        "search_seconds": float(records.search.mean()) / records.computed.shape[1],
+    }
+
+
+def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
+    """Return seconds [n, L] by purpose, under the shapes in force and the planner's own block-wise schedule."""
+    cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=records.hiding))
+    needed = records.needed
+    if cost.prices.of_program:
+        exchange, late = records.exchange, records.late_seconds
+        trans = np.broadcast_to(records.ahead_seconds[:, None], needed.slots.shape)
+    else:  # experts one by one, those that came late too
+        exchange, trans, late = None, None, 0.0
+        holders = records.expert_replicas + (records.expert_replicas > 0)
+        needed = needed._replace(holders=holders.sum(axis=2))
+    parts = cost.parts(records.computed, records.received, needed, exchange=exchange, trans=trans)
+    return {**parts, "place": parts["place"] + late, "reduce": parts["reduce"] + late}
+
+
+# title, key of a summary, what it is multiplied by, what it says
+COLUMNS = (
+    ("load", "max_over_mean", 1.0, "tokens of the fullest device over the mean, mean of layers and samples"),
+    ("layer ms", "layer_seconds", 1e3, "one MoE layer, forward and backward, modelled"),
+    ("over EP", "speedup_over_ep", 1.0, "speed-up of the layer over plain expert parallelism"),
+    ("moved GB", "bytes_moved", 1e-9, "parameters, gradients and states of experts sent in a step, all layers"),
+    ("plan us", "planner_us_per_layer", 1.0, "search for one layer's plan on this host, not part of the layer"),
+)
+
+
+def table(summaries: dict[str, dict]) -> str:
+    """Return a table of the main figures, one planner a line, and what its columns are."""
+    width = max(map(len, summaries), default=0) + 2
+    lines = ["planner".ljust(width) + "".join(title.rjust(11) for title, *_ in COLUMNS)]
+    for name, summary in summaries.items():
+        cells = ("-" if summary[key] is None else f"{summary[key] * scale:.4g}" for _, key, scale, _ in COLUMNS)
+        lines.append(name.ljust(width) + "".join(cell.rjust(11) for cell in cells))
+    return "\n".join([*lines, "", *(f"{title:10}{what}" for title, _, _, what in COLUMNS)])

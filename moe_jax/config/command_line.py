@@ -29,7 +29,11 @@ HELP, HELP_FULL = ("--help", "-help", "-h", "--helpshort", "-helpshort"), ("--he
 
 # flags that are gone: what serves instead
 REMOVED_FLAGS = {
+    **dict.fromkeys(
+        ("activation", "expert_shards", "moe_every", "dense_hidden_dim"), "a run folder as --trace says it"
+    ),
     "install": "pip install 'jax[cuda13]', best in an environment of its own, whose Python then starts inspect",
+    "attention_seconds": "name a --cluster that was calibrated, whose FLOP/s the time before a layer is modelled by",
     "bare": "give --compiler_option, and bind train.guide_scheduler = False",
 }
 

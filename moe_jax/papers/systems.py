@@ -222,7 +222,7 @@ def run(system: System, setting: Setting) -> Step:
     holders = records.expert_replicas + (records.expert_replicas > 0)  # of a replicated expert its home too
     if system.by_node:  # replicas go to nodes without the expert first, so they reach as many nodes as they can
         holders = np.minimum(holders, cluster.nodes) * (devices // cluster.nodes)
-    needed = records.transfers.needed._replace(holders=holders.sum(axis=2))
+    needed = records.needed._replace(holders=holders.sum(axis=2))
     parts = cost.parts(records.computed, records.received, needed, exchange=records.exchange)
     if system.groups and cluster.nodes > 1:
         parts["others"] = pipelined(4 * records.exchange, 3 * cost.prices.compute(records.computed), cluster.nodes)

@@ -10,7 +10,6 @@ import pytest
 from support.commands import run_command_here
 from support.options import planner_config
 
-from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
 from moe_jax.analysis.replay_inputs import build_inputs
 from moe_jax.cluster import HOST, UNNAMED, Cluster, read_cluster
@@ -52,7 +51,7 @@ def trace_flags(tmp_path):
     return f"--trace={tmp_path / 'loads.npz'}", f"--cluster={FLAT}"
 
 
-def test_cli_prints_a_table_and_writes_figures_and_pictures(tmp_path, capsys):
+def test_cli_prints_a_table_and_writes_figures(tmp_path, capsys):
     out, names = tmp_path / "out", ["balanced", "fastermoe_after_gate"]
     sizes = "--nodes=2", "--devices_per_node=2"
     lines = replayed(capsys, *trace_flags(tmp_path), f"--planners={','.join(names)}", *sizes, f"--out={out}")
@@ -64,11 +63,9 @@ def test_cli_prints_a_table_and_writes_figures_and_pictures(tmp_path, capsys):
     assert lines[start + 2].split()[:3:2] == [names[1], f"{layer:.4g}"] and lines[-1].startswith("plan us   search for")
     for name in names:
         assert any(line.startswith(name) for line in lines)
-        assert (out / f"device_load_{name}.png").exists() and (out / f"replicas_{name}.png").exists()
-    assert (out / "ddl_roofline.png").exists()
     keys = "max_over_mean max_over_mean_p95 max_over_mean_from_10 max_over_mean_p95_from_10 rb replicas_per_layer "
     keys += "lambda layer_seconds search_seconds place_seconds reduce_seconds others_seconds speedup_over_ep "
-    keys += "planner_us_per_layer bytes_moved shape_changes sent_experts sent_experts_across received_experts hiding"
+    keys += "planner_us_per_layer bytes_moved shape_changes hiding"
     assert set(keys.split()) <= set(answer["planners"]["balanced"])
 
 
@@ -125,7 +122,7 @@ def test_ahead_sees_only_the_past_and_after_gate_sees_the_step():
     ahead, sees = (simulate_one(name, trace) for name in ("fastermoe", "fastermoe_after_gate"))
     assert ahead.sample.tolist() == [1, 2, 3, 4, 5]
     late = simulate_one("fastermoe", trace, lag=2)  # two samples back the same expert was hot
-    assert [report.summarize(one, one, COST)["max_over_mean"] for one in (ahead, sees, late)] == [4, 1, 1]
+    assert [simulate.summarize(one, one, COST)["max_over_mean"] for one in (ahead, sees, late)] == [4, 1, 1]
 
 
 def pairs_trace():
@@ -142,7 +139,7 @@ def test_a_plan_is_judged_by_the_loads_of_so_many_steps_before():
     for name, fields in (("topk_all", {"top_k": 1}), ("hecate", {"calibrate": False})):  # by the newest, by five steps
         near, far = (simulate_one(name, trace, lag, **fields) for lag in (1, 10))
         assert (near.sample.tolist(), far.sample.tolist()) == ([1, 3, 5], [2, 3, 4, 5])
-        loads = [report.summarize(one, one, COST)["max_over_mean"] for one in (near, far)]
+        loads = [simulate.summarize(one, one, COST)["max_over_mean"] for one in (near, far)]
         assert loads[0] < 1.5 and loads[1] > 2
     assert simulate.least_lag(trace.iterations) == 1 and len(simulate.judged(trace.iterations, 11)) == 2
 
@@ -163,21 +160,20 @@ def test_what_transfers_send_by_hand():
     trace = hot_trace()
     none, shadow = simulate_one("none", trace), simulate_one("topk_all", trace, top_k=1)
     # plain EP: expert 0 has all 160 tokens: H = (160, 0, 0, 0), max/mean 4
-    plain, summary = report.summarize(none, none, COST), report.summarize(shadow, none, COST)
-    assert (plain["max_over_mean"], plain["speedup_over_ep"], plain["sent_experts"]) == (4.0, 1.0, 0)
+    plain, summary = simulate.summarize(none, none, COST), simulate.summarize(shadow, none, COST)
+    assert (plain["max_over_mean"], plain["speedup_over_ep"], plain["place_seconds"]) == (4.0, 1.0, 0)
     # one expert of 8 replicated on 3 devices: lambda 1/8, 2 x 3 x 65,536 bytes each step; H even: no finite RB
     assert (summary["max_over_mean"], summary["lambda"], summary["replicas_per_layer"]) == (1.0, 0.125, 3.0)
     assert summary["bytes_moved"] == 6 * 65536 and summary["rb"] > 1e6
     # 2 x 2 devices; expert 0 (a quarter of topk's two) goes to all others: X = 1, m = 1, Cp = 1. In force: one offer
     # more where homes allow it (X = 2) and mu = 2 slots: (2 + 2) 3/4, half of a device's 4 abroad
-    assert (summary["sent_experts"], summary["sent_experts_across"]) == (4 * 3 / 4, 4 * 2 / 4)
-    assert (summary["received_experts"], summary["hiding"], summary["transfer_form"]) == (1, "none", "flat")
+    assert (summary["hiding"], summary["shape_changes"]) == ("none", 0)
     # the shape in force is paid: 4 3/4 experts of 65,536 bytes over 3 GB/s there and back, plus H = 40 tokens' 12 M F
     paid = 2 * 3 * 65536 / 3e9
     assert summary["place_seconds"] + summary["reduce_seconds"] == pytest.approx(paid, rel=1e-5)
     assert summary["layer_seconds"] == pytest.approx(paid + 40 * 12 * 64 * 128 / 3e13, rel=1e-4)
     # the search took seconds of this host, which are never added to those of modelled devices
-    slow = report.summarize(dataclasses.replace(shadow, search=shadow.search + 3600), none, COST)
+    slow = simulate.summarize(dataclasses.replace(shadow, search=shadow.search + 3600), none, COST)
     assert slow["search_seconds"] > 1000 > summary["search_seconds"]
     assert slow["layer_seconds"] == summary["layer_seconds"]
 
