@@ -4,9 +4,8 @@
     python -m moe_jax.calibrate --out=cluster.json --gin_bindings='MeshConfig.expert_shard = 4' ...
 
 Without gin the file serves every mesh whose N_MP and N_ESP are 1, 2 or 4; with it, the mesh that it describes. The file
-is for `MoEConfig.cluster` (schedule 'parm'), `PlannerConfig.cluster` and `moe_jax.replay --cluster`. The fits are drawn
-next to it (.png), with what was measured (.csv). On several hosts start it on each, as `train`. A user's mistake
-is one line, exit code 2.
+is for `MoEConfig.cluster` (schedule 'parm'), `PlannerConfig.cluster` and `moe_jax.replay --cluster`; what was measured
+lies next to it (.csv). On several hosts start it on each, as `train`. A user's mistake is one line, exit code 2.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def command(argv: list[str]) -> None:
         if hosts.is_main:
             out = pathlib.Path(_OUT.value)
             write_cluster(cluster, out)
-            write_points(points, cluster, out.with_suffix(".csv"))
+            write_points(points, out.with_suffix(".csv"))
             r2 = {name: fit.r2 for name, fit in cluster.fits if fit.r2 is not None}
             least = min(r2, key=lambda name: r2[name])
             print(

@@ -166,7 +166,7 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
         facts["overflow"] = program_report.overflow_record(timeline, buckets, rest)
         if complete is not None:
             facts["overflow"]["complete_compile_seconds"] = complete.compile_seconds
-    report = program_report.build_report(timeline, prices, **facts)
+    report = program_report.build_report(timeline, prices, facts)
     out = Path(_OUT.value)
     with disk_errors_named(out):
         out.mkdir(parents=True, exist_ok=True)

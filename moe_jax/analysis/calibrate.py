@@ -1,4 +1,4 @@
-"""From timed calls of collectives, matmuls, gating and layers to a cluster file: fits, `Cluster`, drawings."""
+"""From timed calls of collectives, matmuls, gating and layers to a cluster file: fits, `Cluster`, points."""
 
 from __future__ import annotations
 
@@ -189,46 +189,10 @@ def _cluster(fits: dict[str, Fit], devices, per_node: int) -> Cluster:
     )
 
 
-def write_points(points: Mapping[str, Points], cluster: Cluster, path: pathlib.Path) -> None:
-    """Write name, x, y, seconds to `path`, sizes as each fit counts them, and draw them next to it, .png.
-
-    A panel per fit shows seconds over size as dots and a line, with R^2 in its title; panels of two-term fits show
-    predicted against measured seconds.
-    """
+def write_points(points: Mapping[str, Points], path: pathlib.Path) -> None:
+    """Write name, x, y, seconds to `path`, sizes as each fit counts them."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["name", *Points._fields])
         for name, found in points.items():
             writer.writerows([name, *point] for point in zip(*found, strict=True))
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    fits = dict(cluster.fits)
-    columns = 6
-    rows = -(-len(points) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(2.3 * columns, 1.9 * rows), squeeze=False)
-    for axis in axes.flat[len(points) :]:
-        axis.axis("off")
-    for axis, (name, found) in zip(axes.flat, points.items(), strict=False):
-        fit = fits[name]
-        if name.startswith("saa"):  # the points without gathers gave the slope of x alone
-            found = Points(*zip(*(point for point in zip(*found, strict=True) if point[1]), strict=True))
-        predicted = [1e3 * fit.seconds(x, y) for x, y in zip(found.x, found.y, strict=True)]
-        measured = [1e3 * s for s in found.seconds]
-        if any(found.y):
-            axis.plot(measured, predicted, "o", ms=3)
-            axis.plot([0, max(measured)], [0, max(measured)], lw=1)
-            axis.set_xlabel("measured ms", fontsize=6)
-        else:
-            axis.plot(found.x, measured, "o", ms=3)
-            axis.plot(found.x, predicted, lw=1)
-            axis.set_xlabel("FLOPs" if name == "dense" else "bytes", fontsize=6)
-        axis.set_title(f"{name}  R²={fit.r2:.3f}", fontsize=7)
-        axis.tick_params(labelsize=5)
-        axis.xaxis.get_offset_text().set_fontsize(5)
-    figure.suptitle("calibration: milliseconds over size, or predicted over measured", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=70)
-    plt.close(figure)

@@ -12,12 +12,9 @@ import jax.numpy as jnp
 
 from moe_jax.analysis.memory import Needs, count_bytes, lay_out, verdict
 from moe_jax.cluster import cluster_named, cluster_of
-from moe_jax.cluster.layer_seconds import pairwise_seconds
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target
 from moe_jax.config.run_config import BOUND, RunConfig, config_text
-from moe_jax.errors import UserError
-from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.float8 import E4M3
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import missing_for_cudnn, resolve_attention
@@ -25,8 +22,7 @@ from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import flops_per_token, parameter_counts
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedule import build_schedule, layer_shape
-from moe_jax.moe.schedules.pairwise import choose_groups
+from moe_jax.moe.schedule import build_schedule
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch, stage_seconds
 from moe_jax.replan.costs import base_cost, layer_times
@@ -201,42 +197,12 @@ def _schedule_lines(run: RunConfig, roles: Roles) -> list[str]:
                 f"{model.model_dim * item}; back, and their gradients, in {model.dtype}"
             )
         tokens = rows_of(model, own_roles, own.train.microbatch_size) * own.data.sequence_length  # of an MP group
-        if moe.schedule == "pairwise":
-            said += _pairwise_lines(own, own_roles, tokens)
-        else:
-            tokens //= 2 if model.overlap == "halves" else 1
-            sizes = layer_sizes(moe, own_roles, tokens, None, model.model_dim, item)
-            sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel)
-            said += build_schedule(moe.schedule, own_roles, sizes).notes
+        tokens //= 2 if model.overlap == "halves" else 1
+        sizes = layer_sizes(moe, own_roles, tokens, None, model.model_dim, item)
+        sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel)
+        said += build_schedule(moe.schedule, own_roles, sizes).notes
         lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines
-
-
-def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
-    """Say how the layer is pipelined, and what that can gain at most; tokens: of an MP group."""
-    moe, model = run.moe, run.model
-    groups = choose_groups(roles, moe.pairwise_groups)
-    item, hidden = jnp.dtype(model.dtype).itemsize, model.hidden_dim // roles.size(roles.expert_shard)
-    sizes = layer_sizes(moe, roles, tokens, None, model.model_dim, item)
-    sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel, sent_bytes=0)
-    shape = layer_shape("pairwise", roles, sizes, groups)
-    lines = [f"pairwise: {shape.ep_size} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
-    cluster = cluster_named(moe.cluster or run.planner.cluster, roles.device_kind)
-    cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
-    arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
-    even = [round(arriving / sizes.groups)] * sizes.groups
-    load = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
-    try:
-        moving, experts, by = pairwise_seconds(shape, load, cluster)
-    except UserError as error:
-        return [*lines, f"bound (comm + comp) / max(comm, comp) unknown: {error}"]
-    return [
-        *lines,
-        f"a layer's transfers {1e3 * moving:.3g} ms, its experts {1e3 * experts:.3g} ms, "
-        f"forward and backward, evenly loaded, by {by} in {cluster.name}",
-        f"bound (comm + comp) / max(comm, comp) = {(moving + experts) / max(moving, experts):.2f}: at most so many "
-        "times faster than one after the other (FasterMoE, section 4.2)",
-    ]
 
 
 def _parameter_lines(run: RunConfig, vocab_size: int) -> list[str]:

@@ -12,7 +12,8 @@ import json
 import pathlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import EXCHANGE, Module
@@ -26,7 +27,7 @@ ASSUMED = " (turns assumed)"  # behind lines with a figure of a program that has
 FIGURE = re.compile(r"\d\.\d{3}(?! GB|%|\d)|MFU|kernels, |exchange of tokens: ")
 
 
-def build_report(timeline: Timeline, prices: Prices, **facts) -> dict:
+def build_report(timeline: Timeline, prices: Prices, facts: Mapping[str, Any]) -> dict:
     """Return the record of a program.
 
     Args:

@@ -413,17 +413,13 @@ def transfer_seconds(transfers: Sequence[Transfer], shape: LayerShape, cluster: 
             seconds += float(Links(cluster, mp_group, requested_by).uniform(*last))
     for move in rest:
         if cluster.fits:
-            fit = cluster.fit(_fit_of(move, shape), requested_by)
+            size, stride = shape.span(move.group)
+            fit = cluster.fit(fit_name(move.collective, size, stride=stride), requested_by)
             one = max(0.0, fit.seconds(move.elements * (move.item or 1)))
         else:
             one = _seconds_of(move, shape, cluster, requested_by)
         seconds += move.calls * one
     return seconds
-
-
-def _fit_of(move: Transfer, shape: LayerShape) -> str:
-    size, stride = shape.span(move.group)
-    return fit_name(move.collective, size, stride=stride)
 
 
 def _seconds_of(move: Transfer, shape: LayerShape, cluster: Cluster, requested_by: str) -> float:
@@ -468,25 +464,3 @@ def transport_seconds(cluster: Cluster, devices: int, slicing: int, shards: int,
         name: sum(_seconds_of(move, shape, cluster, asked_by) for move in _carried(whole, shape, name))
         for name in TRANSPORTS
     }
-
-
-def pairwise_seconds(shape: LayerShape, load: tuple[float, float], cluster: Cluster) -> tuple[float, float, str]:
-    """Predict what `pairwise` pipelines: by a calibration that has all of its fits, else by links and FLOP/s.
-
-    Args:
-      shape: of the layer, with bytes of a row; load: (FLOPs, bytes touched) of the experts of one device.
-
-    Returns:
-      seconds of the layer's transfers and of its experts, each alone, and what they are predicted by.
-
-    Raises:
-      UserError: the cluster lacks a figure; it names the figure.
-    """
-    asked_by = "the bound of MoEConfig.schedule 'pairwise'"
-    moves = [move for way in layer_transfers(shape) for move in way]
-    if {_fit_of(move, shape) for move in moves} | {"expert_step"} <= {name for name, _ in cluster.fits}:
-        experts, by = cluster.fit("expert_step", asked_by).seconds(*load), "its fits"
-    else:
-        cluster = dataclasses.replace(cluster, fits=())
-        experts, by = load[0] / cluster.need("flops", asked_by), "its bandwidth and FLOP/s"
-    return transfer_seconds(moves, shape, cluster, asked_by), experts, by

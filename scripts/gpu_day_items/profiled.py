@@ -29,7 +29,7 @@ def measure(context):
     config = compile_ahead.on_target(config, target)
     compiled = compile_ahead.compile_step(config, devices, skew=1.0, options={}, real=True)
     prices, module = Prices(target), parse_module(compiled.text, compiled.buckets)
-    report = build_report(play(module, prices), prices, memory=compiled.memory)
+    report = build_report(play(module, prices), prices, {"memory": compiled.memory})
     folder, steps = context.scratch / "profile", context.of_size(3, 2)
     seconds = record_steps(config, devices, compiled, folder, steps, 2 * steps)
     spans = read_spans(folder, module.name)

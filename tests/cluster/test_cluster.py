@@ -8,7 +8,7 @@ import pytest
 
 from moe_jax.cluster import Cluster, Fit, Group, Links, fit_alpha_beta, read_cluster
 from moe_jax.cluster.fits import fit_layers
-from moe_jax.cluster.layer_seconds import LayerShape, Transfer, pairwise_seconds, transfer_seconds, transport_seconds
+from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds, transport_seconds
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
@@ -132,27 +132,6 @@ def test_rounds_next_to_gathers_by_hand():
     assert transfer_seconds(moves, shape, flat, "test") == 3 * 10 + 24 + 8 + 10 + 8
     fits = {"saa:4,2,2": Fit(5.0, 1.0, 0.5)}
     assert transfer_seconds(moves, shape, Cluster(fits=fits), "test") == 5 + 32 + 0.5 * 32
-
-
-def test_bound_of_pairwise_by_hand():
-    """D = Ng = 2, Ns = 2: per way 2 all-to-alls of 2*8*4*2 = 128 elements over the shards, as many steps of half of it
-    between the groups, and a gather of 16*4 = 64 over N_MP = 2."""
-    sizes = {"tokens": 16, "model_dim": 4, "rows": 8, "ep_size": 2, "esp_size": 2, "mp_size": 2, "groups": 2}
-    shape = LayerShape(schedule="pairwise", **sizes)
-    load = 300.0, 5.0
-    fits = {"permute:2x2": Fit(1.0, 1.0), "all_to_all:2": Fit(0.0, 3.0), "all_gather:2": Fit(0.0, 2.0)}
-    fits |= {"expert_step": Fit(0.0, 2.0, 1.0)}
-    predicted = pairwise_seconds(shape, load, Cluster(fits=fits, flops=1.0))
-    assert predicted[:2] == (4 * (1 + 64) + 4 * 3 * 128 + 2 * 2 * 64, 2 * 300 + 5)
-    # a preset without fits: what crosses links at W = 4 bytes/s, P = 100 FLOP/s
-    flat = pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0, flops=100.0))
-    assert flat[:2] == ((4 * 64 + 4 * 128 / 2 + 2 * 32) / 4, 3.0)
-    # two nodes: the ring's steps share a node's card, the rest takes the links inside
-    links = Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, inter_bandwidth=4.0, flops=100.0)
-    nodes = pairwise_seconds(shape, load, links)
-    assert nodes[:2] == (4 * 64 * 2 / 4 + (4 * 128 / 2 + 2 * 32) / 8, 3.0)
-    with pytest.raises(UserError, match="the bound of MoEConfig.schedule 'pairwise' needs Cluster.flops"):
-        pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0))
 
 
 def test_all_to_alls_by_hand():

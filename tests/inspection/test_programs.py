@@ -211,7 +211,7 @@ def read(name):
     """Return (text, module, report) of a fixture."""
     text, target = read_text(str(FIXTURES / f"{name}.hlo.xz")), parse_target("h200:2x2")
     module = parse_module(text)
-    return text, module, build_report(play(module, Prices(target)), Prices(target))
+    return text, module, build_report(play(module, Prices(target)), Prices(target), {})
 
 
 @pytest.mark.parametrize("name", NAMES)

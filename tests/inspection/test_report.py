@@ -31,7 +31,8 @@ HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.
 def test_report_sums_and_prints(tmp_path):
     slow = dataclasses.replace(TARGET, node_bandwidth=8.0)
     timeline = play(parse_module(LOOP), Prices(slow, MODEL))
-    report = build_report(timeline, Prices(slow, MODEL), memory={"peak": 7}, compile_seconds=1.0, lower_seconds=0.5)
+    facts = {"memory": {"peak": 7}, "compile_seconds": 1.0, "lower_seconds": 0.5}
+    report = build_report(timeline, Prices(slow, MODEL), facts)
     (total,) = report["totals"]["by_role"]
     assert total["role"] == "all-to-all" and [total] == report["in_loops"]["by_role"]
     (of_scope,) = report["totals"]["by_scope"]
@@ -92,7 +93,7 @@ def test_a_trace_of_the_model_itself_has_ratio_one(tmp_path):
     assert record["not_in_trace"]["instructions"] == record["not_in_program"]["instructions"] == 0
     assert record["devices"] == 1 and record["busy_seconds"] <= record["profiled_step_seconds"] * 1.001
 
-    report = build_report(play(program, Prices(H200)), Prices(H200))
+    report = build_report(play(program, Prices(H200)), Prices(H200), {})
     report = add_measured(report, program, Prices(H200), spans, 2, 1.0)
     assert report["constants"] == report["instructions"]["constants"] == pytest.approx({"launch": REAL.launch})
     text = report_text(report)
@@ -126,7 +127,7 @@ def test_collectives_measured_by_hand():
     2 s and 2 s, exposed 4 s. On d1 nothing computes next to 2 s of transfer. Per device and step: 10 / 4 s, exposed
     6 / 4 s."""
     module = parse_module(LOOP)
-    report = build_report(play(module, PRICES), PRICES)
+    report = build_report(play(module, PRICES), PRICES, {})
     transfer, other = "all-to-all-start", ("all-to-all", 5, 7)  # started and done, or a kernel
     ran = [(transfer, 0, 4), ("dot.1", 1, 2), ("fusion.7", 1.5, 3), (transfer, 10, 14), ("dot.1", 12, 20)]
     spans = [Span("d0", *own) for own in ran] + [Span("d1", *own) for own in (other, ("dot.1", 7, 8))]
