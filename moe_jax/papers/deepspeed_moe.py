@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,8 @@ from moe_jax.moe.permute import permute_tokens, unpermute_tokens
 from moe_jax.moe.routers import choose_experts
 from moe_jax.moe.routing import pack, route
 from moe_jax.papers.loads import find_loads, fit_loads
-from moe_jax.papers.pictures import curves, lines
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, listed, prices_of, run
-from moe_jax.papers.table import Found, Inputs, MissingResults, Tables, texts_of
+from moe_jax.papers.table import Found, Inputs, MissingResults, Tables, curves, lines, texts_of
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import ep_degree
 from moe_jax.shipped import shipped
@@ -40,6 +40,7 @@ _MOS = (
     "ModelConfig.segments = ('layers=1 moe_every=0', 'layers=16 num_experts={}', 'layers=4 num_experts={}')",
 )  # 21 of 24 layers (section 4), without the first pyramid's last ones
 _BASE = "deepspeed_1b3_moe_128"
+_LARGER = ("ModelConfig.layers = {0}", "ModelConfig.model_dim = {1}", "ModelConfig.hidden_dim = {2}")
 SIZES = {  # name: config, bindings
     "350M+MoE-128": ("deepspeed_350m_moe_128", ()),
     "1.3B+MoE-128": (_BASE, ()),
@@ -47,11 +48,9 @@ SIZES = {  # name: config, bindings
     "1.3B+PR-MoE-64/128": ("pr_moe_1b3_64_128", ()),
     "350M+PR-MoE+MoS": ("pr_moe_350m_32_64", (_MOS[0], _MOS[1].format(32, 64))),
     "1.3B+PR-MoE+MoS": ("pr_moe_1b3_64_128", (_MOS[0], _MOS[1].format(64, 128))),
-    "2.4B+MoE-128": (_BASE, ("ModelConfig.layers = 16", "ModelConfig.model_dim = 3584",
-                             "ModelConfig.hidden_dim = 14336")),
-    "24B+MoE-128": (_BASE, ("ModelConfig.layers = 30", "ModelConfig.model_dim = 8192",
-                            "ModelConfig.hidden_dim = 32768")),
-}  # fmt: skip
+    "2.4B+MoE-128": (_BASE, tuple(line.format(16, 3584, 14336) for line in _LARGER)),
+    "24B+MoE-128": (_BASE, tuple(line.format(30, 8192, 32768) for line in _LARGER)),
+}
 
 
 TABLES = Tables(texts_of("deepspeed_moe"), "modelled", {})
@@ -122,7 +121,7 @@ def training_cost(inputs, change=""):
     return Found(rows, [moe / dense, forwards * dense, forwards * moe], (said,))
 
 
-def trained(*names: str) -> tuple[dict[str, dict], int]:
+def trained(names: Sequence[str]) -> tuple[dict[str, dict], int]:
     """Return what scripts/bench/train_sizes.py found of these kinds, and the number of seeds that all of them have."""
     kinds = json.loads(TRAINED.read_text(encoding="utf-8"))["kinds"] if TRAINED.exists() else {}
     if absent := [name for name in names if name not in kinds]:
@@ -165,7 +164,7 @@ DENSE_SIZES, MOE_SIZES = ("dense_64", "dense_96", "dense_128", "dense_192"), ("m
 def equal_loss(inputs, by_law=False):
     """Compare trained MoE models with the dense ones of equal loss, seed by seed, at two sizes."""
     del inputs
-    kinds, seeds = trained(*DENSE_SIZES, *MOE_SIZES)
+    kinds, seeds = trained((*DENSE_SIZES, *MOE_SIZES))
     flops = [kinds[name]["flops_per_token"] for name in DENSE_SIZES]
     by_seed = np.minimum.accumulate(np.array([kinds[name]["losses"] for name in DENSE_SIZES]))  # [sizes, seeds], falls
 
@@ -174,8 +173,9 @@ def equal_loss(inputs, by_law=False):
         equal = [np.interp(-loss, -dense, np.log(flops)) for loss, dense in losses]
         return np.exp(equal) / kinds[name]["flops_per_token"]
 
-    series = {label: [(kinds[name]["flops_per_token"], statistics.mean(kinds[name]["losses"])) for name in names]
-              for label, names in (("dense", DENSE_SIZES), ("32 experts, top-1", MOE_SIZES))}  # fmt: skip
+    points = {name: (kind["flops_per_token"], statistics.mean(kind["losses"])) for name, kind in kinds.items()}
+    groups = {"dense": DENSE_SIZES, "32 experts, top-1": MOE_SIZES}
+    series = {label: [points[name] for name in names] for label, names in groups.items()}
     draw = curves(series, xscale="log", xlabel="FLOPs of a token's training", ylabel=LOSS)
     ours = [dense_multiple(size) for size in (355e6, 1.3e9)] if by_law else map(ratios, MOE_SIZES)
     return Found(trained_rows(kinds), ours, (f"Seeds: {seeds}.",), draw)
@@ -188,7 +188,7 @@ PAIRS = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe"
 def pr_moe_mos(inputs):
     """Compare trained PR-MoE with MoE, and its students with each other."""
     del inputs
-    kinds, seeds = trained("moe", "pr_moe", "alone", "taught", "staged")
+    kinds, seeds = trained(("moe", "pr_moe", "alone", "taught", "staged"))
     gains = [np.subtract(kinds[worse]["losses"], kinds[better]["losses"]) for worse, better in PAIRS]
     series = {name: np.mean([curve[1:] for curve in kind["curves"][:seeds]], axis=0) for name, kind in kinds.items()}
     return Found(trained_rows(kinds), gains, (f"Seeds: {seeds}.",), curves(series, xlabel="step", ylabel=LOSS))
@@ -277,8 +277,8 @@ def inference(inputs, launches=""):
 def latency(inputs, launches=""):
     """Model the latency of a token by devices, and that of the baseline; `launches`: their price there, '': none."""
     launch = launch_of(launches)
-    cells = [(model, devices) for model in SERVED for devices in (8, 16, 32, 64, 128, 256)
-             if (devices >= 64 if model.slicing > 1 else devices <= 128)]  # fmt: skip
+    few, many = (8, 16, 32, 64, 128), (64, 128, 256)
+    cells = [(model, devices) for model in SERVED for devices in (many if model.slicing > 1 else few)]
     rows = []
     for model, devices in inputs.track(cells, "models"):
         cluster = listed("a100", devices, inputs.level)

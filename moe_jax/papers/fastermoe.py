@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from moe_jax.cluster import Links
 from moe_jax.papers.loads import OF_64, find_loads
-from moe_jax.papers.pictures import bars
 from moe_jax.papers.systems import Model, Setting, machine
-from moe_jax.papers.table import Found, Inputs, Tables, texts_of
+from moe_jax.papers.table import Found, Inputs, Tables, bars, texts_of
 from moe_jax.planning.fastermoe import Shadowing
 
 TOP_K, ITEM = 2, 4  # choices of a token, bytes of a number
@@ -183,7 +183,7 @@ def models_of(inputs: Inputs, change: str = "") -> list[Layers]:
     return [layers_of(inputs, name, change) for name in inputs.track(MODELS, "models")]
 
 
-def said(inputs: Inputs, *names: str) -> tuple[str, ...]:
+def said(inputs: Inputs, names: Sequence[str]) -> tuple[str, ...]:
     """Return notes on how the loads of these models were made."""
     return tuple(f"{name}: {setting_of(inputs, name).fitted()[1]}" for name in names)
 
@@ -231,7 +231,7 @@ def figure_5(inputs):
 
     places = {name: cells for name, *cells in rows}
     ours = places["MP"][0], places["EP"][0], rows[-1][2]
-    return Found(rows, ours, said(inputs, "GPT"), draw)
+    return Found(rows, ours, said(inputs, ["GPT"]), draw)
 
 
 @TABLES.add(SPEEDUP)
@@ -243,7 +243,7 @@ def figure_10(inputs, change=""):
     seconds += [[one.seconds[system].mean() for one in layers] for system in ("FastMoE", "both")]
     first, second, _, plain, both = speedups = slowest / np.array(seconds)
     most = both[JOHNNY].max(), both[TREVOR].max(), (both / second).max(), (both / first).max(), plain.max()
-    return Found(of_models(speedups), most, said(inputs, *LOADS))
+    return Found(of_models(speedups), most, said(inputs, LOADS))
 
 
 @TABLES.add()
@@ -266,7 +266,7 @@ def figure_11(inputs, change=""):
 
     means = [values.mean(axis=0) for values in (layers.shadowed.mean(axis=2), before, after, gains)]
     rows = [(at, *row) for at, row in enumerate(zip(*means, of_one.max(axis=0), strict=True))]
-    return Found(rows, [layers.shadowed.mean(), of_one.max()], said(inputs, "BERT-Deep"), draw)
+    return Found(rows, [layers.shadowed.mean(), of_one.max()], said(inputs, ["BERT-Deep"]), draw)
 
 
 @TABLES.add(SPEEDUP)
@@ -280,7 +280,7 @@ def figure_12(inputs, change=""):
         by_layer = zip(((experts + moved) / least).mean(axis=0), achieved.mean(axis=0), strict=True)
         rows += [(name, at, *both) for at, both in enumerate(by_layer)]
     most = (max(values) for values in zip(*((*row[2:], row[3] / row[2]) for row in rows), strict=True))
-    return Found(rows, most, said(inputs, *LOADS))
+    return Found(rows, most, said(inputs, LOADS))
 
 
 @TABLES.add(SPEEDUP)
@@ -291,7 +291,7 @@ def figure_13(inputs, change=""):
     ).T
     _, shadowing, schedule, both = speedups = seconds[0] / seconds
     groups = shadowing[JOHNNY], shadowing[TREVOR], schedule, both[JOHNNY], both[TREVOR]
-    return Found(of_models(speedups), map(max, groups), said(inputs, *LOADS))
+    return Found(of_models(speedups), map(max, groups), said(inputs, LOADS))
 
 
 def step_ms(inputs: Inputs, change: str = "") -> dict[str, float]:
@@ -325,4 +325,4 @@ def table_3(inputs, change=""):
         for gate, paper in TABLE_3.items()
     ]
     iterations = plain / fastermoe, fastermoe / near, STEPS["GShard"], STEPS["topology gate"]
-    return Found(rows, (*iterations, gshard_steps * gshard / near, base_steps * base / near), said(inputs, "GPT"))
+    return Found(rows, (*iterations, gshard_steps * gshard / near, base_steps * base / near), said(inputs, ["GPT"]))

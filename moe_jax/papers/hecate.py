@@ -16,7 +16,6 @@ import scipy.stats
 from moe_jax.cluster import read_cluster
 from moe_jax.cluster.tables import assumed
 from moe_jax.papers.loads import fit_loads
-from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import (
     DEEPSPEED,
     FASTERMOE,
@@ -31,7 +30,7 @@ from moe_jax.papers.systems import (
     planner_of,
     run,
 )
-from moe_jax.papers.table import Found, Inputs, Tables, texts_of
+from moe_jax.papers.table import Found, Inputs, Tables, bars, lines, texts_of
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
@@ -54,10 +53,12 @@ Change = Callable[[Row], Row]
 MODELS = tuple(  # table 1, and section 5.1: d_ffn twice d_model
     Model(name=name, layers=layers, model_dim=dim, hidden_dim=2 * dim, length=length)
     for name, dim, length, layers in (
-        ("GPT-MoE-S", 768, 2048, 12), ("GPT-MoE-L", 1536, 2048, 12),
-        ("BERT-MoE", 1024, 512, 12), ("BERT-MoE-Deep", 1024, 512, 24),
+        ("GPT-MoE-S", 768, 2048, 12),
+        ("GPT-MoE-L", 1536, 2048, 12),
+        ("BERT-MoE", 1024, 512, 12),
+        ("BERT-MoE-Deep", 1024, 512, 24),
     )
-)  # fmt: skip
+)
 PER_DEVICE, TOP_K = 2, 2  # experts of a device
 # bytes of a parameter, its gradient and Adam's state, which is six times 16 bits (2.3), and as much in float32
 BYTES, FLEXMOE_SLOTS = 16, 4  # slots: PlannerConfig's default

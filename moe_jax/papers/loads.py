@@ -7,17 +7,12 @@ A name is one of
     stationary, drifting, bursty    synthetic: Zipf popularity with exponent 1, by seed
     W0_balanced ... W7_burst        the imbalance workloads of Megatron-LM's pull request 7488, by their names and by
                                     what each isolates; shares and lengths are this project's
-    a path                          a trace file or a run folder, as `moe_jax.replay` reads them, or a folder of
-                                    FasterMoE's public dump (`read_dump`)
+    a path                          a trace file or a run folder, as `moe_jax.replay` reads them
 
 Loads are int64 [n, L, S, E]: token-expert assignments from source s to expert e. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
-
-import pathlib
-import pickle
-from collections.abc import Callable
 
 import numpy as np
 import scipy.optimize
@@ -37,70 +32,46 @@ DRIFT = 0.1  # of the logarithm of popularity, a sample's normal step
 BURST_EVERY, BURST_LENGTH, BURST_SHARE = 10, 2, 0.5  # in samples; share of the choices that one expert then takes
 SPREAD = 0.3  # of the logarithm of popularity, from source to source
 
-Popularity = Callable[[np.random.Generator], np.ndarray]  # -> float [n, L, S or 1, E], shares in any unit
+RANK = EXPERTS // 8  # experts of one of eight devices; as many are hot in W1, W2 and W3, with the same share
+# of workloads the share that hot experts take, evenly (the others have the rest), and which are hot in samples in turn
+HOT = {
+    "W0_balanced": (1.0, [slice(0, EXPERTS)]),
+    "W1_hot_expert_set": (0.5, [slice(0, 2 * RANK, 2)]),  # on two devices
+    "W2_hot_rank": (0.5, [slice(0, RANK)]),  # on one
+    "W3_spread_hot_experts": (0.5, [slice(0, EXPERTS, EXPERTS // RANK)]),  # on four
+    "W5_zero_expert_rank": (1.0, [slice(RANK, EXPERTS)]),
+    "W6_rotating_hotspot": (0.5, [slice(expert, expert + 1) for expert in range(EXPERTS)]),
+    "W7_burst": (0.9, [slice(0, 1)] * BURST_LENGTH + [slice(0, EXPERTS)] * (BURST_EVERY - BURST_LENGTH)),
+}
+RAGGED = "W4_source_ragged"
+SYNTHETIC = ("stationary", "drifting", "bursty", *sorted((*HOT, RAGGED)))
+NAMES = (*SHIPPED, *SYNTHETIC)
 
 
-def _zipf(rng: np.random.Generator) -> np.ndarray:
-    """Return [1, L, 1, E]: Zipf popularity, the order of experts drawn for every layer."""
-    ranks = np.stack([rng.permutation(EXPERTS) for _ in range(LAYERS)]) + 1.0
-    return (ranks**-ZIPF)[None, :, None]
-
-
-def _stationary(rng):
-    return np.repeat(_zipf(rng), SAMPLES, axis=0)
-
-
-def _drifting(rng):
-    steps = rng.normal(0.0, DRIFT, (SAMPLES, LAYERS, 1, EXPERTS))
-    return _zipf(rng) * np.exp(np.cumsum(steps, axis=0))
-
-
-def _bursty(rng):
-    shares = np.repeat(_zipf(rng), SAMPLES, axis=0)
-    shares /= shares.sum(axis=-1, keepdims=True)
-    for start in range(0, SAMPLES, BURST_EVERY):
-        hot = rng.integers(EXPERTS, size=LAYERS)
-        burst = shares[start : start + BURST_LENGTH]
-        burst *= 1 - BURST_SHARE
-        burst[:, np.arange(LAYERS), :, hot] += BURST_SHARE
-    return shares
-
-
-def _hot(experts: Callable[[int], slice], share: float) -> Popularity:
-    """Return loads of which `experts(sample)` take `share`, evenly; the others the rest."""
-
-    def shares(rng):
-        del rng
-        out = np.empty((SAMPLES, LAYERS, 1, EXPERTS))
+def popularity(name: str, rng: np.random.Generator) -> np.ndarray:
+    """Return the shares of experts under a synthetic name, in any unit: float [n, L, S or 1, E]."""
+    if name == RAGGED:  # experts are even, sources have one to three times the tokens of the least
+        return np.broadcast_to(rng.uniform(1.0, 3.0, (1, LAYERS, SOURCES, 1)), (SAMPLES, LAYERS, SOURCES, EXPERTS))
+    if name in HOT:
+        (share, turns), out = HOT[name], np.empty((SAMPLES, LAYERS, 1, EXPERTS))
         for sample in range(SAMPLES):
             hot = np.zeros(EXPERTS, bool)
-            hot[experts(sample)] = True
+            hot[turns[sample % len(turns)]] = True
             out[sample] = np.where(hot, share / hot.sum(), (1 - share) / max(1, (~hot).sum()))
         return out
-
+    steps = rng.normal(0.0, DRIFT, (SAMPLES, LAYERS, 1, EXPERTS)) if name == "drifting" else 0.0
+    ranks = np.stack([rng.permutation(EXPERTS) for _ in range(LAYERS)]) + 1.0
+    shares = np.repeat((ranks**-ZIPF)[None, :, None], SAMPLES, axis=0)
+    if name == "drifting":
+        shares *= np.exp(np.cumsum(steps, axis=0))
+    if name == "bursty":
+        shares /= shares.sum(axis=-1, keepdims=True)
+        for start in range(0, SAMPLES, BURST_EVERY):
+            hot = rng.integers(EXPERTS, size=LAYERS)
+            burst = shares[start : start + BURST_LENGTH]
+            burst *= 1 - BURST_SHARE
+            burst[:, np.arange(LAYERS), :, hot] += BURST_SHARE
     return shares
-
-
-def _ragged_sources(rng):
-    """Return even experts whose sources have one to three times the tokens of the least."""
-    return np.broadcast_to(rng.uniform(1.0, 3.0, (1, LAYERS, SOURCES, 1)), (SAMPLES, LAYERS, SOURCES, EXPERTS))
-
-
-RANK = EXPERTS // 8  # experts of one of eight devices; as many are hot in W1, W2 and W3, with the same share
-SYNTHETIC: dict[str, Popularity] = {
-    "stationary": _stationary,
-    "drifting": _drifting,
-    "bursty": _bursty,
-    "W0_balanced": _hot(lambda sample: slice(0, EXPERTS), 1.0),
-    "W1_hot_expert_set": _hot(lambda sample: slice(0, 2 * RANK, 2), 0.5),  # on two devices
-    "W2_hot_rank": _hot(lambda sample: slice(0, RANK), 0.5),  # on one
-    "W3_spread_hot_experts": _hot(lambda sample: slice(0, EXPERTS, EXPERTS // RANK), 0.5),  # on four
-    "W4_source_ragged": _ragged_sources,
-    "W5_zero_expert_rank": _hot(lambda sample: slice(RANK, EXPERTS), 1.0),
-    "W6_rotating_hotspot": _hot(lambda sample: slice(sample % EXPERTS, sample % EXPERTS + 1), 0.5),
-    "W7_burst": _hot(lambda sample: slice(0, 1 if sample % BURST_EVERY < BURST_LENGTH else EXPERTS), 0.9),
-}
-NAMES = (*SHIPPED, *SYNTHETIC)
 
 
 def find_loads(name: str, seed: int = 0) -> LoadsTrace:
@@ -111,9 +82,8 @@ def find_loads(name: str, seed: int = 0) -> LoadsTrace:
     """
     if name in SYNTHETIC:
         rng = np.random.default_rng(seed)
-        shares = SYNTHETIC[name](rng)
-        even = name.startswith("W")  # exact, without noise from source to source
-        if not even:
+        shares = popularity(name, rng)
+        if not name.startswith("W"):  # those are exact, without noise from source to source
             shares = shares * np.exp(rng.normal(0.0, SPREAD, (1, LAYERS, SOURCES, EXPERTS)))
         shares = np.broadcast_to(shares, (SAMPLES, LAYERS, SOURCES, EXPERTS))
         total = shares.sum(axis=-1, keepdims=True)
@@ -122,55 +92,10 @@ def find_loads(name: str, seed: int = 0) -> LoadsTrace:
     path = TRACES / f"{name}.npz" if name in SHIPPED else here_or_shipped(name)
     if not path.exists():
         raise UserError(f"--trace {name!r} is no file and no run folder; give one, or one of {', '.join(NAMES)}")
-    if (path / "0").is_dir():
-        trace = read_dump(path)
-    else:
-        trace = read_loads(RunFolder(path, create=False).loads if path.is_dir() else path)
-    if len(trace.loads) < 2 or not trace.loads.size:
-        raise UserError(f"--trace {name}: loads {list(trace.loads.shape)}; two samples at least are needed, to plan "
-                        "one from the one before")  # fmt: skip
+    trace = read_loads(RunFolder(path, create=False).loads if path.is_dir() else path)
+    if (samples := len(trace.loads)) < 2 or not trace.loads.size:
+        raise UserError(f"--trace {name}: {samples} samples; two at least are needed, to plan one from the one before")
     return trace
-
-
-class _Arrays(pickle.Unpickler):
-    """Reads pickles of plain Python and numpy arrays; what names anything else is refused, and nothing of it runs."""
-
-    def find_class(self, module, name):
-        parts = ("multiarray", "_reconstruct"), ("numeric", "_frombuffer")
-        arrays = {(f"numpy.{core}.{file}", function) for core in ("core", "_core") for file, function in parts}
-        if (module, name) not in arrays | {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return super().find_class(module, name)
-
-
-def read_dump(folder: pathlib.Path) -> LoadsTrace:
-    """Return the loads of FasterMoE's public dump: RANK/ITERATION.pkl, {(layer, iteration): experts [tokens, K]}.
-
-    Ranks have one expert each; -1 is a choice that was dropped. Source: gates.py and trace2lec.py of
-    github.com/laekov/fastermoe-ae, whose paper names the dump.
-
-    Raises:
-      UserError: a file that is no such pickle, or counts that are missing.
-    """
-    ranks = len([path for path in folder.iterdir() if path.name.isdigit()])
-    counts: dict[tuple[int, int, int], np.ndarray] = {}
-    for rank in range(ranks):
-        for path in sorted((folder / str(rank)).glob("*.pkl")):
-            try:
-                with path.open("rb") as file:
-                    choices = _Arrays(file).load().items()
-                for (layer, iteration), experts in choices:
-                    chosen = np.asarray(experts, np.int64)
-                    of_expert = np.bincount(chosen[chosen >= 0] % ranks, minlength=ranks)
-                    counts[int(iteration), int(layer), rank] = of_expert
-            except (pickle.UnpicklingError, OSError, EOFError, AttributeError, TypeError, ValueError) as error:
-                raise UserError(f"{path} is no pickle of FasterMoE's dump ({error}); give a folder of ranks") from error
-    samples, layers = (sorted({key[at] for key in counts}) for at in (0, 1))
-    if not counts or len(counts) != len(samples) * len(layers) * ranks:
-        whole = f"{len(samples)} iterations x {len(layers)} layers x {ranks} ranks"
-        raise UserError(f"{folder} is cut off: {len(counts)} counts of {whole}; unpack FasterMoE's dump again")
-    loads = [[[counts[sample, layer, rank] for rank in range(ranks)] for layer in layers] for sample in samples]
-    return LoadsTrace(np.array(loads), np.array(samples))
 
 
 def round_shares(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:

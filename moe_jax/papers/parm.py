@@ -25,8 +25,7 @@ from moe_jax.cluster.targets import device_named
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import LayerSizes, layer_shape
 from moe_jax.papers import systems
-from moe_jax.papers.pictures import curves
-from moe_jax.papers.table import Found, Tables, texts_of
+from moe_jax.papers.table import Found, Tables, curves, texts_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PLACES = {"A": ("parm_a", 1), "B, 8": ("parm_b", 2), "B, 16": ("parm_b", 4), "B, 32": ("parm_b", 8)}  # file, nodes

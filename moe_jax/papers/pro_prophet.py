@@ -18,7 +18,6 @@ from moe_jax.cluster.collectives import Group, Links
 from moe_jax.cluster.tables import assumed
 from moe_jax.papers.fastermoe import shadows
 from moe_jax.papers.loads import fit_loads, sharpened
-from moe_jax.papers.pictures import bars, lines
 from moe_jax.papers.systems import (
     DEEPSPEED,
     FASTERMOE,
@@ -31,7 +30,7 @@ from moe_jax.papers.systems import (
     machine,
     run,
 )
-from moe_jax.papers.table import Found, Inputs, Tables, texts_of
+from moe_jax.papers.table import Found, Inputs, Tables, bars, lines, texts_of
 from moe_jax.planning.pro_prophet import ProProphet
 from moe_jax.planning.topk_all import TopKAll
 
@@ -105,8 +104,8 @@ def speedups_by_model(inputs: Inputs, change: str, table: str, models: str, plac
     cases = [place._replace(top_k=k, model=model) for k in (1, 2) for model in models.split()]
     ours = [speedups(inputs, case, change)[:2] for case in inputs.track(cases, place.cluster)]
     stated = zip(*(TABLES.texts[table]["claims"][f"{system} over DeepSpeed-MoE"] for system in PLANNED), strict=True)
-    rows = [(case.top_k, MODELS[case.model].name, *paper, *cells)
-            for case, paper, cells in zip(cases, stated, ours, strict=True)]  # fmt: skip
+    told = zip(cases, stated, ours, strict=True)
+    rows = [(case.top_k, MODELS[case.model].name, *paper, *cells) for case, paper, cells in told]
     shadowed, planned = np.array(ours).T
     claims = shadowed, planned, planned / shadowed
     return Found(rows, claims, (setting_of(inputs, place._replace(top_k=2)).fitted()[1],))
@@ -173,8 +172,9 @@ CASES = ((4, 1), (8, 1), (4, 2), (8, 2))  # nodes and K of figure 10's captions
 def figure_10(inputs, change=""):
     """Compare both systems with DeepSpeed-MoE on 4 and 8 HPWNV nodes."""
     cases = [Row(k, model, nodes=nodes, tokens=4096 * nodes) for nodes, k in CASES for model in SIZES]
-    rows = [(case.top_k, MODELS[case.model].name, case.nodes, *np.roll(speedups(inputs, case, change), 1))
-            for case in inputs.track(cases, "rows")]  # fmt: skip
+    rows = []
+    for case in inputs.track(cases, "rows"):
+        rows.append((case.top_k, MODELS[case.model].name, case.nodes, *np.roll(speedups(inputs, case, change), 1)))
     best = [[row[3] for row in rows if (row[2], row[0]) == case] for case in CASES]
     plain = [[row[5] for row in rows if row[0] == top_k] for top_k in (1, 2)]
     shadowed = np.mean([row[5] / row[4] for row in rows if row[0] == 1])
@@ -245,6 +245,6 @@ def figure_16(inputs, change=""):
     for top_k, model in inputs.track([(k, model) for k in (1, 2) for model in "SML"], "K and models"):
         steps = (step_of(inputs, system, Row(top_k, model), change) for system in COMPARED.values())
         spreads = (np.maximum(step.records.computed.std(axis=2).mean(axis=0), 1e-9) for step in steps)
-        rows += [(f"{top_k}, {model}", layer, before / shadowed, before / ours, shadowed / ours)
-                 for layer, (before, shadowed, ours) in enumerate(zip(*spreads, strict=True))]  # fmt: skip
+        for layer, (before, shadowed, ours) in enumerate(zip(*spreads, strict=True)):
+            rows.append((f"{top_k}, {model}", layer, before / shadowed, before / ours, shadowed / ours))
     return Found(rows, [max(row[4] for row in rows)])

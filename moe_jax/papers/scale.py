@@ -15,9 +15,8 @@ import time
 import numpy as np
 
 from moe_jax.cluster.layer_seconds import preceding_seconds
-from moe_jax.papers.pictures import lines
 from moe_jax.papers.systems import listed
-from moe_jax.papers.table import Found, Tables, texts_of
+from moe_jax.papers.table import Found, Tables, lines, texts_of
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig

@@ -1,16 +1,12 @@
-"""FasterMoE's tables: its formulas against numbers by hand, and its public dump."""
+"""FasterMoE's tables: its formulas against numbers by hand."""
 
 import dataclasses
-import os
-import pickle
 
 import numpy as np
 import pytest
 
 from moe_jax.cluster import read_cluster
-from moe_jax.errors import UserError
 from moe_jax.papers import fastermoe
-from moe_jax.papers.loads import find_loads
 from moe_jax.papers.table import Inputs
 
 SETTING = dataclasses.replace(  # by the figures of the file alone
@@ -46,26 +42,3 @@ def test_smart_schedule_exposes_its_first_and_last_transfer():
     # out of a node step 1 and 7 send one group, 2 and 6 two, 3 and 5 three, 4 all four
     out = (first + (1 + 2 + 3 + 4 + 3 + 2 + 1) * last) * 4
     assert fastermoe.smart(fast, pairs).item() == pytest.approx(out, rel=1e-6)
-
-
-class Command:
-    def __reduce__(self):
-        return os.mkdir, ("run_by_a_pickle",)
-
-
-def test_public_dump(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for rank in range(4):
-        (tmp_path / "dump" / str(rank)).mkdir(parents=True)
-        choices = {(layer, it): np.array([[rank, layer], [-1, 3]]) for layer in range(2) for it in (499, 500)}
-        (tmp_path / "dump" / str(rank) / "500.pkl").write_bytes(pickle.dumps(choices))
-    trace = find_loads("dump")
-    assert trace.loads.shape == (2, 2, 4, 4) and trace.iterations.tolist() == [499, 500]
-    assert trace.loads[0, 1].tolist() == [[1, 1, 0, 1], [0, 2, 0, 1], [0, 1, 1, 1], [0, 1, 0, 2]]
-    (tmp_path / "dump" / "3" / "500.pkl").unlink()
-    with pytest.raises(UserError, match="cut off: 12 counts of 2 iterations x 2 layers x 4 ranks"):
-        find_loads("dump")
-    (tmp_path / "dump" / "3" / "500.pkl").write_bytes(pickle.dumps({(0, 499): Command()}))
-    with pytest.raises(UserError, match="mkdir"):
-        find_loads("dump")
-    assert not (tmp_path / "run_by_a_pickle").exists()

@@ -12,7 +12,6 @@ from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import CHOICES, SYNTHETIC, find_loads, fit_loads
-from moe_jax.papers.pictures import bars
 from moe_jax.papers.scale import PLANNED, TOKENS, costs, step, zipf_loads
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, System, pipelined, run
 from moe_jax.papers.table import (
@@ -24,6 +23,7 @@ from moe_jax.papers.table import (
     Found,
     Inputs,
     Tables,
+    bars,
     counted,
 )
 
@@ -155,7 +155,7 @@ def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdi
         "unknown paper": (["--paper=other", "--out=x"], "pro_prophet"),
         "unknown table": (["--paper=pro_prophet", "--table=table_9", "--out=x"], "has table_1, table_4"),
         "no file": (["--paper=pro_prophet", "--table=figure_12", "--trace=nothing", "--out=x"], "no file and no run"),
-        "one sample": (["--paper=pro_prophet", "--table=figure_12", "--trace=one.npz", "--out=x"], "two samples"),
+        "one sample": (["--paper=pro_prophet", "--table=figure_12", "--trace=one.npz", "--out=x"], "two at least"),
         "other sizes": (["--paper=pro_prophet", "--table=figure_12", "--trace=odd.npz", "--out=x"], "do not fit"),
         "cut off": (["--paper=pro_prophet", "--table=figure_12", "--trace=cut.npz", "--out=x"], "cut.npz"),
         "no folder": (["--paper=pro_prophet", "--table=figure_12", "--out=odd.npz/x"], "odd.npz/x .*: move it away"),
