@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import csv
 import pathlib
-import sys
-from collections.abc import Iterable
 
 from absl import flags
 
@@ -40,7 +38,7 @@ def reproduce() -> None:
             raise UserError(f"--table {name!r} is unknown; {FLAGS.paper} has {', '.join(tables)}")
     out = pathlib.Path(FLAGS.out)
     out.mkdir(parents=True, exist_ok=True)
-    inputs = Inputs(trace=FLAGS.trace, track=track)
+    inputs = Inputs(trace=FLAGS.trace)
     page, found = [f"# {FLAGS.paper}", ""], []
     for name in FLAGS.table or tables:
         try:
@@ -79,18 +77,6 @@ def write(table: Table, name: str, out: pathlib.Path) -> str | None:
     picture = f"{FLAGS.paper}_{name}.png"
     figure.savefig(out / picture, dpi=90)
     return picture
-
-
-def track(items: Iterable, label: str) -> Iterable:
-    """Yield items; on a terminal, with a bar of how many are done."""
-    items = list(items)
-    for number, item in enumerate(items):
-        if sys.stderr.isatty():
-            bar = "=" * (20 * number // len(items))
-            print(f"\r{label} [{bar:<20}] {number}/{len(items)}", end="", file=sys.stderr, flush=True)
-        yield item
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def command(argv: list[str]) -> None:

@@ -60,7 +60,7 @@ TABLES = Tables(texts_of("deepspeed_moe"), "modelled", {})
 def sizes(inputs):
     """Count the parameters of the paper's models, and how much smaller PR-MoE and MoS are."""
     ours = {}
-    for name, (config, bindings) in inputs.track(SIZES.items(), "models"):
+    for name, (config, bindings) in SIZES.items():
         read, *_ = parse_run_config([f"configs/model/{config}.gin"], bindings)
         ours[name] = parameter_counts(read.model, read.moe, VOCABULARY)[2] / 1e9
     smaller = max(ours[f"{base}+MoE-128"] / ours[f"{base}+PR-MoE+MoS"] for base in ("350M", "1.3B"))
@@ -72,7 +72,6 @@ def sizes(inputs):
 @TABLES.add()
 def parallelism(inputs):
     """Return the expert- and data-parallel degrees of layers on 128 GPUs."""
-    del inputs
     degrees = {experts: ep_degree(experts, 128) for experts in (32, 64, 128)}
     rows = [(experts, ep, 128 // ep) for experts, ep in degrees.items()]
     return Found(rows, np.array(rows).T[1:])
@@ -163,7 +162,6 @@ DENSE_SIZES, MOE_SIZES = ("dense_64", "dense_96", "dense_128", "dense_192"), ("m
 )
 def equal_loss(inputs, by_law=False):
     """Compare trained MoE models with the dense ones of equal loss, seed by seed, at two sizes."""
-    del inputs
     kinds, seeds = trained((*DENSE_SIZES, *MOE_SIZES))
     flops = [kinds[name]["flops_per_token"] for name in DENSE_SIZES]
     by_seed = np.minimum.accumulate(np.array([kinds[name]["losses"] for name in DENSE_SIZES]))  # [sizes, seeds], falls
@@ -187,7 +185,6 @@ PAIRS = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe"
 @TABLES.add()
 def pr_moe_mos(inputs):
     """Compare trained PR-MoE with MoE, and its students with each other."""
-    del inputs
     kinds, seeds = trained(("moe", "pr_moe", "alone", "taught", "staged"))
     gains = [np.subtract(kinds[worse]["losses"], kinds[better]["losses"]) for worse, better in PAIRS]
     series = {name: np.mean([curve[1:] for curve in kind["curves"][:seeds]], axis=0) for name, kind in kinds.items()}
@@ -280,7 +277,7 @@ def latency(inputs, launches=""):
     few, many = (8, 16, 32, 64, 128), (64, 128, 256)
     cells = [(model, devices) for model in SERVED for devices in (many if model.slicing > 1 else few)]
     rows = []
-    for model, devices in inputs.track(cells, "models"):
+    for model, devices in cells:
         cluster = listed("a100", devices, inputs.level)
         tables, base = (1e3 * token_seconds(model, cluster, *gate) for gate in ((), (True, launch)))
         rows.append((model.name, devices, tables, base, base / tables))
@@ -318,7 +315,7 @@ def gating(inputs):
     config = MoEConfig(num_experts=128, top_k=1, renormalize=False, capacity_factor=1.0, drop="position")
     forms = [jax.jit(form, static_argnums=2) for form in (tables_gate, one_hot_gate)]
     rows = []
-    for tokens in inputs.track((256, 512, 1024, 2048), "tokens"):
+    for tokens in (256, 512, 1024, 2048):
         x, w_gate = (jax.random.normal(jax.random.key(n), (n, m)) for n, m in ((tokens, WIDTH), (WIDTH, 128)))
         spent = np.zeros((RUNS + 1, 2))
         for turn, at in np.ndindex(*spent.shape):  # the first turn compiles

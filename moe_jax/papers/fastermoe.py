@@ -180,7 +180,7 @@ def kept_near(setting: Setting) -> np.ndarray:
 
 def models_of(inputs: Inputs, change: str = "") -> list[Layers]:
     """Return the layers of `MODELS`."""
-    return [layers_of(inputs, name, change) for name in inputs.track(MODELS, "models")]
+    return [layers_of(inputs, name, change) for name in MODELS]
 
 
 def said(inputs: Inputs, names: Sequence[str]) -> tuple[str, ...]:
@@ -255,7 +255,6 @@ def figure_11(inputs, change=""):
     of_one = np.where(layers.shadowed.sum(axis=2) == 1, gains, 1.0)
 
     def draw(table, axes) -> None:
-        del table
         axes.imshow(layers.shadowed[:, -1].T, cmap="binary", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         axes.set(xlabel="sample, last layer", ylabel="experts (black: shadowed)", ylim=(15.5, -16), yticks=(0, 15))
         latency = axes.twinx()

@@ -240,7 +240,7 @@ TABLES = Tables(texts_of("hecate"), "simulated", EXPERIMENTS, loads_note)
 def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[list[tuple], np.ndarray]:
     """Return rows of speed-ups over EP, and the speed-ups [rows, COMPARED]."""
     rows = []
-    for row in map(change, inputs.track(grid, "models")):
+    for row in map(change, grid):
         setting, base = setting_of(inputs, row), seconds_of(inputs, row, "EP")
         speeds = (base / seconds_of(inputs, row, name) for name in COMPARED)
         rows.append((setting.devices, row.model.name, batch_of(setting), *speeds))
@@ -286,7 +286,7 @@ def figure_11(inputs, change=SAME):
 def figure_12(inputs, change=SAME):
     """Split an iteration of each system by what its critical path waits for."""
     rows, row = [], change(DEEP)
-    for name in inputs.track(ALL, "systems"):
+    for name in ALL:
         step = step_of(inputs, row, name)
         a2a, others = 4 * step.records.exchange, step.parts["others"]
         split = (others, 0 * a2a, 0 * a2a) if name == "FasterMoE" else (0 * a2a, others - a2a, a2a)
@@ -316,7 +316,7 @@ def figure_14(inputs, change=SAME):
     row, rows, slower = dataclasses.replace(change(SMALL), every=12), [], []
     names = ALL if change(SMALL) == SMALL else ALL[-2:]  # of a change those that the claims are of
     most = dict.fromkeys(names, 0)
-    for batch in inputs.track(range(1, 13), "batches"):
+    for batch in range(1, 13):
         row = dataclasses.replace(row, batch=batch)
         fits = [name for name in names if memory_of(inputs, row, name)[1]]
         if not fits:
@@ -334,7 +334,7 @@ def figure_14(inputs, change=SAME):
 def figure_15(inputs, change=SAME):
     """Time Hecate's parts alone, and intervals of resharding."""
     row = dataclasses.replace(change(SMALL), every=1)
-    names = inputs.track(("EP", *PARTS, "Hecate", *INTERVALS), "parts")
+    names = ("EP", *PARTS, "Hecate", *INTERVALS)
     layers = {name: row.model.layers * step_of(inputs, row, name).layers.mean() for name in names}
     rows = [(name, 1e3 * seconds, 1e3 * seconds_of(inputs, row, name)) for name, seconds in layers.items()]
     ep, sharding, materialization, both, *every = (line[2] for line in rows)
@@ -346,7 +346,7 @@ def claims(inputs, change=SAME):
     """Return the most that the text claims anywhere on 32 GPUs."""
     names = ("Hecate over a baseline", "Hecate-RM over the best", "Hecate-RM over a baseline", "balanced EP over EP")
     ratios, even = {name: [] for name in names}, dataclasses.replace(inputs, trace="W0_balanced")
-    for row in map(change, inputs.track((*GRID_A[4:], *GRID_B), "models")):
+    for row in map(change, (*GRID_A[4:], *GRID_B)):
         times = [seconds_of(inputs, row, name) for name in BASELINES]
         hecate, again = (seconds_of(inputs, row, name) for name in ("Hecate", "Hecate-RM"))
         values = [max(times) / hecate, min(times) / again, max(times) / again]

@@ -135,7 +135,6 @@ def distribution(label: str, values: np.ndarray, ours: list) -> Found:
     """Return a figure that shows how many layers have which value."""
 
     def draw(table, axes):
-        del table
         axes.hist(values, bins=20, edgecolor="white")
         axes.set(xlabel=label, ylabel="layers")
 
@@ -146,8 +145,7 @@ def distribution(label: str, values: np.ndarray, ours: list) -> Found:
 def table_3(inputs, to=BASE):
     """Count the layers that fit a GPU's memory, and return Parm's speed-ups of them."""
     to = to._replace(level=inputs.level)
-    places = inputs.track(PLACES, "places")
-    rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in places]
+    rows = [(p, 1458, *(sum(len(runs(p, pair)) for pair in of) for of in (GROUPS, TABLE_4))) for p in PLACES]
     speedups = np.concatenate(gains_of("", to, to.groups))[:, 2]
     return Found(rows, [len(speedups), speedups])
 
@@ -157,7 +155,7 @@ def table_4(inputs, to=BASE):
     """Average speed-ups of S1, S2 and Parm by place and groups."""
     to = to._replace(level=inputs.level)
     cases, ours = [(place, pair, gains(place, pair, to)) for place in PLACES for pair in TABLE_4], []
-    for testbed in inputs.track("AB", "testbeds"):
+    for testbed in "AB":
         cells = gains_of(testbed, to)
         saa, aas = np.concatenate(cells), np.concatenate(gains_of(testbed, to._replace(gather="aas")))
         worse = 100 * (saa[:, 2] / saa[:, :2].min(axis=1)).mean() - 100
@@ -171,7 +169,7 @@ def choice(inputs, to=BASE):
     """Say how often S2 is shorter, and how often algorithm 1 takes the shorter one."""
     to = to._replace(level=inputs.level)
     rows = []
-    for place in inputs.track(PLACES, "places"):
+    for place in PLACES:
         speedups = np.concatenate([gains(place, pair, to) for pair in GROUPS if pair[0] > 1])
         s1, s2, taken = speedups.T
         best = np.maximum(s1, s2)
@@ -196,7 +194,7 @@ def figure_1(inputs, to=BASE):
 def figure_6(inputs):
     """Fit lines to the prices of collectives by bytes."""
     points, sizes = {}, itertools.product((1024, 4096, 16384), SIZES["M"])
-    for (tokens, dim), place in inputs.track(itertools.product(sizes, ("A", "B, 32")), "collectives"):
+    for (tokens, dim), place in itertools.product(sizes, ("A", "B, 32")):
         shape = shapes(place, (4, 4), tokens, ITEM * dim, 2.4)[2]
         (send, gather), saa = layer_transfers(shape, "aas")[0], layer_transfers(shape)[0][1:]
         for name, moves, x in (
@@ -243,7 +241,7 @@ def table_5(inputs, to=BASE):
     """Time an iteration of BERT-Base and GPT-2 under the baseline and under Parm."""
     to = to._replace(level=inputs.level)
     rows = []
-    for (model, length), place in inputs.track(itertools.product(LENGTHS.items(), ("A", "B, 32")), "iterations"):
+    for (model, length), place in itertools.product(LENGTHS.items(), ("A", "B, 32")):
         base, *others = iteration(place, length, to)
         rows.append((model, place, base, min(others), base / min(others)))
     return Found(rows, [[row[-1] for row in rows]])

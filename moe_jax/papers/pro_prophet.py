@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from typing import NamedTuple
 
@@ -102,7 +103,7 @@ def speedups(inputs: Inputs, row: Row, change: str = "") -> np.ndarray:
 def speedups_by_model(inputs: Inputs, change: str, table: str, models: str, place: Row) -> Found:
     """Return both systems over DeepSpeed-MoE on one cluster, each K and model a row; cells of the text are in order."""
     cases = [place._replace(top_k=k, model=model) for k in (1, 2) for model in models.split()]
-    ours = [speedups(inputs, case, change)[:2] for case in inputs.track(cases, place.cluster)]
+    ours = [speedups(inputs, case, change)[:2] for case in cases]
     stated = zip(*(TABLES.texts[table]["claims"][f"{system} over DeepSpeed-MoE"] for system in PLANNED), strict=True)
     told = zip(cases, stated, ours, strict=True)
     rows = [(case.top_k, MODELS[case.model].name, *paper, *cells) for case, paper, cells in told]
@@ -144,7 +145,7 @@ def table_1(inputs, change=""):
     rows, searched, stated = [], search_seconds, TABLES.texts["table_1"]["claims"].values()
     if change == "released":
         change, searched = "", released_seconds
-    for model, *paper in inputs.track(list(zip(SIZES, *stated, strict=True)), "models"):
+    for model, *paper in zip(SIZES, *stated, strict=True):
         row = Row(1, model)
         step = step_of(inputs, FASTERMOE, row, change)
         parts = np.array([searched(setting_of(inputs, row)), *(step.parts[p].mean() for p in SHARES[2:4])])
@@ -173,7 +174,7 @@ def figure_10(inputs, change=""):
     """Compare both systems with DeepSpeed-MoE on 4 and 8 HPWNV nodes."""
     cases = [Row(k, model, nodes=nodes, tokens=4096 * nodes) for nodes, k in CASES for model in SIZES]
     rows = []
-    for case in inputs.track(cases, "rows"):
+    for case in cases:
         rows.append((case.top_k, MODELS[case.model].name, case.nodes, *np.roll(speedups(inputs, case, change), 1)))
     best = [[row[3] for row in rows if (row[2], row[0]) == case] for case in CASES]
     plain = [[row[5] for row in rows if row[0] == top_k] for top_k in (1, 2)]
@@ -185,7 +186,7 @@ def figure_10(inputs, change=""):
 def figure_11(inputs, change=""):
     """Compare both systems with DeepSpeed-MoE layer by layer."""
     rows = []
-    for top_k in inputs.track((1, 2), "K"):
+    for top_k in (1, 2):
         steps = (step_of(inputs, system, Row(top_k), change) for system in COMPARED.values())
         plain, shadowed, ours = (step.layers.mean(axis=0) for step in steps)
         layers = zip(plain / shadowed, plain / ours, shadowed / ours, strict=True)
@@ -219,7 +220,7 @@ def figure_13(inputs):
 def figure_14(inputs, change=""):
     """Return what planner, scheduler and the planner that knows the scheduler add, each over the one before it."""
     rows = []
-    for top_k in inputs.track((1, 2), "K"):
+    for top_k in (1, 2):
         stages = (DEEPSPEED, PLANNER, SCHEDULER, PRO_PROPHET)
         times = np.array([step_of(inputs, system, Row(top_k), change).iterations.mean() for system in stages])
         rows.append((top_k, *(times[:-1] / times[1:])))
@@ -231,7 +232,7 @@ def figure_14(inputs, change=""):
 def figure_15(inputs, change=""):
     """Return the planner against replicating the two or three heaviest experts everywhere."""
     rows = []
-    for top_k in inputs.track((1, 2), "K"):
+    for top_k in (1, 2):
         planned, *fixed = (step_of(inputs, of, Row(top_k), change).iterations for of in (PLANNER, TOP_2, TOP_3))
         rows.append((top_k, *((policy / planned).mean() for policy in fixed)))
     first, second = (row[1:] for row in rows)
@@ -242,7 +243,7 @@ def figure_15(inputs, change=""):
 def figure_16(inputs, change=""):
     """Return RB of the planner over FasterMoE's, layer by layer; RB: the spread of loads before over after."""
     rows = []
-    for top_k, model in inputs.track([(k, model) for k in (1, 2) for model in "SML"], "K and models"):
+    for top_k, model in itertools.product((1, 2), "SML"):
         steps = (step_of(inputs, system, Row(top_k, model), change) for system in COMPARED.values())
         spreads = (np.maximum(step.records.computed.std(axis=2).mean(axis=0), 1e-9) for step in steps)
         for layer, (before, shadowed, ours) in enumerate(zip(*spreads, strict=True)):

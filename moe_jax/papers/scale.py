@@ -84,7 +84,7 @@ def step(system: str, cost: Cost, loads: list[np.ndarray]) -> tuple[float, float
 def scale(inputs):
     """Compute a step of each system for every case."""
     rows = []
-    for devices, experts, top_k, skew in inputs.track(CASES, "cases"):
+    for devices, experts, top_k, skew in CASES:
         loads = [zipf_loads(devices, experts, top_k * TOKENS, skew, sample) for sample in (1, 2)]
         steps = [step(system, cost, loads) for system, cost in costs(devices, inputs.level).items()]
         seconds, planned, plan_bytes = zip(*steps, strict=True)

@@ -52,12 +52,10 @@ class Inputs:
 
     Attributes:
       trace: name or path of expert loads for all rows; None: the shipped ones of each row's K.
-      track: yields what it is given, next to a progress bar with a label.
       level: of assumed prices, one of `LEVELS`.
     """
 
     trace: str | None
-    track: Callable[[Iterable, str], Iterable]
     level: str = "middle"
 
     def loads(self, top_k: int) -> LoadsTrace:
@@ -353,7 +351,6 @@ def curves(series: Mapping[str, Iterable[tuple]], **settings) -> Draw:
     """Draw lines {label: points (x, y)}, a baseline dotted in the colour of the line before it."""
 
     def draw(table, axes):
-        del table
         for label, points in series.items():
             how = {"linestyle": ":", "color": axes.lines[-1].get_color()} if "baseline" in label else {}
             axes.plot(*zip(*points, strict=True), marker=".", label=label, **how)

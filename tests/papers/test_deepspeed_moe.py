@@ -12,7 +12,7 @@ from moe_jax.papers import deepspeed_moe
 from moe_jax.papers.deepspeed_moe import TABLES, one_hot_gate, tables_gate
 from moe_jax.papers.table import Inputs
 
-INPUTS = Inputs(trace=None, track=lambda items, label: items)
+INPUTS = Inputs(trace=None)
 
 
 def test_sizes_are_those_of_a_count_by_hand():

@@ -10,7 +10,7 @@ from moe_jax.papers import fastermoe
 from moe_jax.papers.table import Inputs
 
 SETTING = dataclasses.replace(  # by the figures of the file alone
-    fastermoe.setting_of(Inputs(trace="W0_balanced", track=lambda items, label: items), "GPT-S"),
+    fastermoe.setting_of(Inputs(trace="W0_balanced"), "GPT-S"),
     cluster=read_cluster("configs/cluster/johnny.gin"),
 )
 

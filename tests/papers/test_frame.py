@@ -135,7 +135,7 @@ def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdi
         dear = 1.5 if inputs.level == "high" else 1.0
         return Found([("a", ours, 2.0 * dear), ("b", ours, 3.0)], [ours, (4 * dear, 5)], ("second",))
 
-    table = tables["found"](Inputs(None, lambda items, label: items))
+    table = tables["found"](Inputs(None))
     assert calls == [*((level, 1.0) for level in LEVELS), *(("middle", ours) for ours in tried)]
     assert [claim.verdict for claim in table.claims] == [verdict, NO_NUMBER]
     assert table.rows[0] == ("a", 1.0, 2.0) and table.notes == ("first", "second", "last")

@@ -11,7 +11,7 @@ from moe_jax.papers.loads import find_loads, sharpened
 from moe_jax.papers.systems import run
 from moe_jax.papers.table import Inputs
 
-INPUTS = Inputs("stationary", lambda items, label: list(items))
+INPUTS = Inputs("stationary")
 MATMULS, LINKS = 0.7, 0.86  # shares of a data sheet at the middle level
 
 
