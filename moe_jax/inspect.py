@@ -154,7 +154,7 @@ def write_report(text: str, prices, buckets=(), compiled=None, complete=None):
         facts |= {
             "environment": environment_record(mesh=compiled.mesh),
             "bindings": [*_GIN_FILES.value, *_GIN_BINDINGS.value],
-            **{name: getattr(compiled, name) for name in ("lower_seconds", "compile_seconds", "plan_shape")},
+            **{name: getattr(compiled, name) for name in ("lower_seconds", "compile_seconds")},
             "compiler_options": compiled.options,
             "guided_scheduler": compiled.guided,
             "program": "common" if compiled.common else "complete",

@@ -27,7 +27,6 @@ from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
 from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.replan.costs import build_sessions
 from moe_jax.replan.segments import stated_buckets
 from moe_jax.training.compiling import compile_guided
@@ -47,7 +46,6 @@ class Compiled:
     mesh: dict[str, int]  # axis -> size
     resolved: dict[str, str | bool]  # what 'auto' is on these devices, by binding
     plan: object  # shape of the plans that the step takes, None without a planner
-    plan_shape: str  # the same in words
     executable: object  # to run, None where the devices are not real
     common: bool  # whether it is the common program of optimistic steps
     buckets: tuple[Buckets, ...]  # of the program's exchanges
@@ -157,7 +155,6 @@ def compile_step(
         mesh=dict(program.roles.mesh.shape),
         resolved=program.resolved(),
         plan=shape,
-        plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
         common=common,
         buckets=buckets,
@@ -212,27 +209,6 @@ def skewed_loads(start: Placement, tokens: int, top_k: int, skew: float) -> np.n
     order = np.random.default_rng(0)
     rows = [counts[order.permutation(experts)] for _ in range(layers)]
     return np.repeat(np.stack(rows)[:, None], sources, axis=1)
-
-
-def describe_shape(shapes: dict[str, PlanShape]) -> str:
-    """Return in words what a plan's program is compiled for, of several segments one after the other."""
-    said = []
-    for segment, shape in shapes.items():
-        parts = [f"{shape.home_slots} home and {shape.replica_slots} replica slots a device and layer"]
-        for name, transfer in (("ahead", shape.ahead), ("late", shape.late)):
-            if transfer is not None:
-                sent = transfer.sent()
-                form = f"by node, {transfer.crossing} crossing" if transfer.by_node else "flat"
-                parts.append(
-                    f"transfer {name} {form} of {transfer.offers} offers into {transfer.slots} slots, {sum(sent):.3g} "
-                    f"experts sent by a device, {sent[1]:.3g} of them to other nodes"
-                )
-        rows, sizes = shape.bucket_rows, "the default"
-        if rows is not None:
-            sizes = f"{rows.own} (own), {rows.node} (same node) and {rows.far} (other nodes)"
-        words = ", ".join([*parts, f"buckets of {sizes} rows"])
-        said.append(f"{segment}: {words}" if len(shapes) > 1 else words)
-    return "; ".join(said)
 
 
 def read_text(path: str) -> str:

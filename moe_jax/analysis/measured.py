@@ -300,8 +300,8 @@ def record_steps(
     if compiled.common:  # what a bucket that overflows costs here is the same: the step computes, and keeps nothing
         halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
 
-        def step(state, *inputs):
-            return compiled.executable(state, halted, *inputs)
+        def step(state, batch, tables, host_signals):
+            return compiled.executable(state, halted, batch, tables, host_signals)
 
     seconds = []
     for place, batch in enumerate(batches[: WARM_UP + plain_steps]):

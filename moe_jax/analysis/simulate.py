@@ -28,7 +28,6 @@ from moe_jax.replan.auto import plan_session
 
 SUFFIX = "_after_gate"
 SHOWN = 8  # lags that a message names
-WARM = 9  # judged samples in which a plan from the past hardly helps: summaries without them too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,7 +184,6 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
     """Return the numbers of one planner, to six digits; `base` holds plain expert parallelism over the same samples."""
     mean = records.computed.mean(axis=2)  # a layer without tokens is even
     ratio = np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
-    warm = ratio[WARM:]
     spread, before = records.computed.std(axis=2).mean(), base.computed.std(axis=2).mean()
     replicas = records.expert_replicas.sum(axis=2)
     chunks = (records.expert_replicas > 0).mean(axis=2)
@@ -194,8 +192,6 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
     found = {
         "max_over_mean": ratio.mean(),
         "max_over_mean_p95": np.percentile(ratio, 95),
-        "max_over_mean_from_10": warm.mean() if warm.size else None,
-        "max_over_mean_p95_from_10": np.percentile(warm, 95) if warm.size else None,
         "rb": before / max(spread, 1e-9),
         "replicas_per_layer": replicas.mean(),
         "replicas_per_device": replicas.mean() / devices,

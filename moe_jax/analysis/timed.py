@@ -249,10 +249,9 @@ def compute_cases(devices) -> dict[str, list[Case]]:
 
         call = _on_every_device(devices, _with_gradients(reorder), [(each * sources, dim)])
         cases["regroup"].append(Case(call, 1, rows, 4 * _ITEM * dim * rows))
-    for rows, groups, dim, hidden in (
-        (128, 1, 64, 64), (512, 4, 64, 256), (512, 1, 256, 64), (1024, 2, 128, 128),
-        (2048, 4, 64, 64), (2048, 2, 256, 128), (4096, 1, 256, 256), (4096, 4, 128, 64),
-    ):  # fmt: skip
+    few = ((128, 1, 64, 64), (512, 4, 64, 256), (512, 1, 256, 64), (1024, 2, 128, 128))
+    many = ((2048, 4, 64, 64), (2048, 2, 256, 128), (4096, 1, 256, 256), (4096, 4, 128, 64))
+    for rows, groups, dim, hidden in (*few, *many):
         cases["expert_step"].append(expert_case(devices, rows, groups, dim, hidden))
     return cases
 

@@ -32,8 +32,8 @@ CANDIDATES = {
     "train.guide_scheduler": (False, True),
 }
 # a planner plans once, from loads of a run without it
-UNPLANNED = {"PlannerConfig.name": "none", "MoEConfig.schedule": "deepspeed", "ModelConfig.prefetch": "none",
-             "ModelConfig.refetch_replicas": False}  # fmt: skip
+UNPLANNED = {"PlannerConfig.name": "none", "MoEConfig.schedule": "deepspeed"}
+UNPLANNED |= {"ModelConfig.prefetch": "none", "ModelConfig.refetch_replicas": False}
 # steps before any is timed, since early routing is more skewed than later; rounds in turn; seconds of steps in a row
 WARM_UP, ROUNDS, SECONDS = 20, 9, 0.3
 MARGIN = 0.01  # of the seconds, that a setting must save, and be faster in all rounds but one at most
