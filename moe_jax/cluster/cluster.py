@@ -20,9 +20,8 @@ from moe_jax.cluster.fits import Fit
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import device_named, read_device, target_names
 from moe_jax.errors import UserError
-from moe_jax.shipped import here_or_shipped, shipped
+from moe_jax.shipped import here_or_shipped
 
-FOLDER = shipped("configs/cluster")
 _LOG = logging.getLogger("moe_jax")
 
 
@@ -107,12 +106,9 @@ class Cluster:
         value = getattr(self, field)
         if value is not None:
             return value
-        line = re.compile(rf"^Cluster\.{re.escape(field)}\s*=", re.MULTILINE)
-        presets = [path.stem for path in sorted(FOLDER.glob("*.gin")) if line.search(path.read_text(encoding="utf-8"))]
         raise UserError(
             f"{requested_by} needs Cluster.{field}, which cluster {self.name!r} leaves absent; set Cluster.{field} in "
             f"its file, or Cluster.kind to a device ({', '.join(target_names())}), or use a file written by calibrate"
-            + (f"; it stands in configs/cluster/: {', '.join(presets)}" if presets else "")
         )
 
     def check_priced(self, requested_by: str) -> None:

@@ -73,11 +73,6 @@ class Links:
         prices, group = self.cluster.prices, self.group
         return None if prices is None else prices.collective(group.kind, group.in_node)
 
-    @property
-    def per_node(self) -> int:
-        """Members of a node."""
-        return min(self.cluster.devices_per_node or self.group.members, self.group.members)
-
     def seconds(self, inside, across, shared: tuple = (None, None)) -> np.ndarray:
         """Return the time of one collective by the most bytes over a link of each kind; nothing to send takes none.
 
@@ -163,7 +158,8 @@ class Links:
 
         For searches, which know what every device receives but not from whom.
         """
-        cluster, devices, per_node = self.cluster, self.group.members, self.per_node
+        cluster, devices = self.cluster, self.group.members
+        per_node = min(cluster.devices_per_node or devices, devices)
         others, most = max(1, devices - 1), received.max(axis=-1)
         by_switch = by_card = None
         if not cluster.flat and devices > per_node:

@@ -33,7 +33,7 @@ REMOVED_FLAGS = {
         ("activation", "expert_shards", "moe_every", "dense_hidden_dim"), "a run folder as --trace says it"
     ),
     "install": "pip install 'jax[cuda13]', best in an environment of its own, whose Python then starts inspect",
-    "attention_seconds": "name a --cluster that was calibrated, whose FLOP/s the time before a layer is modelled by",
+    "attention_seconds": "it is modelled by the FLOP/s of --cluster; name a calibrated one",
     "bare": "give --compiler_option, and bind train.guide_scheduler = False",
 }
 
