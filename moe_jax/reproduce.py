@@ -50,15 +50,11 @@ def reproduce() -> None:
             continue
         found.append(table)
         print("\n".join(table.lines()), flush=True)
-        page += table.markdown(name, f"python -m moe_jax.reproduce {_arguments(name)}", write(table, name, out))
+        given = f"--paper={FLAGS.paper} --table={name}{f' --trace={FLAGS.trace}' if FLAGS.trace else ''} --out=DIR"
+        page += table.markdown(name, f"python -m moe_jax.reproduce {given}", write(table, name, out))
     page += [counted(found), ""]
     print(page[-2])
     (out / f"{FLAGS.paper}.md").write_text("\n".join(page), encoding="utf-8")
-
-
-def _arguments(name: str) -> str:
-    trace = f" --trace={FLAGS.trace}" if FLAGS.trace else ""
-    return f"--paper={FLAGS.paper} --table={name}{trace} --out=DIR"
 
 
 def write(table: Table, name: str, out: pathlib.Path) -> str | None:

@@ -215,7 +215,6 @@ def compare_instructions(
     unknown = {n: s * share for n, s in seconds.items() if n not in modelled and n not in conditions}
     missing = [record for n, record in modelled.items() if n not in seconds and record["group"] != LOOP]
     launches = sum(own["executions"] for own in modelled.values() if own["group"] not in (COLLECTIVE, LOOP))
-    idle = None if step_seconds is None or not launches else max(step_seconds - busy, 0.0) / launches
     fit = fit_constants(samples, prices)
     return {
         "steps": steps,
@@ -224,7 +223,6 @@ def compare_instructions(
         "profiled_step_seconds": length / steps,
         "busy_seconds": busy,  # at least one kernel runs
         "launches": launches,
-        "idle_seconds_per_launch": idle,
         # instructions, executions, modelled and measured seconds and their ratio, of what the trace holds
         "groups": sorted(groups.values(), key=lambda total: -total["measured_seconds"]),
         "worst": sorted(rows, key=lambda r: -abs(r["measured_seconds"] - r["modelled_seconds"]))[:WORST],

@@ -181,7 +181,12 @@ def transfer_seconds(
 
 
 def summarize(records: Records, base: Records, cost: Cost) -> dict:
-    """Return the numbers of one planner, to six digits; `base` holds plain expert parallelism over the same samples."""
+    """Return the numbers of one planner, to six digits; `base` holds plain expert parallelism over the same samples.
+
+    Seconds of a layer are modelled, by what they are spent on (Pro-Prophet, table I). The search took seconds of this
+    host, and stands apart: a modelled device's seconds never have it added, not even after the gate, where the running
+    program searches on its devices.
+    """
     mean = records.computed.mean(axis=2)  # a layer without tokens is even
     ratio = np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
     spread, before = records.computed.std(axis=2).mean(), base.computed.std(axis=2).mean()
@@ -189,6 +194,8 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
     chunks = (records.expert_replicas > 0).mean(axis=2)
     layers, devices = records.computed.shape[1:]
     moved = 2 * replicas * cost.prices.expert_bytes + records.moved * cost.prices.state_bytes
+    seconds = {name: float(part.mean()) for name, part in _parts(records, cost).items()}
+    layer, plain = sum(seconds.values()), float(sum(part.mean() for part in _parts(base, cost).values()))
     found = {
         "max_over_mean": ratio.mean(),
         "max_over_mean_p95": np.percentile(ratio, 95),
@@ -197,34 +204,16 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         "replicas_per_device": replicas.mean() / devices,
         "bytes_moved": moved.sum(axis=1).mean(),
         "lambda": chunks.mean(),
-        **_seconds(records, base, cost),
+        "layer_seconds": layer,
+        **{f"{name}_seconds": own for name, own in seconds.items()},
+        "speedup_over_ep": plain / layer if layer else None,
+        "search_seconds": records.search.mean() / layers,
         "planner_us_per_layer": 1e6 * (records.search / layers).mean(),
         "hiding": records.hiding,
         "shape_changes": records.changes,
         **{f"counter_{name}": count for name, count in records.counters.items()},
     }
-    return {key: _rounded(value) for key, value in found.items()}
-
-
-def _rounded(value):
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _seconds(records: Records, base: Records, cost: Cost) -> dict:
-    """Return modelled seconds of a layer by what they are spent on (Pro-Prophet, table I), and the speed-up over EP.
-
-    The search took seconds of this host, and stands apart: a modelled device's seconds never have it added, not even
-    after the gate, where the running program searches on its devices.
-    """
-    seconds = {name: float(part.mean()) for name, part in _parts(records, cost).items()}
-    layer = sum(seconds.values())
-    plain = float(sum(part.mean() for part in _parts(base, cost).values()))
-    return {
-        "layer_seconds": layer,
-        **{f"{name}_seconds": own for name, own in seconds.items()},
-        "speedup_over_ep": plain / layer if layer else None,
-        "search_seconds": float(records.search.mean()) / records.computed.shape[1],
-    }
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in found.items()}
 
 
 def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
