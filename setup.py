@@ -47,8 +47,7 @@ def version() -> str:
 
 
 groups = requirements()
-groups["wandb"] = ["wandb>=0.19,<1"]  # no test and no demo needs it
-groups["docs"] = ["mkdocs-material>=9.6,<10"]  # nor this
+groups["docs"] = ["mkdocs-material>=9.6,<10"]  # no test and no demo needs it
 core = groups.pop("core")
 jax_range = next(line for line in core if line.startswith("jax>")).removeprefix("jax")
 extras = {

@@ -17,7 +17,7 @@ from absl import flags
 
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
-from moe_jax.observe.followed import FollowedRun, page_of
+from moe_jax.observe.report import FollowedRun, page_of
 
 _PORT = flags.DEFINE_integer("port", 8642, "Port of the page; 0 takes any free one.", lower_bound=0, upper_bound=65535)
 

@@ -12,11 +12,12 @@ import random
 from pathlib import Path
 
 import tokenizers
+from show_chats import show
+from train_tokenizer import train_tokenizer
 
 from moe_jax.data.chat import ANSWER, ChatTemplate
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import build_tokenizer
-from moe_jax.data.train_tokenizer import train_tokenizer
 
 COUNT = 200
 TEMPLATE = """\
@@ -93,11 +94,12 @@ def main() -> None:
     settings = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (out / "tokenizer_config.json").write_text(json.dumps(settings))
     (out / "chat_template.jinja").write_text(TEMPLATE)
-    template = ChatTemplate(build_tokenizer(DataConfig(tokenizer=str(learned))))
+    tokenizer = build_tokenizer(DataConfig(tokenizer=str(learned)))
+    template = ChatTemplate(tokenizer)
     marked = template.encode_batch([template.read(record, str(chats)) for record in records])
     total, answers = sum(ids.size for ids in marked), sum(int((ids & ANSWER > 0).sum()) for ids in marked)
     print(f"{chats}: {COUNT} conversations, {total} tokens, {answers} of them answers (green)\n")
-    print("\n".join(template.show(ids) for ids in marked[:2]))
+    print("\n".join(show(ids, tokenizer) for ids in marked[:2]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ done
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 tokenizer=$workdir/tokenizer.json
 if [ ! -e "$tokenizer" ]; then
-  "$venv/bin/python" -m moe_jax.data.train_tokenizer --out="$tokenizer" --vocab_size=2048
+  "$venv/bin/python" scripts/train_tokenizer.py --out="$tokenizer" --vocab_size=2048
 fi
 "$venv/bin/python" -m moe_jax.train --gin_file=configs/run/demo.gin --workdir=runs/demo --host_devices=8 \
   --gin_bindings="DataConfig.tokenizer = '$tokenizer'" --gin_bindings="train.optimizer = 'muon'" \

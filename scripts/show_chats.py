@@ -8,10 +8,19 @@ import itertools
 
 import numpy as np
 
-from moe_jax.data.chat import ANSWER, ChatTemplate, conversations
+from moe_jax.data.chat import ANSWER, ID_BITS, ChatTemplate, conversations
 from moe_jax.data.corpus import DataConfig, find_documents
-from moe_jax.data.tokenizer import build_tokenizer
+from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
+
+
+def show(marked: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return marked ids as text for a terminal, with the answers' tokens in green."""
+    parts, border = [], np.flatnonzero(np.diff(marked & ANSWER)) + 1
+    for run in np.split(marked, border):
+        text = tokenizer.decode(run & ID_BITS)
+        parts.append(f"\033[32m{text}\033[0m" if run.size and run[0] & ANSWER else text)
+    return "".join(parts)
 
 
 def main() -> None:
@@ -22,10 +31,12 @@ def main() -> None:
     given = parser.parse_args()
     try:
         config = DataConfig(kind="chat", path=given.data, tokenizer=given.tokenizer)
-        template = ChatTemplate(build_tokenizer(config))
+        tokenizer = build_tokenizer(config)
+        template = ChatTemplate(tokenizer)
         for chat, *_ in itertools.islice(conversations(find_documents(config), template), given.count):
             (marked,) = template.encode_batch([chat])
-            print(f"--- {marked.size} tokens, {np.count_nonzero(marked & ANSWER)} of answers\n{template.show(marked)}")
+            answers = np.count_nonzero(marked & ANSWER)
+            print(f"--- {marked.size} tokens, {answers} of answers\n{show(marked, tokenizer)}")
     except UserError as error:
         parser.error(str(error))
 

@@ -34,7 +34,7 @@ RUN = {
     "python -m moe_jax.generate": ("--max_new_tokens=2",),  # of that run too
     "--workdir=runs/mine ": SMALL_RUN,
     "python -m moe_jax.train --gin_file": ("--dry_run",),  # the same program without its steps
-    "python -m moe_jax.data.train_tokenizer": (),
+    "python scripts/train_tokenizer.py": (),
     "python -m moe_jax.replay --trace=runs": (),
     "python -m moe_jax.reproduce --paper": ("--table=figure_12",),
 }

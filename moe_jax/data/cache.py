@@ -254,7 +254,12 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
             fcntl.flock(lock, fcntl.LOCK_EX)
         if (meta := _read_meta(folder)) is not None:
             return meta
-        _sweep(root)
+        # what killed builders left goes, once none of them can still be running
+        for left in root.glob(".building-*"):
+            with contextlib.suppress(OSError):
+                newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+                if time.time() - newest > ABANDONED_SECONDS:
+                    shutil.rmtree(left)
         building = root / f".building-{uuid.uuid4().hex}"
         building.mkdir()
         try:
@@ -271,15 +276,6 @@ def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer, template: 
         finally:
             shutil.rmtree(building, ignore_errors=True)
     return meta
-
-
-def _sweep(root: Path) -> None:
-    """Remove what killed builders left, once none of them can still be running."""
-    for left in root.glob(".building-*"):
-        with contextlib.suppress(OSError):
-            newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-            if time.time() - newest > ABANDONED_SECONDS:
-                shutil.rmtree(left)
 
 
 def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate | None):

@@ -102,7 +102,11 @@ class ChatTemplate:
                 f"{folder}: no chat template can be read ({_line(error)}); put a chat_template.jinja there"
             ) from error
         self._has_blocks = {name: bool(_GENERATION.search(text)) for name, text in templates.items()}
-        mark = self._turn_end()
+        # what is written behind an answer, without white space; nothing where blocks tell, or no answer is shown
+        turn, parts = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}], []
+        with contextlib.suppress(UserError):
+            parts = self.write(turn, None, "").split(_PROBE)
+        mark = parts[-1].strip() if len(parts) > 1 and not self._has_blocks["default"] else ""
         more = (mark,) if mark and not mark.endswith(tokenizer.special) else ()
         self._ends = tokenizer.special + more
         written = json.dumps([templates, self._names, *more], sort_keys=True)
@@ -159,13 +163,6 @@ class ChatTemplate:
             raise UserError(f"{where}: the chat template writes nothing for the assistant to say; correct either")
         return chat
 
-    def _turn_end(self) -> str:
-        """Return what is written behind an answer, without white space; '' where blocks tell, or no answer is shown."""
-        chat, parts = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}], []
-        with contextlib.suppress(UserError):
-            parts = self.write(chat, None, "").split(_PROBE)
-        return parts[-1].strip() if len(parts) > 1 and not self._has_blocks["default"] else ""
-
     def _which(self, tools: list | None) -> str:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
@@ -210,14 +207,6 @@ class ChatTemplate:
         text, ((start, _), *_) = self.read({"messages": chat}, "the end of a turn")
         ids = self._tokenizer.encode_batch([text[text.find("b", start) + 1 :].strip()])[0].tolist()
         return tuple(i for i in ids if i in self._tokenizer.special_ids or len(ids) == 1)[:1]
-
-    def show(self, marked: np.ndarray) -> str:
-        """Return marked ids as text for a terminal, with the answers' tokens in green."""
-        parts, border = [], np.flatnonzero(np.diff(marked & ANSWER)) + 1
-        for run in np.split(marked, border):
-            text = self._tokenizer.decode(run & ID_BITS)
-            parts.append(f"\033[32m{text}\033[0m" if run.size and run[0] & ANSWER else text)
-        return "".join(parts)
 
 
 def conversations(sources: Iterable[Source], template: ChatTemplate) -> Iterator[tuple[Chat, float, Source]]:

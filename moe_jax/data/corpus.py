@@ -334,8 +334,9 @@ def table_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[dict, float]
     try:
         if suffix_of(path) == ".parquet":  # a buffer would keep what was read until the end
             file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
-            wanted = _known_columns(path, file.schema_arrow.names, columns)
-            batches, count = file.iter_batches(_ROWS, columns=wanted), file.metadata.num_rows
+            names, count = file.schema_arrow.names, file.metadata.num_rows
+            # those that are not there, the first of all, are missed below
+            batches = file.iter_batches(_ROWS, columns=[name for name in columns if name in names])
         else:
             source = pa.memory_map(path)
             try:
@@ -344,7 +345,11 @@ def table_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[dict, float]
             except pa.ArrowInvalid:
                 reader = pa.ipc.open_file(source)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            wanted = _known_columns(path, reader.schema.names, columns)
+            names = reader.schema.names
+        if columns[0] not in names:
+            remedy = "set DataConfig.field, or name a table that has it"
+            raise UserError(f"{path}: has no column {columns[0]!r} (it has {sorted(names)}); {remedy}")
+        wanted = [name for name in columns if name in names]
         for batch in batches:
             batch.validate(full=True)  # a bad offset would be read out of bounds
             read += len(batch)
@@ -356,11 +361,3 @@ def table_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[dict, float]
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: not a whole table ({what}); download or write it again") from error
-
-
-def _known_columns(path: str, names: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Return those of `columns` that a table with these names has; a UserError where it lacks the first."""
-    if columns[0] not in names:
-        remedy = "set DataConfig.field, or name a table that has it"
-        raise UserError(f"{path}: has no column {columns[0]!r} (it has {sorted(names)}); {remedy}")
-    return [name for name in columns if name in names]

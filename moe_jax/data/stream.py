@@ -266,24 +266,18 @@ class TokenStream:
 
     def _windows(self, step: int, row: np.ndarray) -> Iterator[tuple]:
         """Yield (its windows, places int [n] in `row`, the window of each int64 [n]) of each part of the mixture."""
-        part, number = self._parts(self._before + step * self.batch_size + row)
+        number = self._before + step * self.batch_size + row  # of windows since the first step
+        part = np.zeros_like(number)
+        if len(self._quotas) > 1:  # each _BLOCK of windows in a row has the quota of each, in an order of its own
+            block, place = np.divmod(number, _BLOCK)
+            slot, ends = shuffled(place, _BLOCK, _MIXTURE, self.seed, block), np.cumsum(self._quotas)
+            part = np.searchsorted(ends, slot, side="right")
+            quota = np.asarray(self._quotas)[part]
+            number = block * quota + slot - (ends[part] - quota)  # among those of its part
         for which, (source, windows) in enumerate(zip(self._sources, self.windows, strict=True)):
             places = np.flatnonzero(part == which)
             epoch, place = np.divmod(number[places], windows)
             yield source, places, shuffled(place, windows, _ORDER, self.seed, epoch)
-
-    def _parts(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which part each window of the mixture comes from, and its number among that part's, int64 [n].
-
-        Each _BLOCK of windows in a row has the quota of each part, in an order of its own.
-        """
-        if len(self._quotas) == 1:
-            return np.zeros_like(number), number
-        block, place = np.divmod(number, _BLOCK)
-        slot, ends = shuffled(place, _BLOCK, _MIXTURE, self.seed, block), np.cumsum(self._quotas)
-        part = np.searchsorted(ends, slot, side="right")
-        quota = np.asarray(self._quotas)[part]
-        return part, block * quota + slot - (ends[part] - quota)
 
     def told(self) -> str:
         """Return in words how conversations lie in the windows, '' of text."""

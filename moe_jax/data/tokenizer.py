@@ -173,7 +173,7 @@ class HuggingFaceTokenizer:
         except OSError as error:
             raise UserError(
                 f"DataConfig.tokenizer ({path!r}) must be 'byte' or the path of a tokenizer.json ({error.strerror}); "
-                "python -m moe_jax.data.train_tokenizer makes one"
+                "scripts/train_tokenizer.py learns one from text"
             ) from error
         self.file, self.text = file, text
         with self._failures_named("is not a tokenizer.json"):

@@ -42,8 +42,7 @@ from moe_jax.inference.families import (
 from moe_jax.inference.tensor_places import BACK, FFN, TensorPlace, file_shapes, tensor_places
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
-from moe_jax.storage.checkpoint import Checkpointer, run_config, write_params
-from moe_jax.storage.host_data import HostData
+from moe_jax.storage.checkpoint import Checkpointer, HostData, run_config, write_params
 from moe_jax.storage.leaf_store import LeafParts
 from moe_jax.storage.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.feed import padded_vocabulary

@@ -24,8 +24,7 @@ from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import build_mesh, replace_leaf, to_devices
 from moe_jax.registry import ROUTERS
-from moe_jax.storage.checkpoint import Checkpointer, run_config
-from moe_jax.storage.host_data import HostData
+from moe_jax.storage.checkpoint import Checkpointer, HostData, run_config
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_models import restore_params

@@ -1,15 +1,13 @@
-"""Records of steps: one strict JSON object a line, in the order of the steps, also after a kill; and on dashboards.
+"""Records of steps: one strict JSON object a line, in the order of the steps, also after a kill; and for TensorBoard.
 
 Plain numbers and NumPy values of one step, already on the host, become lines of metrics.jsonl or evaluations.jsonl.
-Floats that are not finite stand as the strings "nan", "inf" and "-inf"; `read_metrics` turns them back. TensorBoard and
-Weights & Biases get the same tags: event files in the run folder, and where WANDB_PROJECT is set in the environment a
-run of `wandb` (WANDB_MODE=offline keeps it in the run folder). Either package may be absent.
+Floats that are not finite stand as the strings "nan", "inf" and "-inf"; `read_metrics` turns them back. TensorBoard
+gets event files in the run folder, where the package tensorboardX is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import logging
@@ -26,7 +24,6 @@ from moe_jax.errors import UserError
 from moe_jax.storage.run_folder import METRICS, RunFolder, disk_errors_named, readable
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-PROJECT = "WANDB_PROJECT"
 # the first word of a tag; what no group names belongs to plans
 GROUPS = {
     "loss": "loss aux_loss z_loss kl held_out_loss held_out_loss_ema bits_per_byte unigram_entropy perplexity",
@@ -99,7 +96,26 @@ def read_metrics(
       most: of a longer file about so many records are read, at even distances, besides the last one and those of steps
         that compiled; `overflow_steps` of each then counts the steps since the record before it.
     """
-    return [_with_floats(record) for record in _records(Path(folder) / file_name, most)]
+    path, records = Path(folder) / file_name, []
+    with contextlib.suppress(FileNotFoundError), reading(path), open(path, "rb") as file:
+        apart, damaged, overflowed, line = 1, [], 0, b""
+        if most is not None:
+            apart = max(1, path.stat().st_size // (most * max(1, len(file.readline()))))
+            file.seek(0)
+        for number, line in enumerate(file, start=1):
+            overflowed += b'"overflow_steps": 1' in line
+            if number % apart == 0 or b'"compile_seconds"' in line:
+                if (record := parse_line(line)) is not None:
+                    records.append(_with_floats(record) | ({"overflow_steps": overflowed} if apart > 1 else {}))
+                    overflowed, line = 0, b""
+                elif line.endswith(b"\n"):  # a last line cut short by a kill is nothing to tell of
+                    damaged.append(number)
+        if (record := parse_line(line)) is not None:
+            records.append(_with_floats(record) | {"overflow_steps": overflowed})
+        if damaged and path not in _told:
+            _told.add(path)
+            _log.warning("%s: %d lines are damaged and left out, the first is line %d", path, len(damaged), damaged[0])
+    return records
 
 
 def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -146,28 +162,6 @@ def _end_of(path: Path, step: int) -> tuple[int, int | None]:
     return 0, None
 
 
-def _records(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
-    """Yield what `read_metrics` returns, as it stands in the file."""
-    with contextlib.suppress(FileNotFoundError), reading(path), open(path, "rb") as file:
-        apart, damaged, overflowed, line = 1, [], 0, b""
-        if most is not None:
-            apart = max(1, path.stat().st_size // (most * max(1, len(file.readline()))))
-            file.seek(0)
-        for number, line in enumerate(file, start=1):
-            overflowed += b'"overflow_steps": 1' in line
-            if number % apart == 0 or b'"compile_seconds"' in line:
-                if (record := parse_line(line)) is not None:
-                    yield record | ({"overflow_steps": overflowed} if apart > 1 else {})
-                    overflowed, line = 0, b""
-                elif line.endswith(b"\n"):  # a last line cut short by a kill is nothing to tell of
-                    damaged.append(number)
-        if (record := parse_line(line)) is not None:
-            yield record | {"overflow_steps": overflowed}
-        if damaged and path not in _told:
-            _told.add(path)
-            _log.warning("%s: %d lines are damaged and left out, the first is line %d", path, len(damaged), damaged[0])
-
-
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn an `OSError` raised while `path` is read into one line; a file that is not there stays that error."""
@@ -210,59 +204,40 @@ def _with_floats(value: Any, depth: int = 9) -> Any:
     return value
 
 
-class Dashboards:
-    """Write to each of them that is there; one that was asked for and cannot be imported is logged once."""
+class TensorBoard:
+    """Event files of a run, where tensorboardX is installed; one that cannot be imported is logged once."""
 
-    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None, config: str = "") -> None:
-        """Open them; what earlier ones say of steps after `resume_step` (None: all) is hidden or written over.
-
-        config: the run's, as text.
-        """
-        self._events = self._online = None
-        run = RunFolder(folder)
+    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
+        """Open new files; what earlier ones say of steps after `resume_step` (None: all) is hidden."""
+        self._events, run = None, RunFolder(folder)
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             if importlib.util.find_spec("tensorboardX"):  # an extra: whoever lacks it did not ask for events
                 _log.warning("no TensorBoard events: tensorboardX cannot be imported (%s); install it again", error)
-        else:
-            # a line per NaN; a skipped step has several
-            logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-            purge_step = 0 if resume_step is None else resume_step + 1
-            with disk_errors_named(run.tensorboard):
-                self._events = SummaryWriter(os.fspath(run.tensorboard), purge_step=purge_step, flush_secs=10)
-        if not os.environ.get(PROJECT):
             return
-        try:
-            import wandb
-        except ImportError as error:
-            _log.warning("nothing for %s: wandb cannot be imported (%s); pip install wandb", PROJECT, error)
-            return
-        where = os.fspath(run.path.resolve())
-        identity = hashlib.sha256(where.encode()).hexdigest()[:16]
-        bound = dict(line.split(" = ", 1) for line in config.splitlines() if " = " in line)
-        self._online = wandb.init(dir=where, name=run.path.name, id=identity, resume="allow", config=bound)
+        # a line per NaN; a skipped step has several
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
+        purge_step = 0 if resume_step is None else resume_step + 1
+        with disk_errors_named(run.tensorboard):
+            self._events = SummaryWriter(os.fspath(run.tensorboard), purge_step=purge_step, flush_secs=10)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Write the numbers of a step, of a list its mean, min and max; the rest is left to metrics.jsonl."""
-        scalars = {}
+        if self._events is None:
+            return
         for name, value in record.items():
             if name == "step" or value is None or isinstance(value, str | Mapping):
                 continue
             values, tag = np.asarray(value, np.float64), f"{_GROUP_OF.get(name, 'plan')}/{name}"
-            if values.ndim == 0:
-                scalars[tag] = float(values)
-            elif values.size:
-                for key, reduce in (("mean", np.mean), ("min", np.min), ("max", np.max)):
-                    scalars[f"{tag}/{key}"] = float(reduce(values))
-        if self._events is not None:
-            for tag, number in scalars.items():
-                self._events.add_scalar(tag, number if math.isfinite(number) else math.nan, step)
-        if self._online is not None:
-            self._online.log(scalars, step=step)
+            scalars = {tag: values}
+            if values.ndim:
+                reduced = (("mean", np.mean), ("min", np.min), ("max", np.max)) if values.size else ()
+                scalars = {f"{tag}/{key}": reduce(values) for key, reduce in reduced}
+            for key, number in scalars.items():
+                self._events.add_scalar(key, float(number) if np.isfinite(number) else math.nan, step)
 
     def close(self) -> None:
+        """Write what is left of the files."""
         if self._events is not None:
             self._events.close()
-        if self._online is not None:
-            self._online.finish()

@@ -1,27 +1,35 @@
-"""What a run has reached: numbers, a picture of its experts' loads over time, and one page about it in one file.
+"""What a run has reached, while it is written or after: a page that draws it, numbers, a picture of its experts' loads.
 
-metrics.jsonl and evaluations.jsonl of a run folder become a few numbers, loads.npz becomes plots/expert_load.png; with
-the config and the environment they become report.html, which asks for nothing. Absolute paths are shortened to their
-last part, so that the page shows no folders or user names of the machine. Letters: docs/notation.md.
+metrics.jsonl and evaluations.jsonl of a run folder go in. A page gets as few numbers as a picture needs: each byte is
+read once; lowest, highest and mean value of equal ranges of steps come out, at most `MOST_POINTS` a line, and the last
+changes of the plan. So memory and answers stay small however long a run is. The page is one file: `moe_jax.watch`
+serves it, and report.html is the same page with its run's data in it: those numbers, a few more of the whole run,
+loads.npz as plots/expert_load.png, the config and the environment. It asks for nothing, and absolute paths are
+shortened to their last part, so that it shows no folders or user names of the machine. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
+import hashlib
 import importlib.util
+import itertools
+import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_jax.observe.followed import FollowedRun, page_of
+from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace, read_loads
-from moe_jax.observe.metrics_file import column, read_metrics
+from moe_jax.observe.metrics_file import column, parse_line, read_metrics, reading
 from moe_jax.observe.progress import with_prefix
 from moe_jax.storage.run_folder import (
     EVALUATIONS,
@@ -36,14 +44,198 @@ from moe_jax.storage.run_folder import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_TEMPLATE = Path(__file__).with_name("watch.html")
+MOST_POINTS = 1000  # even: when they are used up, two neighbours become one
+MOST_PLANS = 100
+BATCH = 4096  # records that are held at a time
+LINES = ("loss", "held_out_loss", "tokens_per_second", "grad_norm", "learning_rate", "replicas")
+LOAD = "device_load_max_over_mean"
+STALLS = ("compile_seconds", "rejit_stall_seconds", "reshard_seconds")
+
 DOTS_PER_INCH = 200
-MOST_POINTS = 400  # of expert loads along the time axis
+MOST_COLUMNS = 400  # of expert loads along the time axis
 
 INK, GREY, FAINT = "#1f2328", "#656d76", "#d8dee4"
 MOST_RECORDS = 10_000  # that a report reads
 
 # A path from the root or a home folder: `/a/b`, `~/b`, not a division or the inside of a relative path or of a URL.
 _ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~\-])(?:~[\w.\-]*)?/(?:[^\s'\"/]+/)*([^\s'\"/]+)/?")
+
+# what is known of each range of steps: how two become one, and what stands where there is none
+_PARTS = {"low": (np.fmin, np.nan), "high": (np.fmax, np.nan), "total": (np.add, 0.0), "count": (np.add, 0.0)}
+
+
+class Decimated:
+    """Lowest, highest and mean value of equal ranges of steps, which become twice as wide when there are too many."""
+
+    def __init__(self) -> None:
+        self.width, self.last = 1, 0
+        self.parts: dict[str, np.ndarray] = {}  # by the names of _PARTS, [MOST_POINTS, layers]; empty at first
+
+    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
+        """Take in values [n] or [n, layers] of rising steps [n]; NaN is absent. Rows of another length are left out."""
+        if not len(steps):
+            return
+        rows = values.reshape(len(steps), -1)
+        if not self.parts:
+            self.parts = {name: np.full((MOST_POINTS, rows.shape[1]), empty) for name, (_, empty) in _PARTS.items()}
+        if rows.shape[1] != self.parts["low"].shape[1]:
+            return
+        while steps[-1] // self.width >= MOST_POINTS:
+            self.width *= 2
+            for name, (merge, empty) in _PARTS.items():
+                part = self.parts[name]
+                self.parts[name] = np.full_like(part, empty)
+                self.parts[name][: MOST_POINTS // 2] = merge(part[::2], part[1::2])
+        self.last, places = int(steps[-1]), steps // self.width
+        starts = np.flatnonzero(np.diff(places, prepend=-1))
+        at, present = places[starts], np.isfinite(rows)
+        new = {"low": rows, "high": rows, "total": np.where(present, rows, 0.0), "count": present.astype(np.float64)}
+        for name, (merge, _) in _PARTS.items():
+            self.parts[name][at] = merge(self.parts[name][at], merge.reduceat(new[name], starts))
+
+    def data(self, *names: str) -> dict[str, Any]:
+        """Return {"width", "last": the last step, "steps": first of each range [n], name: [n] or [n, layers]}.
+
+        Args:
+          names: some of "low", "high" and "mean"; None stands where no value is finite.
+        """
+        count = self.parts["count"]
+        filled = np.flatnonzero(count.any(axis=1))
+        data = {"width": self.width, "last": self.last, "steps": (filled * self.width).tolist()}
+        for name in names:
+            with np.errstate(invalid="ignore"):
+                rows = (self.parts["total"] / count if name == "mean" else self.parts[name])[filled]
+            short = [[float(f"{x:.5g}") if x == x else None for x in row] for row in rows.tolist()]
+            data[name] = short if rows.shape[1:] != (1,) else [value for (value,) in short]
+        return data
+
+
+class FollowedFile:
+    """A jsonl file that grows: each call of `batches` reads what came since the last."""
+
+    def __init__(self, path: Path):
+        self.path, self.at, self.last_line, self.last_step = path, 0, b"", -1
+
+    def was_replaced(self) -> bool:
+        """Say whether what was read last is not there any more: a run that resumes cuts the lines behind its step."""
+        with reading(self.path):
+            try:
+                with open(self.path, "rb") as file:
+                    file.seek(self.at - len(self.last_line))
+                    return file.read(len(self.last_line)) != self.last_line
+            except FileNotFoundError:
+                return self.at > 0
+
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the new records, at most `BATCH` at a time; a line without its end is left for the next call."""
+        with contextlib.suppress(FileNotFoundError), reading(self.path), open(self.path, "rb") as file:
+            while True:
+                file.seek(self.at)
+                lines = [line for line in itertools.islice(file, BATCH) if line.endswith(b"\n")]
+                if not lines:
+                    return
+                records = []
+                for line in lines:
+                    record = parse_line(line)
+                    if record is not None and self.last_step < record["step"]:
+                        records.append(record)
+                        self.last_step = record["step"]
+                self.at, self.last_line = self.at + sum(map(len, lines)), lines[-1]
+                yield records
+
+
+class FollowedRun:
+    """What a page shows of one run, brought up to date by `refresh`; threads take turns."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        """Open a run folder; a UserError where there is none."""
+        run = RunFolder(folder, create=False)
+        if not run.metrics.exists() and not run.config.exists():
+            raise UserError(f"{run.path} is no run folder: it has no metrics.jsonl; give the --workdir of a run")
+        self.name, self._run, self._paths = os.fspath(folder), run, (run.metrics, run.evaluations)
+        self._lock, self._starts = threading.Lock(), 0
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._files, self._starts = [FollowedFile(path) for path in self._paths], self._starts + 1
+        self._lines = {name: Decimated() for name in (*LINES, LOAD)}
+        self._layers = Decimated()
+        self._plans: collections.deque[dict] = collections.deque(maxlen=MOST_PLANS)
+        self._changes, self._before = 0, {}
+
+    def refresh(self, seen: str = "") -> dict[str, Any] | None:
+        """Read what came, and return what a page draws as plain data; None where its version is `seen`.
+
+        {"version", "name", "written": seconds since 1970 or None, "lines": {name: low, high and mean}, "layers": mean
+        load of the fullest device of each layer, over the mean of all, "changes": of the plan, "plans": the last,
+        "modelled": what environment.json says of a layer, or None}.
+        """
+        with self._lock:
+            if any(file.was_replaced() for file in self._files):
+                self._start_over()
+            for file in self._files:
+                for records in file.batches():
+                    self._take(records)
+            version = "-".join(str(number) for number in (self._starts, *(file.at for file in self._files)))
+            if version == seen:
+                return None
+            path = self._paths[0]
+            return {
+                "version": version,
+                "name": self.name,
+                "written": path.stat().st_mtime if path.exists() else None,
+                "lines": {name: line.data("low", "high", "mean") for name, line in self._lines.items() if line.parts},
+                "layers": self._layers.data("mean") if self._layers.parts else None,
+                "changes": self._changes,
+                "plans": list(self._plans),
+                "modelled": self._run.read_environment().get("modelled"),
+            }
+
+    def _take(self, records: list[dict[str, Any]]) -> None:
+        """Add records to the lines, and to the changes of the plan: {"step", "before", "now", "seconds" waited}.
+
+        Before and now are {"replicas", "load": of the fullest device, over the mean of all}.
+        """
+        for name in LINES:
+            steps, values = column(records, name)
+            if values.ndim == 1:
+                self._lines[name].add(steps, values)
+        steps, loads = column(records, LOAD)
+        if loads.ndim == 2 and loads.size:
+            self._layers.add(steps, loads)
+            self._lines[LOAD].add(steps, np.fmax.reduce(loads, axis=1))
+        for record in records:
+            if "plan_id" not in record:
+                continue
+            before, self._before = self._before, record
+            if not before or all(before.get(name) == record.get(name) for name in ("plan_id", "replicas")):
+                continue
+            change = {"step": record["step"], "seconds": {name: record[name] for name in STALLS if record.get(name)}}
+            for when, side in (("before", before), ("now", record)):
+                fullest = np.fmax.reduce(column([side], LOAD)[1], axis=None, initial=np.nan)
+                load = float(fullest) if np.isfinite(fullest) else None
+                change[when] = {"replicas": side.get("replicas"), "load": load}
+            self._changes += 1
+            self._plans.append(change)
+
+
+def page_of(data: dict[str, Any] | None = None) -> tuple[str, str]:
+    """Return the page and its Content-Security-Policy, which the page also states itself.
+
+    Args:
+      data: of one run, as `FollowedRun.refresh` returns it, with "about" as `write_report` adds it; None: the page asks
+        its server.
+    """
+    text = _TEMPLATE.read_text(encoding="utf-8")
+    hashes = []
+    for name in ("script", "style"):
+        inline = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)[1].encode("utf-8")
+        hashes.append(f"{name}-src 'sha256-{base64.b64encode(hashlib.sha256(inline).digest()).decode()}'")
+    policy = f"default-src 'none'; {'; '.join(hashes)}; connect-src 'self'; img-src data:"
+    policy += "; base-uri 'none'; form-action 'none'"
+    embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no text ends the element
+    return text.replace("POLICY", policy, 1).replace("EMBEDDED", embedded, 1), policy
 
 
 def write_report(run: RunFolder, picture: Path | None) -> Path:
@@ -59,7 +251,7 @@ def write_report(run: RunFolder, picture: Path | None) -> Path:
     texts = {"Config": read_text(run.config), "All values used, defaults included": read_text(run.operative_config)}
     data["about"] = {
         "lead": f"moe_jax run, {steps}{f', {date}' if date else ''}",
-        "numbers": model_facts(environment) + headline_numbers(summary),
+        "numbers": headline_numbers(summary, environment),
         "expert_load": picture and base64.b64encode(picture.read_bytes()).decode(),
         "texts": {name: without_absolute_paths(text.strip()) for name, text in texts.items() if text is not None},
         "environment": {
@@ -148,19 +340,14 @@ def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def model_facts(environment: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (label, value, remark) of the parameters and the planner that environment.json states."""
-    rows = []
+def headline_numbers(summary: dict, environment: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (label, value, remark) of what environment.json states of the model and for each number of the records."""
+    numbers = []
     if counts := environment.get("parameters"):
         total, active = with_prefix(counts["total"]), with_prefix(counts["active"])
-        rows.append(("parameters", total, f"{active} of them for a token"))
+        numbers.append(("parameters", total, f"{active} of them for a token"))
     if "planner" in environment:
-        rows.append(("planner", str(environment["planner"]), f"schedule {environment['schedule']}"))
-    return rows
-
-
-def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:
-    """Return (label, value, remark) for each number that the run's records state."""
+        numbers.append(("planner", str(environment["planner"]), f"schedule {environment['schedule']}"))
     below, against = summary["below_unigram_entropy"], ""
     if below is not None:
         against = f"loss ends {abs(below):.0%} {_side(below)} it"
@@ -191,7 +378,6 @@ def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:
         "s": lambda value: f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s",
         "bytes": lambda value: f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB",
     }
-    numbers = []
     for label, name, form, remark in rows:
         value = summary[name]
         if value is not None and (value or form != "some"):
@@ -307,7 +493,7 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
 def load_grid(trace: LoadsTrace) -> tuple[np.ndarray, float, float]:
     """Bring samples onto an even time axis and divide each expert's load by the even share.
 
-    Several samples in one of at most MOST_POINTS columns are averaged, a gap repeats the sample before it.
+    Several samples in one of at most MOST_COLUMNS columns are averaged, a gap repeats the sample before it.
 
     Returns:
       (shares float64 [L, E, n], first, last): 1 is an even share; the steps at the left and right edge.
@@ -317,7 +503,7 @@ def load_grid(trace: LoadsTrace) -> tuple[np.ndarray, float, float]:
     shares = tokens / np.where(even > 0, even, 1.0)
     steps = trace.iterations.astype(np.int64)
     apart = int(np.diff(steps).min()) if len(steps) > 1 else 1
-    columns = min(MOST_POINTS, int(steps[-1] - steps[0]) // apart + 1)
+    columns = min(MOST_COLUMNS, int(steps[-1] - steps[0]) // apart + 1)
     edges = steps[0] + (steps[-1] - steps[0] + apart) * np.arange(columns + 1) / columns
     # Column j holds the samples from edge j to edge j + 1, or else the newest one before it.
     stops = np.searchsorted(steps, edges[1:] - 1e-6)

@@ -24,6 +24,7 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -63,6 +64,57 @@ _HASHED_BYTES = 2**28  # the same of parts that are hashed
 _PASSING_ERRORS = re.compile("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED|ABORTED")
 _DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)  # other errors of the system may pass
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelIdentity:
+    """Name a model of another run, whose weights a checkpoint does not hold."""
+
+    folder: str
+    step: int
+    parameters: str  # their hash
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overflows:
+    """Count the optimistic steps that overflowed, as far as their metrics were read."""
+
+    steps: tuple[int, ...]  # the last of them, from 0
+    run_again: int  # of the whole run: they took the complete program after the common one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostData:
+    """Hold what a run keeps beside its arrays."""
+
+    config: str = ""  # the run's, as text
+    parameters_only: bool = False  # of a converted model: runs start from it, and none goes on
+    tokenizer: str | None = None  # its name
+    teacher: ModelIdentity | None = None  # kept after it has left too
+    base: ModelIdentity | None = None  # the model under adapters
+    skipped_steps: int = 0  # so far, as far as metrics were read
+    overflowed_updates: int = 0  # likewise
+    overflows: Overflows = Overflows(steps=(), run_again=0)
+    changes: tuple[dict, ...] = ()  # what --override changed: {'step', 'binding', 'was', 'is'}
+    data: dict | None = None  # of `TokenStream.position`
+    plan: dict | None = None  # of `RejitEngine.state`
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> HostData:
+        """Return the record of what `to_json` returned, in any version."""
+        known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
+        for name, kind in _NESTED.items():
+            if record := known.get(name):
+                known[name] = kind(**{field: record[field] for field in kind.__dataclass_fields__})
+        return cls(**known)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        told = {name: value for name, value in vars(self).items() if value != getattr(HostData, name)}
+        return told | {name: vars(told[name]) for name in _NESTED.keys() & told.keys()}
+
+
+_NESTED = {"teacher": ModelIdentity, "base": ModelIdentity, "overflows": Overflows}
 
 
 def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:
@@ -249,21 +301,10 @@ class Checkpointer:
         wanted, needed, leaves = flatten(tree, prefix), {}, []
         for name, leaf in wanted.items():
             needed[name] = leaf.update(dtype=stored_dtype or leaf.dtype)
-        self._check_model(step, stored, needed, home)
-        for name, leaf in needed.items():
-            array, dtype = self._read_leaf(step, stored[name], leaf, home_of(name, home)), wanted[name].dtype
-            if array.dtype != dtype:
-                array = replace_leaf(lambda array, dtype=dtype: array.astype(dtype), array, leaf.sharding)
-            leaves.append(array)
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-    def _check_model(self, step: int, stored: dict[str, ts.TensorStore], needed: dict[str, Any], home: Homes) -> None:
-        """Raise a UserError that names the first leaf that differs between a file and what is needed of it."""
         there = {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in stored.items()}
         shapes = {name: list(file_shape(leaf, home_of(name, home))) for name, leaf in needed.items()}
         here = {name: f"{leaf.dtype.name} {shapes[name]}" for name, leaf in needed.items()}
-        differing = [name for name in {**here, **there} if there.get(name) != here.get(name)]
-        if differing:
+        if differing := [name for name in {**here, **there} if there.get(name) != here.get(name)]:
             first, kinds = differing[0], [leaves.get(differing[0], "absent") for leaves in (there, here)]
             more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
             raise UserError(
@@ -271,6 +312,12 @@ class Checkpointer:
                 f"{kinds[1]} in this run{more}; use the model, optimizer and tokenizer that it was trained with, or "
                 "another --workdir"
             )
+        for name, leaf in needed.items():
+            array, dtype = self._read_leaf(step, stored[name], leaf, home_of(name, home)), wanted[name].dtype
+            if array.dtype != dtype:
+                array = replace_leaf(lambda array, dtype=dtype: array.astype(dtype), array, leaf.sharding)
+            leaves.append(array)
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def _read_leaf(self, step: int, stored: ts.TensorStore, leaf: jax.ShapeDtypeStruct, home: np.ndarray | None):
         """Return a leaf on the mesh, all of whose parts for this process are read at once."""
@@ -342,7 +389,16 @@ class Checkpointer:
                 shutil.rmtree(self._path(step), ignore_errors=True)  # the writer may have made a part of it again
                 return False
             with self._writing_errors_named(step):
-                _sync(self._path(step))
+                # a new folder, all in it and its name are to be on the disk before what it replaces is deleted
+                folders = os.walk(self._path(step), topdown=False)
+                inside = (os.path.join(root, name) for root, _, names in folders for name in (*names, ""))
+                for path in (*inside, self.folder, self.folder.parent):
+                    descriptor = os.open(path, os.O_RDONLY)
+                    with contextlib.suppress(
+                        OSError
+                    ):  # of a file system that cannot; of arrays tensorstore would say so
+                        os.fsync(descriptor)
+                    os.close(descriptor)
             for old in self.steps()[: -self._keep]:
                 shutil.rmtree(self._rename(old, ".deleted"), ignore_errors=True)
         return True
@@ -416,23 +472,15 @@ class Checkpointer:
             if step not in self.steps():
                 there = f"has no finished checkpoint of step {step}, only {self.steps()}"
                 raise UserError(f"{self.folder} {there}") from error
-            line = _first_line(error)
+            # without what tensorstore appends of its arguments
+            said = str(error).split(" [tensorstore_spec")[0].strip() or type(error).__name__
+            line = said.splitlines()[0][:300]
             if isinstance(error, OSError) and error.errno not in _DAMAGE or _PASSING_ERRORS.match(line):
                 raise UserError(
                     f"cannot read checkpoint {self._path(step)} ({line}); see that this user may read it and that its "
                     "disk answers, then give the same command again"
                 ) from error
             raise DamagedCheckpointError(f"checkpoint {self._path(step)} is damaged ({line})") from error
-
-
-def _sync(folder: Path) -> None:
-    """See that a new folder, all in it and its name are on the disk, before what it replaces is deleted."""
-    inside = (os.path.join(root, name) for root, _, names in os.walk(folder, topdown=False) for name in (*names, ""))
-    for path in (*inside, folder.parent, folder.parent.parent):
-        descriptor = os.open(path, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # of a file system that cannot do it; of arrays tensorstore would say so
-            os.fsync(descriptor)
-        os.close(descriptor)
 
 
 def _in_host_memory(state, home: Homes) -> dict[str, LeafParts]:
@@ -448,8 +496,16 @@ def _in_host_memory(state, home: Homes) -> dict[str, LeafParts]:
             jax.block_until_ready(copies[name])
             ordered.delete()
     jax.block_until_ready(copies)
-    shapes = {name: file_shape(leaf, home_of(name, home)) for name, leaf in leaves.items()}
-    return {name: LeafParts.of_array(array, shapes[name]) for name, array in copies.items()}
+    written = {}
+    for name, array in copies.items():
+        # Of equal parts on several devices one is written, by one process: to divide that work among processes, a
+        # program that slices each shape would have to be compiled, which takes a second at the first save. The array
+        # may go on behind the end of what the file holds.
+        shape = file_shape(leaves[name], home_of(name, home))
+        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0 and lies_in(shard.index, shape)]
+        parts = [(shard.index, lambda data=shard.data: np.asarray(data)) for shard in shards]
+        written[name] = LeafParts(shape, array.dtype, array.sharding.shard_shape(array.shape), parts)
+    return written
 
 
 def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None:
@@ -468,12 +524,6 @@ def _system_error(error: BaseException | None) -> OSError | None:
             return OSError(int(quoted[1]), os.strerror(int(quoted[1])))
         error = error.__cause__ or error.__context__
     return None
-
-
-def _first_line(error: Exception) -> str:
-    """Return what an exception says, without what tensorstore appends of its arguments."""
-    said = str(error).split(" [tensorstore_spec")[0].strip() or type(error).__name__
-    return said.splitlines()[0][:300]
 
 
 def _host_record(step: int, host: dict) -> dict:

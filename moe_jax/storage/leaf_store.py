@@ -34,17 +34,6 @@ class LeafParts:
     part_shape: tuple[int, ...]
     parts: list[tuple[Index, Callable[[], np.ndarray]]]  # those that this process writes; each is made once
 
-    @classmethod
-    def of_array(cls, array: jax.Array, shape: tuple[int, ...]) -> LeafParts:
-        """Return what this process writes of a global array, into a file's of this shape, which may end sooner.
-
-        Of equal parts on several devices one is written, by one process: to divide that work among processes, a program
-        that slices each shape would have to be compiled, which takes a second at the first save.
-        """
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0 and lies_in(shard.index, shape)]
-        parts = [(shard.index, lambda data=shard.data: np.asarray(data)) for shard in shards]
-        return cls(shape, array.dtype, array.sharding.shard_shape(array.shape), parts)
-
 
 def lies_in(index: Index, shape: tuple[int, ...]) -> bool:
     """Say whether a part of an array begins in this shape, which may be smaller than the array."""
@@ -68,37 +57,31 @@ class PartsHandler(ocp.type_handlers.NumpyHandler):
         return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos), name="leaf_parts")]
 
     async def _write(self, leaves, infos):
-        for info in infos:
+        first, creating = jax.process_index() == 0, []  # process 0 writes an array's shape and dtype
+        for leaf, info in zip(leaves, infos, strict=True):
             await info.await_path_creation()
-        creating = [_create(leaf, info) for leaf, info in zip(leaves, infos, strict=True)]
+            # Deprecated, and the only public name for where a process writes so that orbax joins what all of them
+            # wrote. It has no argument for codecs.
+            spec = ocp.type_handlers.get_json_tspec_write(
+                info, True, leaf.shape, leaf.part_shape, leaf.dtype, process_index=jax.process_index()
+            )
+            spec["metadata"]["codecs"] = _CODECS
+            creating.append(
+                ts.open(ts.Spec(spec), open=True, create=first, assume_metadata=not first, context=info.ts_context)
+            )
         writing, size = [], 0
         for leaf, store in zip(leaves, creating, strict=True):
             opened = store.result()
             for index, make in leaf.parts:
                 part = make()
                 if writing and size + part.nbytes > self._memory:
-                    _finish(writing)
+                    for started in writing:
+                        started.result()
                     writing, size = [], 0
                 writing.append(opened[index].write(part, can_reference_source_data_indefinitely=True))
                 size += part.nbytes
-        _finish(writing)
-
-
-def _create(leaf: LeafParts, info) -> ts.Future:
-    """Start to open the array of the file that a leaf's parts are written to; process 0 writes its shape and dtype."""
-    # Deprecated, and the only public name for where a process writes so that orbax joins what all of them wrote. It has
-    # no argument for codecs.
-    spec = ocp.type_handlers.get_json_tspec_write(
-        info, True, leaf.shape, leaf.part_shape, leaf.dtype, process_index=jax.process_index()
-    )
-    spec["metadata"]["codecs"] = _CODECS
-    first = jax.process_index() == 0
-    return ts.open(ts.Spec(spec), open=True, create=first, assume_metadata=not first, context=info.ts_context)
-
-
-def _finish(writing: list[ts.WriteFutures]) -> None:
-    for part in writing:
-        part.result()
+        for started in writing:
+            started.result()
 
 
 def tree_handler(

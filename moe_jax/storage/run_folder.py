@@ -208,13 +208,12 @@ def git_state(package: Path | None = None) -> dict[str, Any]:
     """
     # From inside the package, so that git answers for the checkout that the package lies in.
     options = {"cwd": package or Path(__file__).resolve().parent.parent, "stdin": subprocess.DEVNULL, "timeout": 10}
-
-    def git(words: str) -> str:
-        return subprocess.run(["git", *words.split()], capture_output=True, text=True, check=True, **options).stdout
-
+    answers = []
     try:
-        git("ls-files --error-unmatch __init__.py")
-        commit, changes = git("rev-parse HEAD").strip(), git("status --porcelain -- .")
+        for words in ("ls-files --error-unmatch __init__.py", "rev-parse HEAD", "status --porcelain -- ."):
+            command = ["git", *words.split()]
+            answers.append(subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout)
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "uncommitted_changes": None}
-    return {"commit": commit, "uncommitted_changes": bool(changes)}
+    _, commit, changes = answers
+    return {"commit": commit.strip(), "uncommitted_changes": bool(changes)}

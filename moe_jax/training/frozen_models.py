@@ -29,8 +29,7 @@ from moe_jax.moe.build import make_schedule
 from moe_jax.parallel.mesh import Roles, mesh_axes, replace_leaf
 from moe_jax.replan.segments import build_model
 from moe_jax.storage.bank_order import Homes
-from moe_jax.storage.checkpoint import Checkpointer, run_config
-from moe_jax.storage.host_data import HostData, ModelIdentity
+from moe_jax.storage.checkpoint import Checkpointer, HostData, ModelIdentity, run_config
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.feed import padded_vocabulary
 

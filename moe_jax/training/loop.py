@@ -25,7 +25,7 @@ from moe_jax.jobs.hosts import Hosts
 from moe_jax.jobs.stop import StopSignal
 from moe_jax.models.counts import flops_per_token
 from moe_jax.models.language_model import flatten
-from moe_jax.storage.host_data import HostData
+from moe_jax.storage.checkpoint import HostData
 from moe_jax.training.compiling import compiled_peak, memory_counts
 from moe_jax.training.origin import OpenRun
 from moe_jax.training.program import Session
@@ -59,7 +59,7 @@ class Loop:
         self.clock = time.monotonic()
         stepper.before_wait = self.before_wait
         is_main = opened.hosts.is_main
-        self.recorder = Recorder(opened.folder, session, host.config, latest) if is_main else None
+        self.recorder = Recorder(opened.folder, session, latest) if is_main else None
 
     def run(self) -> bool:
         """Train to the last step; return False if all agreed to stop before. The state is saved in either case."""

@@ -19,8 +19,7 @@ from moe_jax.data.tokenizer import with_kept_file
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.jobs.lock import FolderLock
-from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.storage.host_data import HostData
+from moe_jax.storage.checkpoint import Checkpointer, HostData
 from moe_jax.storage.run_folder import RunFolder, environment_record, read_text
 from moe_jax.training.frozen_models import settle_base, settle_teacher
 

@@ -1,4 +1,4 @@
-"""What a run writes down: what it is, records of steps and evaluations, loads, dashboards, a line on the screen.
+"""What a run writes down: what it is, records of steps and evaluations, loads, TensorBoard, a line on the screen.
 
 Inputs: a `Session`; metrics of finished steps, as NumPy. Outputs: files of the run folder, on process 0; what was
 deleted meanwhile is made again. Letters: docs/notation.md.
@@ -18,7 +18,7 @@ from moe_jax.errors import UserError
 from moe_jax.models.counts import parameter_counts
 from moe_jax.moe.routers.sigmoid_bias import SigmoidBias
 from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, sample_every
-from moe_jax.observe.metrics_file import Dashboards, MetricsWriter
+from moe_jax.observe.metrics_file import MetricsWriter, TensorBoard
 from moe_jax.observe.progress import Progress
 from moe_jax.registry import options_in
 from moe_jax.replan.costs import modelled_layers
@@ -112,7 +112,7 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: RunFolder) -> None:
 class Recorder:
     """The files of one run, until `close`; process 0 has one."""
 
-    def __init__(self, folder: RunFolder, session: Session, config_text: str, latest: int | None):
+    def __init__(self, folder: RunFolder, session: Session, latest: int | None):
         """Open the files, without what they say of steps after `latest`, the checkpoint that the run goes on from."""
         train, self.folder = session.config.train, folder
         self.progress = Progress(train.steps, sys.stdout, start_step=latest or 0, every=train.log_every)
@@ -123,7 +123,7 @@ class Recorder:
         layers, experts = sum(s.config.moe_layers for s in segments), max(s.moe.num_experts for s in segments)
         every = sample_every(train.loads_every, train.steps, 4 * layers * origin.sources * experts)
         self.loads = LoadsRecorder(folder, every, resume_step=latest, origin=origin)
-        self.dashboards = Dashboards(folder, resume_step=latest, config=config_text)
+        self.tensorboard = TensorBoard(folder, resume_step=latest)
         written = [p for p in folder.path.iterdir() if p.suffix in (".gin", ".json", ".jinja") and p.is_file()]
         self.written_once = {path: path.read_bytes() for path in written}
 
@@ -133,7 +133,7 @@ class Recorder:
             self.loads.merge()
         except UserError as error:
             print(f"loads.npz is not written: {error}", flush=True)
-        self.dashboards.close()
+        self.tensorboard.close()
         self.progress.close()
 
     def note(self, step: int, text: str):
@@ -157,7 +157,7 @@ class Recorder:
         """
         self.keep_folder(step)
         self.metrics.write(step, record)
-        self.dashboards.write(step, record)
+        self.tensorboard.write(step, record)
         self.loads.record(step, loads)
         self.progress.update(step, record)
 
@@ -166,7 +166,7 @@ class Recorder:
         self.keep_folder(step)
         if self.evaluations.last_step is None or self.evaluations.last_step < step:
             self.evaluations.write(step, record)
-            self.dashboards.write(step, record)
+            self.tensorboard.write(step, record)
 
 
 def loads_origin(session: Session) -> LoadsOrigin:

@@ -19,7 +19,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.replan.engine import RejitEngine, build_engine
-from moe_jax.storage.host_data import Overflows
+from moe_jax.storage.checkpoint import Overflows
 from moe_jax.training.frozen_models import load_teacher
 from moe_jax.training.program import Programs, Session, build_session
 

@@ -24,7 +24,7 @@ import setup
     listed = sorted(line for line in lines if line and not line.startswith("#"))
     extras = arguments["extras_require"]
     named = arguments["install_requires"] + extras["all"] + extras["notebook"] + extras["test"]
-    assert sorted(set(named) - set(extras["wandb"])) == listed and not set(extras["docs"]) & set(named)
+    assert sorted(set(named)) == listed and not set(extras["docs"]) & set(named)
     assert arguments["extras_require"]["cuda13"] == ["jax[cuda13]>=0.10.2,<0.13"]
     assert {"plots", "tokenizers", "tensorboard", "notebook", "test", "cuda12"} <= set(arguments["extras_require"])
     assert "moe_jax.models" in arguments["packages"] and not any("tests" in name for name in arguments["packages"])

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from show_chats import show
 from support import chat_cases
 
 from moe_jax.data.cache import build_cache
@@ -57,6 +58,7 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path, name):
         file.write_text(json.dumps(parts))
         template = ChatTemplate(build_tokenizer(DataConfig(tokenizer=str(file))))
         assert template.name.split()[-1] != known.split()[-1]  # other answers than before are another cache
+    tokenizer = build_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")))
     records = chat_cases.conversations() if whole else chat_cases.plain(chat_cases.conversations())
     golden = json.loads(chat_cases.GOLDEN.read_text())["chatml" if whole else name]
     assert len(records) == (50 if whole else 27)
@@ -67,10 +69,9 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path, name):
         assert np.flatnonzero(marked & FIRST).tolist() == [0]
         answers = "".join("01"[bool(mark)] for mark in marked & ANSWER)
         if whole:
-            text_of = build_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json"))).decode
-            assert answers == want["answers"] == answers_by_hand(want["ids"], text_of), number
+            assert answers == want["answers"] == answers_by_hand(want["ids"], tokenizer.decode), number
         else:  # all that is green, next to the messages
-            said = template.show(marked).split("\033[32m")[1:]
+            said = show(marked, tokenizer).split("\033[32m")[1:]
             wanted = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
             if name == "brackets":
                 wanted = [f" {content.strip()}<|im_end|>" for content in wanted]
@@ -82,7 +83,7 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path, name):
     assert template.end_ids() == (267,)
     question = [{"role": "user", "content": "no"}]
     shown = "[INST] no [/INST]" if name == "brackets" else "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
-    assert template.show(np.array(template.prompt(question))).removeprefix("<|end|>") == shown
+    assert show(np.array(template.prompt(question)), tokenizer).removeprefix("<|end|>") == shown
 
 
 def windows_seen(config, length, packed, cache=None):

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import chat_cases
+from train_tokenizer import train_tokenizer
 
 from moe_jax.data.cache import build_cache
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import ByteTokenizer, build_tokenizer, carry_files, find_tokenizer, with_kept_file
-from moe_jax.data.train_tokenizer import train_tokenizer
 from moe_jax.errors import UserError
 
 TEXT = "def f(x):\n    return 'né' * x  # \U0001f600\n" * 3
@@ -166,7 +166,7 @@ SAME = "the same words again and again, the same words\n" * 20
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "moe_jax.data.train_tokenizer", *arguments]
+    command = [sys.executable, "scripts/train_tokenizer.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 

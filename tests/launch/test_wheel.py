@@ -39,7 +39,7 @@ def test_configs_traces_and_results_come_along(installed):
         "from moe_jax.papers import deepspeed_moe, loads;"
         "parse_run_config(['configs/run/hecate.gin']); read_cluster('configs/cluster/johnny.gin');"
         "loads.find_loads('top_1'); assert deepspeed_moe.TRAINED.exists();"
-        "from moe_jax.observe.followed import page_of; page_of();"
+        "from moe_jax.observe.report import page_of; page_of();"
         "print(s.ROOT)"
     )
     found = in_wheel(installed, "-c", code)

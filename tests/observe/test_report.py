@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe.followed import page_of
 from moe_jax.observe.loads import LoadsTrace
-from moe_jax.observe.report import draw_loads, load_grid, without_absolute_paths, write_report
+from moe_jax.observe.report import draw_loads, load_grid, page_of, without_absolute_paths, write_report
 from moe_jax.storage.run_folder import RunFolder
 
 from .conftest import write_run

@@ -8,8 +8,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from moe_jax.observe.followed import MOST_PLANS, MOST_POINTS, FollowedRun
 from moe_jax.observe.metrics_file import MetricsWriter
+from moe_jax.observe.report import MOST_PLANS, MOST_POINTS, FollowedRun
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.watch import WatchServer
 

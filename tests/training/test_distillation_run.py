@@ -13,8 +13,7 @@ from support.tiny_run import arrays_of, assert_same_run, config_of, run_here
 from moe_jax.errors import UserError
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.observe.metrics_file import read_metrics
-from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.storage.host_data import HostData
+from moe_jax.storage.checkpoint import Checkpointer, HostData
 from moe_jax.training.frozen_models import settle_teacher
 from moe_jax.training.stepper import build_stepper
 
