@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 
-from moe_jax.data.chat import ANSWER, ID_BITS, ChatTemplate, conversations
+from moe_jax.data.chat import ANSWER, ID_BITS, ChatTemplate
 from moe_jax.data.corpus import DataConfig, find_documents
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
@@ -33,8 +33,9 @@ def main() -> None:
         config = DataConfig(kind="chat", path=given.data, tokenizer=given.tokenizer)
         tokenizer = build_tokenizer(config)
         template = ChatTemplate(tokenizer)
-        for chat, *_ in itertools.islice(conversations(find_documents(config), template), given.count):
-            (marked,) = template.encode_batch([chat])
+        records = (record for source in find_documents(config) for record in source.records(("messages", "tools")))
+        for where, record, _ in itertools.islice(records, given.count):
+            (marked,) = template.encode_batch([template.read(record, where)])
             answers = np.count_nonzero(marked & ANSWER)
             print(f"--- {marked.size} tokens, {answers} of answers\n{show(marked, tokenizer)}")
     except UserError as error:

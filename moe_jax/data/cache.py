@@ -26,7 +26,7 @@ import numpy as np
 from absl import logging
 
 from moe_jax.data import user_cache
-from moe_jax.data.chat import ANSWER, ID_BITS, ChatTemplate, conversations
+from moe_jax.data.chat import ANSWER, ID_BITS, ChatTemplate
 from moe_jax.data.corpus import DataConfig, Source, find_documents
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
@@ -283,7 +283,8 @@ def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate 
     if template is None:
         pieces = ((*piece, source) for source in sources for piece in source.pieces())
     else:
-        pieces = ((chat, True, share, source) for chat, share, source in conversations(sources, template))
+        records = ((*record, source) for source in sources for record in source.records(("messages", "tools")))
+        pieces = ((template.read(record, where), True, share, source) for where, record, share, source in records)
     front, behind, begins = tokenizer.front, [*tokenizer.back, tokenizer.end_id], True
     while True:
         batch, characters = [], 0

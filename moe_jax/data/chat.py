@@ -14,13 +14,12 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.data.corpus import Source
 from moe_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, check_inside, read_json
 from moe_jax.errors import UserError
 
@@ -207,13 +206,6 @@ class ChatTemplate:
         text, ((start, _), *_) = self.read({"messages": chat}, "the end of a turn")
         ids = self._tokenizer.encode_batch([text[text.find("b", start) + 1 :].strip()])[0].tolist()
         return tuple(i for i in ids if i in self._tokenizer.special_ids or len(ids) == 1)[:1]
-
-
-def conversations(sources: Iterable[Source], template: ChatTemplate) -> Iterator[tuple[Chat, float, Source]]:
-    """Yield (conversation, share of its source read, source); a UserError names the line of one that is no good."""
-    for source in sources:
-        for where, record, share in source.records(("messages", "tools")):
-            yield template.read(record, where), share, source
 
 
 def special_names(folder: Path) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """A checkpoint of transformers as a run folder, and a run folder as a checkpoint of transformers.
 
-Inputs: a folder with config.json and safetensors files; or the folder of a run. Outputs: the other. Parameters pass
-tensor by tensor, so the memory needed does not grow with the model. A run folder made here holds config.gin, a
-checkpoint of step 0 with parameters alone, and the files of the tokenizer and of generation.
+Inputs: a folder with config.json and safetensors files; or the folder of a run. Outputs: the other, or the adapters of
+a run alone: adapter_config.json and adapter_model.safetensors, as peft reads them. Parameters pass tensor by tensor, so
+the memory needed does not grow with the model. A run folder made here holds config.gin, a checkpoint of step 0 with
+parameters alone, and the files of the tokenizer and of generation.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -27,7 +29,6 @@ from moe_jax.data.chat import special_ids
 from moe_jax.data.corpus import DataConfig
 from moe_jax.data.tokenizer import END_FILES, FILE, carry_files, check_inside, find_tokenizer, read_json
 from moe_jax.errors import UserError
-from moe_jax.inference.adapters import Adapters
 from moe_jax.inference.families import (
     DTYPES,
     HARMLESS,
@@ -35,19 +36,26 @@ from moe_jax.inference.families import (
     find_export_family,
     quantized_blocks,
     read_config,
-    skipped_layers,
     upcycled_keys,
     write_config,
 )
 from moe_jax.inference.tensor_places import BACK, FFN, TensorPlace, file_shapes, tensor_places
+from moe_jax.models import LanguageModel
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.counts import shapes_and_layout
+from moe_jax.models.language_model import flatten, is_bank
+from moe_jax.models.lora import is_adapter
+from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.experts import LORA_A, LORA_B
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.storage.checkpoint import Checkpointer, HostData, run_config, write_params
 from moe_jax.storage.leaf_store import LeafParts
 from moe_jax.storage.run_folder import RunFolder, disk_errors_named, write_atomically
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_models import checked_base
 
+PREFIX = "base_model.model."  # of names in peft
 NOT_NEEDED = (".rotary_emb.inv_freq",)  # tables that are computed
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -119,7 +127,10 @@ def import_folder(
 def _check_rest(tensors: TensorFolder, read: set[str], family: Family, keys: dict[str, Any]) -> None:
     """Raise a UserError for a tensor that is not `read` and means something to a model of config.json's `keys`."""
     left = tensors.names - read - tensors.scales
-    if ahead := {name for name in left if name.startswith(skipped_layers(family, keys))}:
+    # layers that predict tokens farther ahead, which moe_jax does not do
+    first, count = keys["num_hidden_layers"], {**family.own_keys, **keys}.get("num_nextn_predict_layers") or 0
+    layers = tuple(f"model.layers.{first + i}." for i in range(count))
+    if ahead := {name for name in left if name.startswith(layers)}:
         _LOG.warning(
             "%s: %d tensors predict tokens farther ahead and are skipped: %s, ...", tensors.path, len(ahead), min(ahead)
         )
@@ -284,6 +295,87 @@ def new_folder(path: str | os.PathLike[str], odd: Collection[str] = ()) -> Itera
             raise
 
 
+class Adapters:
+    """The adapters in a checkpoint of a run (`models/lora.py`), on the host; as files peft reads, or for a whole model.
+
+    transformers 5 holds all experts of a layer in two tensors, [E, 2 F, M] of the gate half and the other, and
+    [E, M, F]. peft adapts each by one pair of factors for an expert (`target_parameters`), so those of the halves
+    become one pair of twice the rank: A the one above the other, B the two as blocks, which is exactly the same sum.
+    """
+
+    def __init__(self, run: RunConfig, vocab_size: int, checkpoints: Checkpointer, step: int):
+        roles = build_mesh(MeshConfig(), 1)
+        model = LanguageModel(config=run.model, moe=run.moe, vocab_size=vocab_size, roles=roles, lora=run.lora)
+        names = [name for name in flatten(shapes_and_layout(model)[0], "params") if is_adapter(name)]
+        self.lora, self._arrays = run.lora, checkpoints.read_arrays(step, names)
+
+    def factors(self, place: TensorPlace) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return what adapts the tensor [out, in] of a place: (A [rank, in], B [out, rank]), None without any."""
+        if place.leaf + LORA_A not in self._arrays:
+            return None
+        rank, stacked = self.lora.rank, 2 if is_bank(place.leaf) else 1
+        inner, _ = matrix_dims(place.leaf.rsplit("/", 1)[-1])
+        of_b = tuple(at for dim, at in enumerate(place.index) if dim - stacked not in inner)
+        a, b = self._arrays[place.leaf + LORA_A][place.index], self._arrays[place.leaf + LORA_B][of_b]
+        out, into = place.shape
+        a = dataclasses.replace(place, shape=(rank, into), pairs=0).to_tensor(a)
+        return a, dataclasses.replace(place, shape=(out, rank)).to_tensor(b)
+
+    def merged(self, place: TensorPlace, tensor: np.ndarray) -> np.ndarray:
+        """Return the tensor of a place with its adapters added."""
+        if (pair := self.factors(place)) is None:
+            return tensor
+        a, b = pair
+        return tensor + (self.lora.alpha / self.lora.rank) * (b @ a)
+
+    def peft_tensors(self, places: list[TensorPlace]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (name, array) as peft has them: lora_A [rank, in], lora_B [out, rank], of all experts side by side."""
+        fused: dict[str, dict[int | None, list[tuple]]] = {}
+        adapted = []  # (module, A, B)
+        for place in places:
+            if (pair := self.factors(place)) is None:
+                continue
+            if place.fused:
+                name, _, half = place.fused
+                fused.setdefault(name, {}).setdefault(half, []).append(pair)
+            else:
+                adapted.append((place.name.removesuffix(".weight"), *pair))
+        for name, halves in fused.items():
+            module, _, tensor = name.rpartition(".")
+            all_a, all_b = [], []  # of a half each: [E, rank, in] and [E, out, rank], rows of the other half zero
+            for half, pairs in halves.items():
+                a, b = map(np.stack, zip(*pairs, strict=True))
+                above = (half or 0) * b.shape[1]
+                below = 0 if half is None else b.shape[1] - above
+                all_a.append(a)
+                all_b.append(np.pad(b, ((0, 0), (above, below), (0, 0))))
+            a, b = np.concatenate(all_a, axis=1), np.concatenate(all_b, axis=2)
+            # peft wraps the module once for each of its tensors, the first one innermost
+            if tensor == "gate_up_proj" and f"{module}.down_proj" in fused:
+                module += ".base_layer"
+            adapted.append((module, a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)))
+        for module, a, b in adapted:
+            yield f"{PREFIX}{module}.lora_A.weight", np.ascontiguousarray(a)
+            yield f"{PREFIX}{module}.lora_B.weight", np.ascontiguousarray(b)
+
+    def peft_config(self, places: list[TensorPlace]) -> dict:
+        """Return adapter_config.json."""
+        adapted = [place for place in places if place.leaf + LORA_A in self._arrays]
+        modules = sorted({place.name.removesuffix(".weight") for place in adapted if not place.fused})
+        fused = [place.fused for place in adapted if place.fused]
+        tensors = sorted({re.sub(r"^model\.layers\.\d+\.", "", name) for name, *_ in fused}, reverse=True)
+        halves = {half for *_, half in fused}
+        rank, alpha = self.lora.rank, self.lora.alpha
+        wide = {"mlp.experts.gate_up_proj": 2} if {0, 1} <= halves else {}
+        return {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
+            "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+            "target_modules": modules, "target_parameters": tensors or None,
+            "rank_pattern": {name: times * rank for name, times in wide.items()},
+            "alpha_pattern": {name: times * alpha for name, times in wide.items()},
+        }  # fmt: skip
+
+
 def _source(tensors: TensorFolder, place: TensorPlace, upcycling: Upcycling | None):
     """Return the arguments of `TensorFolder.read` for a place; None where upcycling draws it.
 
@@ -387,22 +479,19 @@ class TensorFolder:
             scale = self.read(name + SCALE).astype(np.float32)
             rows, columns = self.shape(name)
             scale = scale.repeat(self.blocks[0], axis=0)[:rows].repeat(self.blocks[1], axis=1)[:, :columns]
-            return self._float8(file, name) * scale
+            # from its bytes: `safetensors` makes no NumPy array of float8
+            if self._header is None or self._header[0] != file:
+                with open(file, "rb") as opened:
+                    size = int.from_bytes(opened.read(8), "little")
+                    self._header = file, 8 + size, json.loads(opened.read(size))
+            _, begin, header = self._header
+            first, last = header[name]["data_offsets"]
+            stored = np.fromfile(file, np.dtype("float8_e4m3fn"), last - first, offset=begin + first)
+            return stored.reshape(header[name]["shape"]).astype(np.float32) * scale
         if part is None:
             return handle.get_tensor(name)
         expert, rows = part
         return handle.get_slice(name)[expert : expert + 1, rows][0]
-
-    def _float8(self, file: Path, name: str) -> np.ndarray:
-        """Return a float8 tensor as float32, from its bytes: `safetensors` makes no NumPy array of it."""
-        if self._header is None or self._header[0] != file:
-            with open(file, "rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                self._header = file, 8 + size, json.loads(opened.read(size))
-        _, begin, header = self._header
-        first, last = header[name]["data_offsets"]
-        stored = np.fromfile(file, np.dtype("float8_e4m3fn"), last - first, offset=begin + first)
-        return stored.reshape(header[name]["shape"]).astype(np.float32)
 
 
 def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]]) -> None:

@@ -213,7 +213,15 @@ def _model_fields(family: Family, keys: dict[str, Any], flags: list[bool]) -> di
     if model.get("kv_heads") == model["heads"]:
         del model["kv_heads"]
     if family.latent:
-        model |= _latent(keys)
+        sizes = {key: keys.get(key) if key == "q_lora_rank" else _needed(keys, key) for key in LATENT_KEYS}
+        rotated, heads = sizes["qk_rope_head_dim"], keys["num_attention_heads"]
+        size = sizes.pop("qk_nope_head_dim") + rotated
+        for key, wanted in {"num_key_value_heads": heads, "qk_head_dim": size, "head_dim": rotated}.items():
+            if keys.get(key, wanted) != wanted:
+                raise UserError(
+                    f"config.json: {key} ({keys[key]!r}) must be {wanted} by the other sizes of its attention"
+                )
+        model |= {**sizes, "head_dim": size}
     elif model.get("head_dim", 0) * model["heads"] == model["model_dim"]:
         model.pop("head_dim", None)
     if family.dense_blocks and not all(flags):
@@ -305,23 +313,6 @@ def _needed(keys: dict[str, Any], key: str) -> Any:
     if key not in keys:
         raise UserError(f"config.json has no {key!r}")
     return keys[key]
-
-
-def _latent(keys: dict[str, Any]) -> dict[str, int | None]:
-    """Return the fields of latent attention."""
-    sizes = {key: keys.get(key) if key == "q_lora_rank" else _needed(keys, key) for key in LATENT_KEYS}
-    rotated, heads = sizes["qk_rope_head_dim"], keys["num_attention_heads"]
-    size = sizes.pop("qk_nope_head_dim") + rotated
-    for key, wanted in {"num_key_value_heads": heads, "qk_head_dim": size, "head_dim": rotated}.items():
-        if keys.get(key, wanted) != wanted:
-            raise UserError(f"config.json: {key} ({keys[key]!r}) must be {wanted} by the other sizes of its attention")
-    return {**sizes, "head_dim": size}
-
-
-def skipped_layers(family: Family, keys: dict[str, Any]) -> tuple[str, ...]:
-    """Return what names begin with of tensors that predict tokens farther ahead, which moe_jax does not do."""
-    name, first = "num_nextn_predict_layers", keys["num_hidden_layers"]
-    return tuple(f"model.layers.{first + i}." for i in range({**family.own_keys, **keys}.get(name) or 0))
 
 
 def quantized_blocks(keys: dict[str, Any]) -> tuple[int, int] | None:

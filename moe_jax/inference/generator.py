@@ -100,7 +100,9 @@ def load(
     def cast(path, leaf):
         # Experts and matrices of blocks are kept as every step would cast them. Norms, gates, biases and embeddings
         # stay as trained, but for an untied output head: they are read in their own dtype.
-        if leaf.dtype == dtype or not is_matrix(path):
+        *within, name = (entry.key for entry in path)  # of {'dense', 'bank'}
+        is_matrix = within[0] == "bank" or "gate" not in within and (name == "head" or matrix_dims(name) is not None)
+        if leaf.dtype == dtype or not is_matrix:
             return leaf
         return replace_leaf(lambda leaf: leaf.astype(dtype), leaf, leaf.sharding)
 
@@ -131,12 +133,6 @@ def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | Non
         zero_stage=0,
         expert_zero_stage=0,
     )
-
-
-def is_matrix(path) -> bool:
-    """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix, or an untied head."""
-    keys = [entry.key for entry in path]
-    return keys[0] == "bank" or "gate" not in keys[:-1] and (keys[-1] == "head" or matrix_dims(keys[-1]) is not None)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabulary: int, longest: int | None) -> None:

@@ -92,8 +92,15 @@ def tensor_places(family: Family, model: ModelConfig, moe: MoEConfig) -> list[Te
     shapes, places, blocks = file_shapes(model, moe), [], itertools.count()
 
     def add(name, leaf, index: Index = (), **more):
-        if leaf in shapes:
-            places.append(_place(name, leaf, index, shapes[leaf], **more))
+        """Add the place of a tensor that is the part `index` of a leaf, if the model has that."""
+        if leaf not in shapes:
+            return
+        every = itertools.zip_longest(shapes[leaf], index, fillvalue=slice(None))
+        part = tuple(size for size, at in every if isinstance(at, slice))
+        shape = part if "/embedding/" in leaf else (math.prod(part),)
+        if (dims := matrix_dims(leaf.rpartition("/")[2])) is not None:
+            shape = math.prod(part[len(dims[0]) :]), math.prod(part[: len(dims[0])])  # [out, in]
+        places.append(TensorPlace(name, shape, leaf, index, part, transposed=dims is not None, **more))
 
     add("model.embed_tokens.weight", "params/dense/embedding/tokens")
     add("model.norm.weight", "params/dense/norm/scale")
@@ -119,16 +126,6 @@ def tensor_places(family: Family, model: ModelConfig, moe: MoEConfig) -> list[Te
                 fused = f"{at}.mlp.experts.{tensor}", expert, half
                 add(name, f"params/bank/{segment.name}/{OURS[matrix]}", (unit, expert), fused=fused)
     return places
-
-
-def _place(name: str, leaf: str, index: Index, shape: tuple[int, ...], **more) -> TensorPlace:
-    """Return the place of a tensor that is the part `index` of a leaf of this shape."""
-    every = itertools.zip_longest(shape, index, fillvalue=slice(None))
-    part = tuple(size for size, at in every if isinstance(at, slice))
-    if (dims := matrix_dims(leaf.rpartition("/")[2])) is None:
-        return TensorPlace(name, part if "/embedding/" in leaf else (math.prod(part),), leaf, index, part, **more)
-    into, out = math.prod(part[: len(dims[0])]), math.prod(part[len(dims[0]) :])
-    return TensorPlace(name, (out, into), leaf, index, part, transposed=True, **more)
 
 
 def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:

@@ -46,14 +46,10 @@ def in_order(leaf, home: np.ndarray | None) -> jax.ShapeDtypeStruct:
         return leaf
     axes, devices = _split(leaf.sharding)
     layers, experts = home.shape
+    sharers = max(parts for parts in range(1, min(experts, devices) + 1) if experts % parts == 0)
     sharding = NamedSharding(leaf.sharding.mesh, P(None, axes or None, *leaf.sharding.spec[1:]))
-    shape = (layers, devices * experts_each(experts, devices), *leaf.shape[1:])
+    shape = (layers, devices * (experts // sharers), *leaf.shape[1:])
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-
-
-def experts_each(experts: int, devices: int) -> int:
-    """Return e, the experts of a layer that one device has of the file."""
-    return experts // max(parts for parts in range(1, min(experts, devices) + 1) if experts % parts == 0)
 
 
 def _split(sharding: NamedSharding) -> tuple[tuple[str, ...], int]:
@@ -98,7 +94,7 @@ def _order(leaf, home: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
     home, rows, devices, experts = placement.home, bank_rows(placement), _split(leaf.sharding)[1], placement.experts
     assert leaf.shape[0] % devices == 0, (leaf.shape, devices)
     assert home.max() < devices and rows.max() < leaf.shape[0] // devices, "homes of another mesh"
-    each = experts_each(experts, devices)
+    each = in_order(leaf, home).shape[1] // devices
     behind = ((0, 0), (0, devices * each - experts))
     home, rows = np.pad(home, behind, constant_values=devices), np.pad(rows, behind)
     return home, rows, bool((home != np.arange(devices * each) // each).any())
@@ -169,23 +165,15 @@ def reshard(
     at = [index for index, name in enumerate(flatten(state)) if is_bank(name) and segment_of(name) == segment]
     bank = [leaves[index] for index in at]
     kinds = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in bank)
-    tables = move_tables(reshard_permutation(old, new, rows), old.devices)
-    for index, leaf in zip(at, share(_mover(kinds))(bank, tables), strict=True):
-        leaves[index] = leaf
-    return jax.tree.unflatten(tree, leaves)
-
-
-def reshard_permutation(old: Placement, new: Placement, rows: int) -> np.ndarray:
-    """Return source int32 [D Rb]: row r of the new bank holds what row source[r] of the old bank held.
-
-    Args:
-      rows: Rb, bank rows of a device. Unused rows map to unused ones.
-    """
+    # row r of the new bank holds what row source[r] of the old one held; unused rows take unused ones
     at_old, at_new = ((own.home * rows + bank_rows(own)).ravel() for own in (old, new))
     source = np.full(old.devices * rows, -1, np.int32)
     source[at_new] = at_old
     source[source < 0] = np.setdiff1d(np.arange(len(source), dtype=np.int32), at_old)
-    return source
+    tables = move_tables(source, old.devices)
+    for index, leaf in zip(at, share(_mover(kinds))(bank, tables), strict=True):
+        leaves[index] = leaf
+    return jax.tree.unflatten(tree, leaves)
 
 
 def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:

@@ -47,10 +47,7 @@ class PartsHandler(ocp.type_handlers.NumpyHandler):
     also rows that belong into no file, and want all of an array in memory.
     """
 
-    def __init__(self, memory: float):
-        """Take as many parts at a time as fit into `memory` bytes, one at least: each commit costs a file."""
-        super().__init__()
-        self._memory = memory
+    memory = math.inf  # as many parts at a time as fit into these bytes, one at least: each commit costs a file
 
     async def serialize(self, values, infos, args=None):
         """Start to write leaves, in a thread; return futures of orbax."""
@@ -74,7 +71,7 @@ class PartsHandler(ocp.type_handlers.NumpyHandler):
             opened = store.result()
             for index, make in leaf.parts:
                 part = make()
-                if writing and size + part.nbytes > self._memory:
+                if writing and size + part.nbytes > self.memory:
                     for started in writing:
                         started.result()
                     writing, size = [], 0
@@ -91,8 +88,9 @@ def tree_handler(
 
     Files are not compressed: zstd makes trained floats only 7% smaller, and so sizes are known beforehand.
     """
-    arrays = (jax.Array, ocp.type_handlers.ArrayHandler())  # orbax warns where there is none
-    registry = ocp.type_handlers.create_type_handler_registry(arrays, (LeafParts, PartsHandler(memory)))
+    arrays, handler = (jax.Array, ocp.type_handlers.ArrayHandler()), PartsHandler()  # orbax warns without the first
+    handler.memory = memory
+    registry = ocp.type_handlers.create_type_handler_registry(arrays, (LeafParts, handler))
     processes = processes or ocp.options.MultiprocessingOptions()
     return ocp.PyTreeCheckpointHandler(
         use_compression=False, use_zarr3=True, multiprocessing_options=processes, type_handler_registry=registry
