@@ -88,21 +88,19 @@ class WatchHandler(BaseHTTPRequestHandler):
             case "/runs":
                 self._answer(200, json.dumps(len(self.server.runs)), "application/json")
             case "/run":
-                self._answer_run(parse_qs(url.query))
+                query = parse_qs(url.query)
+                at = query.get("at", [""])[0]
+                if not at.isascii() or not at.isdigit() or len(at) > 6 or int(at) >= len(self.server.runs):
+                    self._answer(404, "there is no such run")
+                    return
+                try:
+                    data = self.server.runs[int(at)].refresh(query.get("seen", [""])[0])
+                except UserError as error:
+                    self._answer(500, str(error))
+                    return
+                self._answer(204 if data is None else 200, "" if data is None else json.dumps(data), "application/json")
             case _:
                 self._answer(404, "there is /, /runs and /run?at=0")
-
-    def _answer_run(self, query: dict[str, list[str]]) -> None:
-        at = query.get("at", [""])[0]
-        if not at.isascii() or not at.isdigit() or len(at) > 6 or int(at) >= len(self.server.runs):
-            self._answer(404, "there is no such run")
-            return
-        try:
-            data = self.server.runs[int(at)].refresh(query.get("seen", [""])[0])
-        except UserError as error:
-            self._answer(500, str(error))
-            return
-        self._answer(204 if data is None else 200, "" if data is None else json.dumps(data), "application/json")
 
     def _answer(self, status: int, text: str, kind: str = "text/plain") -> bool:
         """Send an answer and return False: `parse_request` is done with."""

@@ -290,7 +290,8 @@ def _pieces(sources: list[Source], tokenizer: Tokenizer, template: ChatTemplate 
         batch, characters = [], 0
         for piece in pieces:  # from where the last batch ended
             batch.append(piece)
-            characters += len(piece[0] if template is None else piece[0].text)
+            content, *_ = piece
+            characters += len(content if template is None else content[0])
             if characters >= BATCH_CHARACTERS:
                 break
         if not batch:

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -59,11 +59,7 @@ def check_roles(messages: Any, where: str) -> list[dict]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-class Chat(NamedTuple):
-    """One conversation as its template writes it."""
-
-    text: str
-    answers: list[tuple[int, int]]  # where each begins and ends in the text, ascending
+Chat = tuple[str, list[tuple[int, int]]]  # a conversation's text, and where each answer begins and ends in it
 
 
 class ChatTemplate:
@@ -133,7 +129,7 @@ class ChatTemplate:
             ) from error
 
     def read(self, record: dict, where: str) -> Chat:
-        """Return a conversation as the template writes it.
+        """Return a conversation as the template writes it, with where each answer begins and ends, ascending.
 
         Raises:
           UserError: as `write`; no answer, roles out of order, or a template that does not show where an answer begins.
@@ -155,12 +151,12 @@ class ChatTemplate:
             if parts[1::2] != [_OPEN, _CLOSE] * (len(parts) // 4):
                 raise UserError(f"{where}: holds U+FDD0 or U+FDD1, which are no characters; remove them")
             ends = np.cumsum([len(part) for part in parts[::2]]).tolist()
-            chat = Chat("".join(parts[::2]), list(zip(ends[:-1:2], ends[1::2], strict=True)))
+            text, turns = "".join(parts[::2]), list(zip(ends[:-1:2], ends[1::2], strict=True))
         else:
-            chat = Chat(text, [self._turn(messages, number, tools, text, where) for number in answers])
-        if all(start == end for start, end in chat.answers):
+            turns = [self._turn(messages, number, tools, text, where) for number in answers]
+        if all(start == end for start, end in turns):
             raise UserError(f"{where}: the chat template writes nothing for the assistant to say; correct either")
-        return chat
+        return text, turns
 
     def _which(self, tools: list | None) -> str:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
@@ -184,10 +180,10 @@ class ChatTemplate:
     def encode_batch(self, chats: Sequence[Chat]) -> list[np.ndarray]:
         """Return the marked ids of each conversation; a token that touches an answer is the answer's."""
         marked_chats = []
-        encoded = self._tokenizer.encode_with_places([chat.text for chat in chats])
-        for (ids, places), chat in zip(encoded, chats, strict=True):
+        encoded = self._tokenizer.encode_with_places([text for text, _ in chats])
+        for (ids, places), (_, answers) in zip(encoded, chats, strict=True):
             marked = ids.copy()
-            for start, end in chat.answers:
+            for start, end in answers:
                 marked[(places[:, 1] > start) & (places[:, 0] < end)] |= ANSWER
             marked[:1] = (marked[:1] & ~ANSWER) | FIRST  # nothing comes before the first, so it is no target
             marked_chats.append(marked)

@@ -352,14 +352,6 @@ def bucket(number: int, least: int = 1) -> int:
     return 1 << (max(number, least) - 1).bit_length()
 
 
-def state_specs(model: LanguageModel) -> State:
-    """Return the PartitionSpec of every array of a `State` with a cache."""
-    heads = None if model.config.kv_lora_rank else model.roles.model or None
-    rows, keys = P(model.roles.dense), P(None, model.roles.dense, heads)
-    cache = {segment.name: {name: (keys, keys) for name in attentions_of(segment)} for segment in model.segments}
-    return State(cache, rows, rows, rows)
-
-
 def make_step(
     model: LanguageModel, vocabulary: int, rows: int, length: int, cache_rows: int, cuts: tuple[bool, int, bool]
 ) -> Callable:
@@ -397,7 +389,10 @@ def make_step(
         state = State(cache, ids[:, None], jnp.where(live, last + 1, last), state.keys)
         return state, (join_parts(ids, roles.dense), logits, choices)
 
-    after = state_specs(model)
+    heads = None if model.config.kv_lora_rank else roles.model or None
+    of_rows, of_keys = P(roles.dense), P(None, roles.dense, heads)
+    cache = {segment.name: {name: (of_keys, of_keys) for name in attentions_of(segment)} for segment in model.segments}
+    after = State(cache, of_rows, of_rows, of_rows)
     before = dataclasses.replace(after, cache=None) if cache_rows else after
     choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
     in_specs = model.layout().params, model.tables_specs, before, P(roles.dense), P(), P()
