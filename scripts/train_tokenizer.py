@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from moe_jax.data.corpus import DataConfig, find_documents
 from moe_jax.data.tokenizer import END_NAMES, MASK_NAMES
 from moe_jax.errors import UserError
-from moe_jax.storage.run_folder import disk_errors_named, write_atomically
+from moe_jax.storage.run_folder import atomic_file, disk_errors_named
 
 SPECIAL = (END_NAMES[0], MASK_NAMES[0])
 SMALLEST = 256 + len(SPECIAL)
@@ -44,7 +44,8 @@ def train_tokenizer(config: DataConfig, out: str, vocab_size: int) -> str:
     tokenizer.train_from_iterator(texts, trainer)
     with disk_errors_named(out):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, tokenizer.to_str(pretty=True))
+    with atomic_file(out) as file:
+        file.write(tokenizer.to_str(pretty=True).encode())
     got = tokenizer.get_vocab_size()
     short = f" ({vocab_size} asked, the text has no more pairs)" if got < vocab_size else ""
     return f"{out}: {got} ids{short}"
