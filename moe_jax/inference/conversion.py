@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
@@ -149,7 +150,9 @@ def _leaves(model: ModelConfig, moe: MoEConfig, places: list[TensorPlace], part_
         of_leaf = by_leaf[name]
         assert sum(math.prod(place.part) for place in of_leaf) == math.prod(shape), name
         parts = [(place.index, functools.partial(part_of, place)) for place in of_leaf]
-        leaves[name] = LeafParts(shape, np.dtype(model.param_dtype), of_leaf[0].part_of(shape), parts)
+        every = itertools.zip_longest(shape, of_leaf[0].index, fillvalue=slice(None))
+        part_shape = tuple(size if isinstance(at, slice) else 1 for size, at in every)
+        leaves[name] = LeafParts(shape, np.dtype(model.param_dtype), part_shape, parts)
     return leaves
 
 

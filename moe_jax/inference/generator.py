@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -196,7 +197,8 @@ class Generator:
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
         # positions of the model, None where they have no end
         self.longest = model.config.max_length if model.config.positions == "learned" else None
-        self._programs: dict[tuple, Callable] = {}
+        # one program serves all requests that round to its sizes
+        self._program = functools.cache(functools.partial(make_step, model, self.vocabulary))
         # experts stay at their even homes: parameters do not change here
         shardings = {s.name: model.roles.sharding(s.roles(model.roles).expert) for s in model.expert_segments}
         self.tables = {name: to_devices(tables, shardings[name]) for name, tables in model.even_tables().items()}
@@ -247,8 +249,8 @@ class Generator:
         roles = self.model.roles
         rows, length = bucket(-(-len(prompts) // roles.size(roles.dense))), self._rounded(max(map(len, prompts)))
         most = max(len(prompt) + more - 1 for prompt, more in zip(prompts, left, strict=True))
-        prefill = self.program(rows, length, max(length, self._rounded(most)), sampling.compiled)
-        decode = self.program(rows, 1, 0, sampling.compiled)
+        prefill = self._program(rows, length, max(length, self._rounded(most)), sampling.compiled)
+        decode = self._program(rows, 1, 0, sampling.compiled)
         settings = to_devices((np.float32(sampling.temperature), np.float32(sampling.top_p)), roles.sharding())
         model, by_row = (self.params, self.tables), roles.sharding(roles.dense)
 
@@ -308,10 +310,6 @@ class Generator:
             layers.append(np.pad(ids, [(0, 0)] * 3 + [(0, widest - top_k)], constant_values=-1))
         return np.concatenate(layers).transpose(1, 2, 0, 3)
 
-    def experts(self, prompts: str | Sequence) -> list[np.ndarray]:
-        """Return the experts that each token of each prompt takes, int32 [tokens, L, K] for each prompt."""
-        return self.generate(prompts, 1, Sampling(temperature=0), experts=True).experts or []
-
     def text_of(self, ids: Sequence[int], prompt: Sequence[int], ends=()) -> str:
         """Return the text of ids behind a prompt's, which keeps their first space, without an end at their end."""
         if self.tokenizer is None:
@@ -320,10 +318,3 @@ class Generator:
         alone, before, whole = (self.tokenizer.decode(np.asarray(i, np.int32)) for i in (ids, prompt, [*prompt, *ids]))
         before = before.rstrip("\ufffd")  # bytes of a character that is not whole yet
         return whole.removeprefix(before) if whole.startswith(before) else alone
-
-    def program(self, rows: int, length: int, cache_rows: int, cuts: tuple[bool, int, bool]) -> Callable:
-        """Return `make_step` of these sizes; one program serves all requests that round to them."""
-        sizes = rows, length, cache_rows, cuts
-        if sizes not in self._programs:
-            self._programs[sizes] = make_step(self.model, self.vocabulary, *sizes)
-        return self._programs[sizes]

@@ -65,11 +65,6 @@ class TensorPlace:
     # halves here
     pairs: int = 0
 
-    def part_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the part, with all dims of a leaf of this shape."""
-        index = (*self.index, *(slice(None),) * (len(shape) - len(self.index)))
-        return tuple(size if isinstance(at, slice) else 1 for size, at in zip(shape, index, strict=True))
-
     def to_part(self, tensor: np.ndarray) -> np.ndarray:
         """Return the part of the leaf from the tensor."""
         part = (tensor.T if self.transposed else tensor).reshape(self.part)

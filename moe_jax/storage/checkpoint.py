@@ -454,7 +454,14 @@ class Checkpointer:
                 raise HostLostError(f"a process did not come to save step {step} within its time limit") from error
             self._pending = None
             self._sweep_unfinished()
-            if (behind := _system_error(error)) is None:
+            cause, behind = error, None  # the operating system's error, which tensorstore quotes
+            while cause is not None and behind is None:
+                if isinstance(cause, OSError) and cause.errno is not None:
+                    behind = cause
+                elif quoted := re.search(r"os_error_code='(\d+)'", str(cause)):
+                    behind = OSError(int(quoted[1]), os.strerror(int(quoted[1])))
+                cause = cause.__cause__ or cause.__context__
+            if behind is None:
                 raise
             steps = self.steps()
             kept = f"; the checkpoint of step {steps[-1]} is kept" if steps else "; there is no checkpoint yet"
@@ -513,17 +520,6 @@ def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None
     args = ocp.args.PyTreeSave(leaves, custom_metadata=_host_record(0, host))
     with ocp.Checkpointer(tree_handler(memory=_MADE_BYTES)) as writer:
         writer.save(epath.Path(folder.absolute() / f"{0:08d}"), args=args)
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the operating system's error behind an exception, which tensorstore quotes; None without one."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return error
-        if quoted := re.search(r"os_error_code='(\d+)'", str(error)):
-            return OSError(int(quoted[1]), os.strerror(int(quoted[1])))
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _host_record(step: int, host: dict) -> dict:
