@@ -85,7 +85,10 @@ class Overflows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostData:
-    """Hold what a run keeps beside its arrays."""
+    """Hold what a run keeps beside its arrays, of this or an earlier version.
+
+    In JSON what is at its default is not written, and what a checkpoint lacks is at its default.
+    """
 
     config: str = ""  # the run's, as text
     parameters_only: bool = False  # of a converted model: runs start from it, and none goes on
