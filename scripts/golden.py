@@ -45,6 +45,8 @@ BINDINGS = (
     "train.loads_every = 1",
     "train.log_every = 1",
 )
+# an auction turns on the last bits of scores, which are the processor's: compared by --against alone
+UNKEPT = ("base",)
 SHRUNK = {
     "chat": ("DataConfig.kind = 'text'",),
     "gpt_moe_s_h200": (
@@ -78,9 +80,9 @@ SHRUNK = {
 }
 
 
-def names() -> list[str]:
-    """Return the names of all run files."""
-    return sorted(path.stem for path in (ROOT / "configs" / "run").glob("*.gin"))
+def names(unkept: tuple[str, ...] = UNKEPT) -> list[str]:
+    """Return the names of all run files but those of `unkept`."""
+    return sorted(path.stem for path in (ROOT / "configs" / "run").glob("*.gin") if path.stem not in unkept)
 
 
 def train(tree: Path, name: str, folder: Path, *bindings: str):
@@ -149,7 +151,7 @@ def main() -> int:
         if args.against:
             archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, check=True, capture_output=True).stdout
             subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-        for name in args.names or names():
+        for name in args.names or names(() if args.against else UNKEPT):
             got = run(ROOT, name)
             if args.write:
                 kept[name] = got
