@@ -103,7 +103,7 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
     if dtype == "bfloat16" and capability and int(capability.partition(".")[0]) < 8:
         raise UserError(
             f"target {target.name!r} ({target.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; "
-            "set ModelConfig.dtype = 'float16', or 'float32'"
+            "set ModelConfig.dtype = 'float32'"
         )
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, devices_per_node=target.per_node))
 

@@ -142,16 +142,6 @@ class Cluster:
             named += [f"{what} {basis}" for what, basis in self.prices.described().items()]
         return "; ".join(named) or "the figures of its file"
 
-    def at_level(self, level: str) -> Cluster:
-        """Return the cluster with its device's assumed prices at a level of `LEVELS`; figures of its own file stay."""
-        if self.prices is None:
-            return self
-        prices = dataclasses.replace(self.prices, constants=dataclasses.replace(self.prices.constants, level=level))
-        usual, other = cluster_of(self.prices), cluster_of(prices)
-        names = [field.name for field in dataclasses.fields(self)]
-        assumed = [name for name in names if getattr(self, name) == getattr(usual, name)]
-        return dataclasses.replace(self, **{name: getattr(other, name) for name in assumed})
-
     def part_of(self, sharers: int) -> Cluster:
         """Return what one of `sharers` groups that use the machines at the same time gets of the links they share."""
         return dataclasses.replace(

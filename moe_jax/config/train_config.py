@@ -76,8 +76,7 @@ class TrainConfig:
       ema_decay: share of the exponential moving average of the parameters that a step keeps, such as 0.999; the rest is
         the new parameters. It starts from parameters, not from zero, so it needs no bias correction. 0: no average.
       max_skipped_steps: steps of the whole run, not only in a row, that may be left out because their loss or gradient
-        norm is not finite; one more ends the run. 0 allows none, and the step is compiled without that branch. An
-        update that float16 leaves out because the loss scale was too large is none of them.
+        norm is not finite; one more ends the run. 0 allows none, and the step is compiled without that branch.
       zero_stage: ZeRO stage of the dense parameters: 0, 1 or 3.
       expert_zero_stage: ZeRO stage of the experts over MeshConfig.data: 2 scatters each layer's gradient, 3 gathers its
         parameters too. Under the `dp` schedule 0 to 3; under others 0 and 1 follow zero_stage.

@@ -206,7 +206,8 @@ def _model_fields(family: Family, keys: dict[str, Any], flags: list[bool]) -> di
     if dtype not in DTYPES:
         raise UserError(f"config.json: dtype ({dtype!r}) must be one of {', '.join(DTYPES)}; convert its tensors first")
     hidden = _needed(keys, "moe_intermediate_size" if family.dense_blocks else "intermediate_size")
-    model = {**FIXED, "attention_bias": False, "tied_head": False, "hidden_dim": hidden, "dtype": dtype}
+    model = {**FIXED, "attention_bias": False, "tied_head": False, "hidden_dim": hidden}
+    model["dtype"] = "bfloat16" if dtype == "float16" else dtype  # in which nothing computes here
     model |= {field: keys[key] for key, field in MODEL_KEYS.items() if key in keys}
     model |= _rotary(family, keys)
     # what follows from other sizes is left out

@@ -235,7 +235,7 @@ def _bias_of(documents, dtype):
     """
     if documents is None:
         return None
-    below = jnp.asarray(-(2.0**15) if dtype == jnp.float16 else -(2.0**41), dtype)
+    below = jnp.asarray(-(2.0**41), dtype)
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return jnp.where(same, jnp.zeros((), dtype), below)
 
@@ -297,7 +297,7 @@ def missing_for_cudnn(config: ModelConfig, device=None) -> str:
                 f"cuDNN's attention needs compute capability {'.'.join(map(str, CAPABILITY))}, and "
                 f"{device.device_kind} has {capability or 'none'}"
             )
-    if config.dtype not in ("bfloat16", "float16"):
+    if config.dtype != "bfloat16":
         return f"cuDNN's attention takes 16-bit floats, and ModelConfig.dtype is {config.dtype!r}"
     if config.kv_lora_rank:
         return "cuDNN's attention is called for values as wide as keys, and those of latent attention are not"

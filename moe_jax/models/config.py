@@ -31,7 +31,7 @@ CHOICES = {
     "norm": ("layer", "rms"),
     "qk_norm": ("none", "head", "width"),
     "attention": ("auto", "blocks", "cudnn"),
-    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "dtype": ("float32", "bfloat16", "float64"),
     "remat": ("none", "block", "block_but_attention", "dots"),
     "prefetch": SCHEDULES,
     "prefetch_case": CASES,
@@ -84,8 +84,7 @@ class ModelConfig:
       tied_head: whether the token table serves as the output head, or the head [V, M] is a parameter of its own.
       attention: 'blocks', which keeps no scores, or 'cudnn'; 'auto' is 'cudnn' on the GPUs that have it for this dtype
         and head size, else 'blocks' (`models/attention.py`).
-      dtype: compute dtype, 'float32', 'bfloat16', 'float16' or 'float64'; parameters are float32 (float64 where this is
-        float64). In float16 the loss is scaled, dynamically (`training/step.py`).
+      dtype: compute dtype, 'float32', 'bfloat16' or 'float64'; parameters are float32 (float64 where this is float64).
       remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything) or
         'block_but_attention' (all but what cuDNN's attention made of queries, keys and values). With a `prefetch` or
         `overlap` it is applied to each stage: 'block' saves the inputs of attention and of the MoE layer.

@@ -6,9 +6,7 @@ Letters: docs/notation.md.
 # Parts are computed in their order and need no other: the first while the second is awaited, and the gradient of the
 # first can leave next to the second. Where the loss is differentiated its gradients are formed in the same pass, while
 # the logits of a chunk are there: no logits are kept, and none are computed twice. Their derivatives are rounded to the
-# compute dtype, like every operand of a matmul; sums over tokens and vocabulary are in at least float32. The backward
-# multiplies by the loss's cotangent, which in float16 comes too late for what has been rounded to zero: there the
-# derivatives, 1 at most, are formed RAISED times as large (a table's entries may then be up to 32).
+# compute dtype, like every operand of a matmul; sums over tokens and vocabulary are in at least float32.
 
 from __future__ import annotations
 
@@ -19,8 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
-
-RAISED = {"float16": 2.0**10}  # by compute dtype
 
 
 def chunked_cross_entropy(x: tuple, table, targets: tuple, weights: tuple, chunk: int):
@@ -66,7 +62,7 @@ def _losses_fwd(chunk, alpha, x, table, targets, weights, teacher):
 
     Without a teacher the last sum is 0.
     """
-    sum_dtype, raised = jnp.promote_types(x[0].dtype, jnp.float32), RAISED.get(x[0].dtype.name)
+    sum_dtype = jnp.promote_types(x[0].dtype, jnp.float32)
     held = table.astype(x[0].dtype)
 
     def piece(carry, rows):
@@ -86,8 +82,7 @@ def _losses_fwd(chunk, alpha, x, table, targets, weights, teacher):
             log_p = jax.nn.log_softmax(taught, axis=-1)
             by_token.append(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1))
             derivatives += alpha * (jnp.exp(log_q) - jnp.exp(log_p))
-        dlosses = counted if raised is None else counted * raised
-        dlogits = (derivatives * dlosses[:, None]).astype(x.dtype)
+        dlogits = (derivatives * counted[:, None]).astype(x.dtype)
         dx = jnp.einsum("tv,vm->tm", dlogits, held, preferred_element_type=sum_dtype).astype(x.dtype)
         dtable += jnp.einsum("tv,tm->vm", dlogits, x, preferred_element_type=dtable.dtype)
         return ([total + own * counted for total, own in zip(sums, by_token, strict=True)], dtable), dx
@@ -108,8 +103,6 @@ def _losses_fwd(chunk, alpha, x, table, targets, weights, teacher):
 
 def _losses_bwd(chunk, alpha, residuals, d):
     (dx, dtable, table), d = residuals, d[0]
-    if (raised := RAISED.get(dx[0].dtype.name)) is not None:
-        d = d / raised
     return tuple((part * d).astype(part.dtype) for part in dx), (dtable * d).astype(table.dtype), None, None, None
 
 

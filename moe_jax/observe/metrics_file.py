@@ -28,7 +28,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 GROUPS = {
     "loss": "loss aux_loss z_loss kl held_out_loss held_out_loss_ema bits_per_byte unigram_entropy perplexity",
     "balance": "device_load_max_over_mean dead_experts gate_entropy dropped_fraction passes overflow_steps loads",
-    "optimizer": "learning_rate grad_norm loss_scale overflowed_updates skipped skipped_steps",
+    "optimizer": "learning_rate grad_norm skipped skipped_steps",
     "speed": "tokens_per_second model_flops_per_second step_seconds compile_seconds peak_device_bytes run_again "
     "steps_run_again",
 }

@@ -329,10 +329,9 @@ def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
         "device_load_mean": number(metrics, "device_load_max_over_mean", np.mean),
         "device_load_worst": number(metrics, "device_load_max_over_mean", np.max),
         "dropped_fraction": number(metrics, "dropped_fraction", np.mean),
-        # what happened in each record's step; the three below count from the start of the run
+        # what happened in each record's step; the two below count from the start of the run
         "overflow_steps": whole("overflow_steps", np.sum),
         "skipped_steps": whole("skipped_steps", np.max),
-        "overflowed_updates": whole("overflowed_updates", np.max),
         "steps_run_again": whole("steps_run_again", np.max),
         "compilations": int(np.count_nonzero(compilations)),
         "compile_seconds": float(np.nansum(compilations)),
@@ -367,7 +366,6 @@ def headline_numbers(summary: dict, environment: Mapping[str, Any]) -> list[tupl
         ("dropped tokens", "dropped_fraction", ".3%", "mean over steps"),
         ("overflow steps", "overflow_steps", ",.0f", "took more than one pass"),
         ("skipped steps", "skipped_steps", "some", "loss or gradient not finite"),
-        ("updates left out", "overflowed_updates", "some", "gradients overflowed float16, the loss scale was halved"),
         ("steps run again", "steps_run_again", "some", "a bucket overflowed in the common program"),
         ("compilations", "compilations", "some", f"{summary['compile_seconds']:.1f} s in all"),
         ("re-jit stall", "rejit_stall_seconds", ".1f", "seconds waited"),

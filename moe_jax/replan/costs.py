@@ -16,7 +16,6 @@ import numpy as np
 
 from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.layer_seconds import ScheduleLine, matrices_of, preceding_seconds
-from moe_jax.cluster.tables import LEVELS
 from moe_jax.cluster.targets import device_named
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
@@ -93,32 +92,31 @@ def layer_times(config: RunConfig, roles: Roles, cost: Cost) -> Times:
 def modelled_layers(config: RunConfig, roles: Roles) -> dict[str, Any] | None:
     """Return when what runs in a layer of each segment by the planner's prices, as plain data (`layer_bars`).
 
-    Where prices are assumed, `range` holds the seconds at the lowest and at the highest level. None where the devices
-    have no prices and `PlannerConfig.cluster` names none, or a price is absent.
+    Assumed prices are taken at their middle level. None where the devices have no prices and `PlannerConfig.cluster`
+    names none, or a price is absent.
     """
     path, kind = config.planner.cluster, roles.device_kind
     if not path and device_named(kind) is None:
         return None
     cluster, segments = cluster_named(path, kind), []
     for name, (own, own_roles) in segment_runs(config, roles).items():
-        levels = []
-        for level in LEVELS:
-            try:
-                cost = base_cost(own, own_roles, cluster.at_level(level))
-            except UserError:
-                return None
-            levels.append(layer_bars(cost.prefetch, layer_times(own, own_roles, cost), own.model.recomputes))
-        low, middle, high = levels
+        try:
+            cost = base_cost(own, own_roles, cluster)
+        except UserError:
+            return None
         far = own_roles.size(own_roles.expert) > own_roles.members_per_node
-        links = "links" if cluster.flat else "links between nodes" if far else "links in a node"
-        rows = {"compute": "compute", "links": links}
+        rows = {"compute": "compute", "links": "links"}
+        if not cluster.flat:
+            rows["links"] = "links between nodes" if far else "links in a node"
         bars = [
-            {"row": rows[row], "name": what, "begin": begin, "seconds": seconds, "range": [least[-1], most[-1]]}
-            for least, (row, what, begin, seconds), most in zip(low, middle, high, strict=True)
+            {"row": rows[row], "name": what, "begin": begin, "seconds": seconds}
+            for row, what, begin, seconds in layer_bars(
+                cost.prefetch, layer_times(own, own_roles, cost), own.model.recomputes
+            )
         ]
         repeats = {"layers": own.model.moe_layers, "microbatches": cost.microbatches}
-        ends = [max(begin + seconds for _, _, begin, seconds in level) for level in levels]
-        segments.append({"segment": name, **repeats, "seconds": ends[1], "range": [ends[0], ends[2]], "bars": bars})
+        end = max(bar["begin"] + bar["seconds"] for bar in bars)
+        segments.append({"segment": name, **repeats, "seconds": end, "bars": bars})
     return {"cluster": cluster.name, "basis": cluster.basis(), "segments": segments}
 
 

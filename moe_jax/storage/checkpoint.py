@@ -96,7 +96,6 @@ class HostData:
     teacher: ModelIdentity | None = None  # kept after it has left too
     base: ModelIdentity | None = None  # the model under adapters
     skipped_steps: int = 0  # so far, as far as metrics were read
-    overflowed_updates: int = 0  # likewise
     overflows: Overflows = Overflows(steps=(), run_again=0)
     changes: tuple[dict, ...] = ()  # what --override changed: {'step', 'binding', 'was', 'is'}
     data: dict | None = None  # of `TokenStream.position`

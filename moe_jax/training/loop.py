@@ -148,23 +148,18 @@ class Loop:
         allowed = session.config.train.max_skipped_steps
         seconds, self.clock = now - self.clock, now
         skipped = self.host.skipped_steps + int(metrics.get("skipped", 0))
-        overflowed = self.host.overflowed_updates + int(metrics.get("overflowed", 0))
-        self.host = dataclasses.replace(self.host, skipped_steps=skipped, overflowed_updates=overflowed)
+        self.host = dataclasses.replace(self.host, skipped_steps=skipped)
         check_finite(step, metrics, self.names, self.checkpoint, skipped=skipped, allowed=allowed)
         loads = session.model.loads_by_segment(metrics["loads"])
         record = step_record(metrics, loads, session.home) | self.measured(metrics, seconds)
         if allowed:
             record |= {"skipped": int(metrics["skipped"]), "skipped_steps": skipped}
-        if "loss_scale" in metrics:
-            record |= {"loss_scale": float(metrics["loss_scale"]), "overflowed_updates": overflowed}
         if "run_again" in metrics:
             record |= {"run_again": metrics["run_again"], "steps_run_again": self.stepper.overflows.run_again}
         if self.engine is not None:
             record |= self.engine.record(step - 1, metrics["loads"])
         if self.recorder is None:
             return
-        if metrics.get("overflowed"):
-            self.recorder.note(step, f"gradients overflowed, loss scale {record['loss_scale']:g} is halved")
         if record.get("skipped"):
             self.recorder.note(step, f"not finite, skipped ({skipped} of at most {allowed})")
         self.recorder.write_step(step, record, metrics["loads"])
@@ -292,8 +287,6 @@ def check_finite(
     finite = np.isfinite(metrics["square_norms"])
     if allowed and skipped <= allowed:
         return
-    if metrics.get("overflowed", False):
-        return  # of a scaled loss, whose scale is lowered
     if np.isfinite(metrics["loss"]) and finite.all() and not metrics.get("skipped", False):
         return
     gradient = "every gradient is finite"

@@ -1,7 +1,7 @@
 """The training step: what is compiled, with every leaf's place on the mesh fixed.
 
-Inputs: state {'step', 'params', 'opt_state'} and, where they are kept, 'ema' and 'loss_scale' (donated), one step's
-batch [Nm, B / Nm, Sq], the plan's tables, and the hosts' signals. Outputs: the new state and a dictionary of metrics.
+Inputs: state {'step', 'params', 'opt_state'} and, where it is kept, 'ema' (donated), one step's batch
+[Nm, B / Nm, Sq], the plan's tables, and the hosts' signals. Outputs: the new state and a dictionary of metrics.
 The gradient is taken outside the model's `shard_map`; clipping and the optimizer see global arrays, split over the mesh
 by the layout's specs (ZeRO).
 Letters: docs/notation.md.
@@ -16,7 +16,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.dynamic_scale import DynamicScale
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,10 +37,9 @@ def make_gradients(
     model: LanguageModel, config: TrainConfig, length: int, plan: Shapes | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
-    """Return gradients(params, batch, tables, key, taught=None, scale=None) -> (gradients, StepStats [Nm, ...]).
+    """Return gradients(params, batch, tables, key, taught=None) -> (gradients, StepStats [Nm, ...]).
 
     They are of what is trained, `LanguageModel.trained`; `taught`: the parameters of a teacher.
-    With `scale`, float [], the backward starts from it instead of from 1, and what it returns is divided by it.
     """
     microbatches = config.grad_accum_steps
     rows = config.batch_size // microbatches
@@ -52,13 +50,11 @@ def make_gradients(
     layout = model.layout(apart)
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
 
-    def scaled_loss(trained, params, scale, inputs, sums=None):
-        total, stats = loss(joined(params, trained), *inputs, sums=sums)
-        return (total if scale is None else total * scale), stats
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def value_and_grad(trained, params, inputs, sums=None):
+        return loss(joined(params, trained), *inputs, sums=sums)
 
-    value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
-
-    def gradients(params, batch, tables, key, taught=None, scale=None):
+    def gradients(params, batch, tables, key, taught=None):
         frozen = () if taught is None else (taught,)
         normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
         if apart != "none":
@@ -66,7 +62,7 @@ def make_gradients(
         if microbatches == 1:
             microbatch = jax.tree.map(lambda array: array[0], batch)
             inputs = microbatch, tables, key, jnp.int32(0), normalizer, *frozen
-            (_, stats), grads = value_and_grad(model.trained(params), params, scale, inputs)
+            (_, stats), grads = value_and_grad(model.trained(params), params, inputs)
             stats = jax.tree.map(lambda leaf: leaf[None], stats)
         else:
 
@@ -75,7 +71,7 @@ def make_gradients(
                 microbatch = dataclasses.replace(microbatch, counted=counted)
                 inputs = microbatch, tables, key, index * rows, normalizer, *frozen
                 trained = model.trained(params)
-                (_, stats), grads = value_and_grad(trained, params, scale, inputs, sums=total)
+                (_, stats), grads = value_and_grad(trained, params, inputs, sums=total)
                 if "dense" in total:  # those of bank and units are sums already
                     outer = {name: leaf for name, leaf in total["dense"].items() if name != "units"}
                     outer = {name: jax.tree.map(jnp.add, leaf, grads["dense"][name]) for name, leaf in outer.items()}
@@ -88,31 +84,9 @@ def make_gradients(
             counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
             start = jax.tree.map(jnp.zeros_like, model.trained(params)), counted
             (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
-        grads = grads if apart == "none" else summed(grads, layout, roles)
-        return (grads if scale is None else jax.tree.map(lambda leaf: leaf / scale, grads)), stats
+        return grads if apart == "none" else summed(grads, layout, roles), stats
 
     return gradients
-
-
-# float16 has no number above 65,504 and none but zero below 6e-8 (bfloat16 has float32's range), and gradients are
-# smaller than that. So the backward of a float16 model starts from a large factor, which is halved where that was too
-# much and doubled after DynamicScale.growth_interval updates without. Source: Micikevicius et al., "Mixed Precision
-# Training" (2018), section 3.2; record and rule are flax's.
-LEAST_SCALE = 1.0  # gradients that are not finite without scaling are an error, not an overflow
-
-
-def first_scale() -> DynamicScale:
-    """Return the loss scale of step 0."""
-    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(2**16), minimum_scale=LEAST_SCALE)
-
-
-def next_scale(scaling: DynamicScale, finite) -> DynamicScale:
-    """Return the loss scale after an update; finite: bool [], of its gradients.
-
-    The rule is a part of `DynamicScale.value_and_grad`, which takes no gradients that are there already: it is given a
-    function whose gradient is as finite as they are.
-    """
-    return scaling.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.float32(1)).dynamic_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +115,6 @@ def build_state_shardings(
     state = {"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)}
     if ema:
         state["ema"] = named(layout.state)
-    if model.config.dtype == "float16":
-        state["loss_scale"] = jax.tree.map(lambda _: replicated, jax.eval_shape(first_scale))
     return StateShardings(
         state=state,
         batch=NamedSharding(mesh, P(None, roles.dense)),
@@ -171,8 +143,6 @@ def first_state(
     state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(model.trained(params))}
     if "ema" in state_shardings.state:
         state["ema"] = jax.tree.map(jnp.copy, params)
-    if "loss_scale" in state_shardings.state:
-        state["loss_scale"] = first_scale()
     return state
 
 
@@ -224,8 +194,7 @@ def make_update(
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
     of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
     and `plan_hash_most`. With a teacher metrics have `kl` float [], nats per target token: KL(teacher || student),
-    which is no part of `loss`; the teacher's parameters are not donated. Of a float16 model they have `loss_scale`
-    float [], of this step, and `overflowed` bool [], whether its update was left out because that was too large.
+    which is no part of `loss`; the teacher's parameters are not donated.
     """
     optimizer, schedule = build_optimizer(config), build_learning_rate(config)
     gradients = make_gradients(model, config, length, plan, teacher)
@@ -233,9 +202,7 @@ def make_update(
 
     def train_step(state, batch, tables, host_signals, taught=None):
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
-        scaling = state.get("loss_scale")
-        scale = None if scaling is None else scaling.scale
-        grads, stats = gradients(state["params"], batch, tables, key, taught, scale)
+        grads, stats = gradients(state["params"], batch, tables, key, taught)
         grads = lax.with_sharding_constraint(grads, moments)
 
         # The state after the optimizer, the routers and the moving average.
@@ -277,7 +244,7 @@ def make_update(
             metrics["plan_hash_least"] = jnp.min(host_signals[:, 2])
             metrics["plan_hash_most"] = jnp.max(host_signals[:, 2])
 
-        if config.max_skipped_steps > 0 or scaling is not None:
+        if config.max_skipped_steps > 0:
             return _or_left_out(state, new_state, metrics, schedule)
         return new_state, metrics
 
@@ -286,24 +253,15 @@ def make_update(
 
 # A step that is not finite in any microbatch leaves the state as it was but for `step`: the batch is left out, and
 # neither moments nor schedule move. The choice is made on the device, so it does not involve the host and has no limit:
-# the host counts. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets them through.) Where only
-# the gradients of a scaled loss are not finite, the scale is lowered, and the step does not count as skipped.
+# the host counts. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets them through.)
 def _or_left_out(state, new_state, metrics, schedule) -> tuple[dict, dict]:
     """Return what a step leaves and its metrics, by its state before and after the update."""
-    sound = jnp.isfinite(metrics["loss"])
-    finite = sound & jnp.isfinite(metrics["grad_norm"])
-    skipped = ~finite
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
     before = {name: state[name] for name in new_state if name != "step"}
     after = {name: new_state[name] for name in before}
     new_state = new_state | jax.tree.map(functools.partial(jnp.where, finite), after, before)
-    if "loss_scale" in state:
-        scaling = state["loss_scale"]
-        overflowed = sound & ~finite & (scaling.scale > LEAST_SCALE)
-        skipped, adapted = skipped & ~overflowed, next_scale(scaling, finite)
-        new_state["loss_scale"] = jax.tree.map(functools.partial(jnp.where, sound), adapted, scaling)
-        metrics = metrics | {"loss_scale": scaling.scale, "overflowed": overflowed}
     # the updates that the optimizer has seen: the step that its learning rate is taken at
     is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
     nodes = jax.tree.leaves(state["opt_state"], is_leaf=is_schedule)
     updates_seen = next(node.count for node in nodes if is_schedule(node))
-    return new_state, metrics | {"skipped": skipped, "learning_rate": schedule(updates_seen)}
+    return new_state, metrics | {"skipped": ~finite, "learning_rate": schedule(updates_seen)}

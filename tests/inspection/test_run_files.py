@@ -207,7 +207,7 @@ def inspect(target, folder, *bindings, flags=()):
 @pytest.mark.parametrize("device", [name for name in target_names() if read_device(name).dropped_by_cuda is None])
 def test_the_training_step_compiles_for_a_topology(device, tmp_path):
     turing = device == "2080ti"  # no bfloat16
-    report = inspect(f"{device}:2x2", tmp_path, *(["ModelConfig.dtype = 'float16'"] if turing else []))
+    report = inspect(f"{device}:2x2", tmp_path, *(["ModelConfig.dtype = 'float32'"] if turing else []))
     assert report["compile_seconds"] > 0 and report["guided_scheduler"]
     memory = report["memory"]
     # parameters and two moments in float32, over 4 devices, and nothing twice: outputs take the arguments' place
@@ -215,7 +215,7 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
     assert memory["peak"] == memory["arguments"] + memory["outputs"] - memory["reused"] + memory["temporaries"]
     # dispatch and combine, forward and backward, in each of 3 layers, and their counts
     exchanges = [r for r in report["collectives"] if r["role"] == "all-to-all"]
-    assert sum(r["executions"] for r in exchanges if r["bytes"] == 4 * 96 * 64 * 2) == 4 * 3
+    assert sum(r["executions"] for r in exchanges if r["bytes"] == 4 * 96 * 64 * (4 if turing else 2)) == 4 * 3
     # those that have nothing to stand next to the compiler makes synchronous (jax 0.12: one, on 2080ti)
     assert any(r["asynchronous"] for r in exchanges)
 

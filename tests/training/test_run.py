@@ -6,7 +6,6 @@ import shutil
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny_run import assert_same_run, evaluate_here, run_here
@@ -17,7 +16,7 @@ from moe_jax.observe.loads import read_loads
 from moe_jax.observe.metrics_file import read_metrics
 from moe_jax.observe.report import summarize_run
 from moe_jax.storage.checkpoint import Checkpointer
-from moe_jax.training import program, step
+from moe_jax.training import program
 
 EMA = "train.ema_decay = 0.75"
 
@@ -57,24 +56,14 @@ def test_run_folder_holds_what_was_promised(finished):
     assert environment["resolved"] == want
 
 
-def test_resume_equals_a_run_that_never_stopped(finished, monkeypatch, capsys):
-    """Three steps, then six: every metric and every leaf of the state bit for bit as in one go, with a loss scale that
-    is too large for the first two and one later."""
-    first = step.first_scale()
-    monkeypatch.setattr(step, "first_scale", lambda: first.replace(scale=jnp.float32(2**22)))
+def test_resume_equals_a_run_that_never_stopped(finished):
+    """Three steps, then six: every metric and every leaf of the state bit for bit as in one go."""
     # the cosine ends at train.steps, so a run that is to be compared must see the same rate: flat from here on
     flat = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
-    flat += ("ModelConfig.dtype = 'float16'",)
     assert run_here(finished, finished / "whole", *flat)
     assert run_here(finished, finished / "parts", *flat, "train.steps = 3")
     assert run_here(finished, finished / "parts", *flat)
-    fields = ("device_load_max_over_mean", "loss_scale", "overflowed_updates")
-    assert_same_run(finished / "whole", finished / "parts", 6, *fields)
-    scales, counts = ([record[name] for record in read_metrics(finished / "parts")] for name in fields[1:])
-    left_out = np.diff([0, *counts])
-    assert scales == [2.0**22 / 2.0**before for before in [0, *counts[:-1]]] and left_out[0] == 1 > min(left_out)
-    assert summarize_run(finished / "parts")["overflowed_updates"] == counts[-1] > counts[2] > 1
-    assert "step 1: gradients overflowed, loss scale 4.1943e+06 is halved" in capsys.readouterr().out
+    assert_same_run(finished / "whole", finished / "parts", 6, "device_load_max_over_mean")
     np.testing.assert_array_equal(
         read_loads(finished / "whole" / "loads.npz").loads, read_loads(finished / "parts" / "loads.npz").loads
     )

@@ -1,6 +1,5 @@
 """What a step does: its gradients, the moving average, steps that are not finite, and what its record holds."""
 
-import functools
 import math
 import re
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.program_volumes import collectives
-from support.tiny_run import config_of, one_step, run_here, session_of
+from support.tiny_run import one_step, run_here, session_of
 
 from moe_jax.errors import NonFiniteError
 from moe_jax.observe.metrics_file import read_metrics
@@ -20,8 +19,7 @@ from moe_jax.training import loop
 from moe_jax.training.feed import Feed
 from moe_jax.training.loop import check_finite
 from moe_jax.training.recorder import step_record
-from moe_jax.training.step import first_scale, make_gradients
-from moe_jax.training.stepper import build_stepper
+from moe_jax.training.step import make_gradients
 
 SIZES = (
     "ModelConfig.layers = 1",  # so that the bank of any mesh is in the order of one device's
@@ -32,10 +30,10 @@ SIZES = (
 )
 
 
-def gradients_of(session, params, scale=None):
+def gradients_of(session, params):
     """Return the gradient of step 0, as NumPy, with a loss that is scaled so."""
     train, length = session.config.train, session.config.data.sequence_length
-    gradients = jax.jit(functools.partial(make_gradients(session.model, train, length), scale=scale))
+    gradients = jax.jit(make_gradients(session.model, train, length))
     params = to_devices(params, session.state_shardings.state["params"])
     batch = to_devices(session.feed.read(0), session.state_shardings.batch)
     return jax.device_get(gradients(params, batch, session.tables, jax.random.key(0))[0])
@@ -163,84 +161,6 @@ def test_skipped_steps_are_counted_over_a_stop_and_one_too_many_ends_the_run(tmp
         assert [record[name] for record in records] == want
     assert np.isnan([record["loss"] for record in records]).tolist() == [False, False, True, False]
     assert [record["peak_device_bytes"] for record in records] == [100, 101, 102, 103]
-
-
-# float16, whose loss is scaled.
-
-FLOAT16 = ("ModelConfig.dtype = 'float16'", "MeshConfig.data = 2", "train.batch_size = 16")
-
-
-def test_scaling_keeps_gradients_that_float16_loses(tmp_path):
-    """Small numbers in the head and the last norm: what comes back through them is below 2^-25, in float16 zero."""
-    changes = (*FLOAT16, "ModelConfig.tied_head = False", "train.grad_accum_steps = 2")
-    changes += ("MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0")
-    narrow, exact = (session_of(tmp_path, 4, *changes, *more) for more in ((), ("ModelConfig.dtype = 'float32'",)))
-    params = jax.device_get(narrow.fresh_state()["params"])
-    params["dense"]["embedding"]["head"] = 2.0**-6 * params["dense"]["embedding"]["head"]
-    params["dense"]["norm"]["scale"] = 2.0**-9 * params["dense"]["norm"]["scale"]
-    want, lost = gradients_of(exact, params), gradients_of(narrow, params)
-    got = gradients_of(narrow, params, scale=2.0**16)
-    for name, leaf in jax.tree.leaves_with_path(want):
-        scaled, plain = (dict(jax.tree.leaves_with_path(tree))[name] for tree in (got, lost))
-        name = jax.tree_util.keystr(name)
-        assert np.linalg.norm(scaled - leaf) < 0.03 * np.linalg.norm(leaf), name  # w_gate 0.023, w_out 0.016
-        assert np.any(plain) == ("head" in name or "['dense']['norm']" in name), name
-
-
-def test_an_update_that_overflows_is_left_out_and_the_scale_follows(tmp_path, poisoned):
-    """All of it in one program; the third batch is poisoned, whose loss says nothing of the scale."""
-    changes = ("train.ema_decay = 0.5", "train.grad_accum_steps = 2", "ModelConfig.tied_head = False")
-    session = session_of(tmp_path, 4, *FLOAT16, *changes)
-    step, _ = session.compile_step()
-    state, held = session.fresh_state(), first_scale()
-    # (step, scale and finite steps before it, after it, whether its update overflowed, is an error)
-    for index, before, after, overflowed, skipped in (
-        (0, (2.0**60, 5), (2.0**59, 0), True, False),
-        (0, (2.0**16, 1999), (2.0**16, 2000), False, False),
-        (1, (2.0**16, 2000), (2.0**17, 0), False, False),
-        (2, (2.0**16, 7), (2.0**16, 7), False, True),
-        (3, (1.0, 0), (1.0, 1), False, False),
-    ):
-        scale, steps = before
-        placed = to_devices(
-            held.replace(scale=np.float32(scale), fin_steps=np.int32(steps)),
-            session.state_shardings.state["loss_scale"],
-        )
-        state |= {"loss_scale": placed}
-        kept = jax.tree.map(jnp.copy, {name: state[name] for name in ("params", "opt_state", "ema")})
-        state, metrics = one_step(session, step, state, index)
-        assert (float(state["loss_scale"].scale), int(state["loss_scale"].fin_steps)) == after
-        assert (float(metrics["loss_scale"]), bool(metrics["overflowed"])) == (scale, overflowed)
-        assert bool(metrics["skipped"]) == skipped and np.isfinite(metrics["loss"]) != skipped
-        now = {name: state[name] for name in kept}
-        same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (kept, now)), strict=True)]
-        assert all(same) if overflowed or skipped else not any(same)
-    # where a scale of 1 is too large, that is an error
-    state["params"]["dense"]["embedding"]["head"] *= 2.0**16
-    state, metrics = one_step(session, step, state, 5)
-    assert np.isfinite(metrics["loss"]) and metrics["skipped"] and not metrics["overflowed"]
-
-
-TRACKS = {
-    "deepspeed": ("ModelConfig.overlap = 'halves'", "train.zero_stage = 3", "train.batch_size = 32"),
-    "hecate": (
-        "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2", "Hecate.overlap_degree = 2",
-        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "PlannerConfig.swap_after = 1",
-        "PlannerConfig.interval = 1", "ModelConfig.prefetch = 'hecate'", "train.grad_accum_steps = 2",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRACKS)
-def test_float16_tracks_float32(name, tmp_path):
-    """Losses of eight steps: a loss of 6 is within 2^-11 of itself, 0.003."""
-    losses = []
-    for dtype in ("float32", "float16"):
-        config = config_of(tmp_path, *FLOAT16, *TRACKS[name], f"ModelConfig.dtype = '{dtype}'")
-        records = build_stepper(config, jax.devices()).run(8)
-        losses.append(np.array([record["loss"] for record in records]))
-    assert np.max(np.abs(losses[1] - losses[0])) < 0.003 and losses[0][0] - losses[0][-1] > 0.1
 
 
 def test_check_finite_names_the_first_leaf():
