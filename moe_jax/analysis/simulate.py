@@ -24,7 +24,8 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import grown, with_late
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.sizes import TransferSizes, late_price, transfer_sizes
-from moe_jax.replan.auto import plan_session
+from moe_jax.replan.auto import SESSIONS
+from moe_jax.replan.session import PlanSession
 
 SUFFIX = "_after_gate"
 SHOWN = 8  # lags that a message names
@@ -102,7 +103,7 @@ def simulate(
     config = dataclasses.replace(config, name=base, when="after_gate" if late else "ahead")
     hiding = build_planner(config).schedule
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
-    session = plan_session(config, placement, cost)
+    session = SESSIONS.get(base, PlanSession)(config, placement, cost)
     largest = with_late(session.planner, build_shape(placement), cost).late if config.bounded else None
     samples = judged(trace.iterations, lag)[::every]
     apart = np.maximum(1, np.diff(trace.iterations, prepend=trace.iterations[0]) // least_lag(trace.iterations))

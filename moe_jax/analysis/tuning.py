@@ -130,7 +130,7 @@ class Bench:
     def _run(self, stepper: Stepper) -> None:
         """Take steps from the state on, wherever it is."""
         if (other := self.newest) is not stepper:
-            state = other.state if other.engine is None else other.engine.at_first_homes(other.state)
+            state = other.state if other.engine is None else other.engine.move_homes(other.state)
             stepper.state = jax.device_put(state, stepper.session.state_shardings.state)
             stepper.step, other.state, self.newest = other.step, None, stepper
         stepper.run(self.steps)

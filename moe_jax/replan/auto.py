@@ -31,7 +31,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.auto import Auto
-from moe_jax.planning.buckets import BUCKET_LIMIT, pairs_by_kind
+from moe_jax.planning.buckets import BUCKET_LIMIT, Buckets, pairs_by_kind
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import Asked, grown
@@ -73,12 +73,6 @@ class Setting(PlanSession):
         self.moved = 0.0
         self.plans: tuple[Placement, ...] = ()
 
-    def begin(self, placement: Placement):
-        """Start from the homes of a placement, without replicas, as a change to this setting would."""
-        bare = placement.replace(replicas=None, shares=None, rule="home")
-        self.proposal, self.last_planned = dataclasses.replace(self.proposal, placement=bare), None
-        self.ahead, self.plans = None, ()
-
     def make_plans(self, iteration: int) -> None:
         """Plan for a step, a plan for each split."""
         before, plan = self.placement, self.propose(iteration)
@@ -117,31 +111,28 @@ class Setting(PlanSession):
 def step_seconds(plan: Placement, loads: np.ndarray, cost: Cost, ahead: TransferShape | None) -> float:
     """Return the seconds of all layers in one microbatch, under the transfer that the step is compiled for.
 
-    Args: loads: int [L, S, E] of one exchange; a pair fuller than `BUCKET_LIMIT` takes more passes.
+    Buckets are as long as the fullest pair of their kind in any layer, and those that travel at most `BUCKET_LIMIT`
+    times the mean of the fullest source; a pair that is fuller takes more passes.
+
+    Args:
+      loads: int [L, S, E] of one exchange.
     """
     exchange = None
     if plan.devices <= EXACT_DEVICES and cost.prices.of_program:
         pairs = routing.pair_loads(plan, loads)
         computed = pairs.sum(axis=1)
         received = computed - np.einsum("ldd->ld", pairs)
-        exchange = passes_seconds(pairs, plan, cost, BUCKET_LIMIT * loads.sum(axis=2).max() / plan.devices)
+        most = max(1, math.ceil(BUCKET_LIMIT * loads.sum(axis=2).max() / plan.devices))
+        fullest = {kind: of.max(axis=-1, initial=0) for kind, of in pairs_by_kind(pairs, plan.devices_per_node).items()}
+        rows = {kind: max(1, math.ceil(of.max())) for kind, of in fullest.items()}
+        rows |= {kind: min(rows[kind], most) for kind in ("node", "far")}
+        passes = np.max([np.maximum(1, np.ceil(fullest[kind] / rows[kind])) for kind in ("node", "far")], axis=0)
+        exchange = cost.prices.padded_exchange(BucketRows(**rows), plan) * passes
     else:
         computed, received = routing.expected(plan, loads)
     trans = np.full(plan.layers, 0.0 if ahead is None else cost.prices.shape_seconds(ahead))
     parts = cost.parts(computed, received, plan.sizes, exchange=exchange, trans=trans)
     return float(sum(parts.values()).sum())
-
-
-def passes_seconds(pairs: np.ndarray, plan: Placement, cost: Cost, most: float) -> np.ndarray:
-    """Return the seconds of one exchange in each layer, [L], with all its passes: pairs [L, D, D].
-
-    Buckets are as long as the fullest pair of their kind in any layer, and those that travel at most `most` rows.
-    """
-    fullest = {kind: own.max(axis=-1, initial=0) for kind, own in pairs_by_kind(pairs, plan.devices_per_node).items()}
-    rows = {kind: max(1, math.ceil(own.max())) for kind, own in fullest.items()}
-    rows |= {kind: min(rows[kind], max(1, math.ceil(most))) for kind in ("node", "far")}
-    passes = np.max([np.maximum(1, np.ceil(fullest[kind] / rows[kind])) for kind in ("node", "far")], axis=0)
-    return cost.prices.padded_exchange(BucketRows(**rows), plan) * passes
 
 
 def even_seconds(loads: np.ndarray, cost: Cost) -> float:
@@ -161,15 +152,11 @@ def planners(devices: int) -> list[str]:
     return sorted(set(able) - {"none", "auto"})
 
 
-def config_of(config, name: str, **fields):
-    """Return a `PlannerConfig` of another planner that decides nothing after the gate."""
-    return dataclasses.replace(PLANNERS[name].ahead_only(config), name=name, **fields)
-
-
 def build_settings(config, start: Placement, cost: Cost, exchanges: int = 1) -> list[Setting]:
     """Return all settings, plain expert parallelism first: {none, half, all} of the slots, each planner and schedule.
 
     Without slots there are the planners that move homes; a planner whose figures the cluster lacks is an error there.
+    None decides anything after the gate.
     """
     slots, found = cost.replica_slots, []
     for line in cost.schedules or (None,):
@@ -178,7 +165,8 @@ def build_settings(config, start: Placement, cost: Cost, exchanges: int = 1) -> 
             own = dataclasses.replace(cost, replica_slots=count, schedule=schedule)
             names = planners(start.devices) if count else ["none", *HOME_MOVERS]
             for name in names if count or start.experts % start.devices == 0 else [n for n in names if n != "eplb"]:
-                found.append(Setting(config_of(config, name, replica_slots=count), start, own, exchanges))
+                planner = dataclasses.replace(PLANNERS[name].ahead_only(config), name=name, replica_slots=count)
+                found.append(Setting(planner, start, own, exchanges))
     return found
 
 
@@ -191,8 +179,16 @@ class AutoSession(PlanSession):
     `cost`, `planner` and `placement` are those of the setting in force.
     """
 
-    def __init__(self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1, **given):
-        super().__init__(config, placement, cost, exchanges_per_step, **given)
+    def __init__(
+        self,
+        config,
+        placement: Placement,
+        cost: Cost,
+        exchanges_per_step: int = 1,
+        buckets: Buckets | None = None,
+        groups: int = 1,
+    ):
+        super().__init__(config, placement, cost, exchanges_per_step, buckets, groups)
         self.base_cost = cost
         self.settings = build_settings(config, placement, cost, exchanges_per_step)
         self.round_steps = options_in(config, Auto()).round_steps
@@ -216,11 +212,14 @@ class AutoSession(PlanSession):
         return self.settings[self.current[0]]
 
     def _begin_round(self) -> None:
+        """Let all settings plan from the homes in force, without replicas, as a change to them would."""
         self.settling = True
         self.judged, self.even = {place: [] for place in range(len(self.settings))}, []
+        bare = self.in_force.placement.replace(replicas=None, shares=None, rule="home")
         for place, setting in enumerate(self.settings):
             if place != self.current[0]:
-                setting.begin(self.in_force.placement)
+                setting.proposal = dataclasses.replace(setting.proposal, placement=bare)
+                setting.last_planned, setting.ahead, setting.plans = None, None, ()
 
     def observe(self, loads: np.ndarray, apart: int = 1) -> None:
         """Take in a step's loads [L, S, E]: what it took under the plans made before; then as the past of others.
@@ -229,25 +228,21 @@ class AutoSession(PlanSession):
         """
         began, seen = time.perf_counter(), np.asarray(loads) / self.exchanges_per_step
         if self.in_force.plans and apart == 1:
-            self._judge(seen)
+            even = even_seconds(seen, self.base_cost)
+            places = self.current[:1] if self.settling or not self.judged else self.judged
+            taken = {place: self.settings[place].seconds(seen) for place in places}
+            ratio = taken[self.current[0]][self.current[1]] / max(even, 1e-30)
+            self.recent = [*self.recent, ratio][-self.round_steps :]
+            if self.judged:
+                self.even.append(even)
+                for place, own in taken.items():
+                    self.judged[place].append(own)
+                if self.settling and len(self.even) == self.round_steps:
+                    self.settling, self.even, self.judged = False, [], {place: [] for place in self.judged}
         super().observe(loads, apart)
         for predictor in self.predictors.values():
             predictor.observe(loads, apart)
         self.spent += time.perf_counter() - began
-
-    def _judge(self, seen: np.ndarray) -> None:
-        """Note what one exchange's loads [L, S, E] took under the plans that were made for their step."""
-        even = even_seconds(seen, self.base_cost)
-        places = self.current[:1] if self.settling or not self.judged else self.judged
-        taken = {place: self.settings[place].seconds(seen) for place in places}
-        ratio = taken[self.current[0]][self.current[1]] / max(even, 1e-30)
-        self.recent = [*self.recent, ratio][-self.round_steps :]
-        if self.judged:
-            self.even.append(even)
-            for place, own in taken.items():
-                self.judged[place].append(own)
-            if self.settling and len(self.even) == self.round_steps:
-                self.settling, self.even, self.judged = False, [], {place: [] for place in self.judged}
 
     def ask(self, iteration: int) -> Asked:
         """Take the placement of the setting in force for `iteration`; decide first, where a round has ended."""
@@ -303,7 +298,7 @@ class AutoSession(PlanSession):
         return abs(gain.mean() - MARGIN * taken[self.current].mean()) > 2 * _error(gain)
 
     def _decide(self, iteration: int) -> None:
-        """End a round: change to the best setting where that pays, and say what each one took."""
+        """End a round: change to the best setting where that pays, and log what each one took, cheapest first."""
         taken, steps = self._taken(), self.round_steps
         now, best = taken[self.current], min(taken, key=lambda at: taken[at].mean())
         gain, new = now - taken[best], self.settings[best[0]]
@@ -312,7 +307,16 @@ class AutoSession(PlanSession):
         ahead = self.base_cost.microbatches * steps * gain.mean()  # until the next round, which comes at once if later
         changes = gain.mean() > MARGIN * now.mean() and ahead > moves
         if changes or len(taken) > 1:
-            self._say(iteration, taken, best if changes else self.current)
+            chosen, order = best if changes else self.current, sorted(taken, key=lambda at: taken[at].mean())
+            lines = [
+                f"planner 'auto', step {iteration + 1}: seconds of the MoE layers in a microbatch, mean of "
+                f"{len(self.even)} steps ({self.spent:.3g} s of planning)"
+            ]
+            for at in dict.fromkeys([*order[:SHOWN], self.current, chosen]):
+                note = (" in force" if at == self.current else "") + (" chosen" if at == chosen else "")
+                name = self.settings[at[0]].names[at[1]]
+                lines.append(f"  {name:36}{taken[at].mean():12.6f} +- {_error(taken[at]):.6f}{note}")
+            _LOG.warning("\n".join(lines))
         if changes:
             self.current, self.waits = best, 1
         else:
@@ -322,19 +326,6 @@ class AutoSession(PlanSession):
         worst = 0.0 if changes else max(self.decided_at, float(np.mean(self.recent)))  # which a round has looked into
         self.decided_at, self.recent = max(ratio, worst), []
         self.judged, self.even = {}, []
-
-    def _say(self, iteration: int, taken: dict[tuple[int, int], np.ndarray], chosen: tuple[int, int]) -> None:
-        """Log the settings that were judged to the end, cheapest first."""
-        lines = [
-            f"planner 'auto', step {iteration + 1}: seconds of the MoE layers in a microbatch, mean of "
-            f"{len(self.even)} steps ({self.spent:.3g} s of planning)"
-        ]
-        order = sorted(taken, key=lambda at: taken[at].mean())
-        for at in dict.fromkeys([*order[:SHOWN], self.current, chosen]):
-            note = (" in force" if at == self.current else "") + (" chosen" if at == chosen else "")
-            name = self.settings[at[0]].names[at[1]]
-            lines.append(f"  {name:36}{taken[at].mean():12.6f} +- {_error(taken[at]):.6f}{note}")
-        _LOG.warning("\n".join(lines))
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""
@@ -366,6 +357,4 @@ def _error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def plan_session(config, *given, **named) -> PlanSession:
-    """Return the session of a run's planner, arguments as of `PlanSession`."""
-    return (AutoSession if config.name == "auto" else PlanSession)(config, *given, **named)
+SESSIONS = {"auto": AutoSession}  # {name of a planner: its session}, of those that are no plain `PlanSession`

@@ -7,7 +7,6 @@ only. Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from typing import Any
@@ -32,7 +31,7 @@ from moe_jax.planning.buckets import Buckets
 from moe_jax.planning.cost import PRICES, Cost
 from moe_jax.planning.plan import with_late
 from moe_jax.planning.plan_shape import PlanShape, build_shape
-from moe_jax.replan.auto import plan_session
+from moe_jax.replan.auto import SESSIONS
 from moe_jax.replan.segments import group_tokens, initial_placement, segment_runs, sizes_of
 from moe_jax.replan.session import PlanSession
 
@@ -161,16 +160,17 @@ def settle_memory(config: RunConfig, roles: Roles) -> tuple[RunConfig, dict[str,
     sizes = sizes_of(config, roles)
 
     def with_most(field: str, limit: int) -> dict[str, Cost]:
-        """Return the costs with the most in a field, up to a limit, that fits in the memory."""
-        found = [
-            {name: dataclasses.replace(cost, **{field: count}) for name, cost in costs.items()}
-            for count in range(limit + 1)
-        ]
-
-        def is_too_many(tried: dict[str, Cost]) -> bool:
-            return device_bytes(sizes, most_shapes(config, roles, tried)).at_most > memory
-
-        return found[bisect.bisect_left(found[1:], True, key=is_too_many)]
+        """Return the costs with the most in a field, up to a limit, that fits in the memory, by halving."""
+        found = {name: dataclasses.replace(cost, **{field: 0}) for name, cost in costs.items()}
+        most, beyond = 0, limit + 1
+        while beyond - most > 1:
+            count = (most + beyond + 1) // 2
+            tried = {name: dataclasses.replace(cost, **{field: count}) for name, cost in costs.items()}
+            if device_bytes(sizes, most_shapes(config, roles, tried)).at_most > memory:
+                beyond = count
+            else:
+                most, found = count, tried
+        return found
 
     if by_memory:  # with all late slots that the planner wants
         limit = 0
@@ -194,8 +194,22 @@ def build_sessions(config: RunConfig, roles: Roles) -> dict[str, PlanSession]:
         node with one node, one device on a node or nodes of unequal size, slots without a bound after the gate, more
         replica slots than fit in memory, or a figure that a price needs.
     """
-    runs = segment_runs(config, roles)
-    _check(config, runs)
+    planner, runs = config.planner, segment_runs(config, roles)
+    devices = max(own.size(own.expert) for _, own in runs.values())
+    if not find_schedule(config.moe.schedule).moves_tokens or devices == 1:
+        raise UserError(
+            f"PlannerConfig.name ({planner.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
+            f"{config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "
+            "MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
+        )
+    for _, own in runs.values() if planner.transfer == "by_node" else ():  # the smallest is built for its checks
+        members, inside = own.size(own.expert), max(1, own.config.devices_per_node // own.config.expert_shard)
+        TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
+    if planner.when == "after_gate" and not planner.bounded:
+        raise UserError(
+            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {planner.replica_slots} "
+            "replica slots; set bounded = True and replica_slots to the most that you want"
+        )
     config, costs = settle_memory(config, roles)
     sessions = {}
     for name, (own, own_roles) in segment_runs(config, roles).items():
@@ -203,32 +217,13 @@ def build_sessions(config: RunConfig, roles: Roles) -> dict[str, PlanSession]:
         if own.moe.schedule == "auto":
             cost = dataclasses.replace(cost, schedules=_lines(own, own_roles))
         exchanges, buckets = own.train.grad_accum_steps * groups, _buckets(own, own_roles)
-        session = plan_session(own.planner, start, cost, exchanges, buckets=buckets, groups=groups)
+        build = SESSIONS.get(planner.name, PlanSession)
+        session = build(own.planner, start, cost, exchanges, buckets=buckets, groups=groups)
         # plan once, for even loads: a figure that a price needs and the cluster lacks is named before a step compiles
         session.first_shape  # noqa: B018
         session.trial.propose(np.ones((start.layers, start.devices, start.experts)), start, cost)
         sessions[name] = session
     return sessions
-
-
-def _check(config: RunConfig, runs: dict[str, tuple[RunConfig, Roles]]) -> None:
-    planner, devices = config.planner, max(roles.size(roles.expert) for _, roles in runs.values())
-    if not find_schedule(config.moe.schedule).moves_tokens or devices == 1:
-        raise UserError(
-            f"PlannerConfig.name ({planner.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
-            f"{config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "
-            "MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
-        )
-    if planner.transfer == "by_node":  # the smallest transfer is built for its checks
-        for _, roles in runs.values():
-            members = roles.size(roles.expert)
-            inside = max(1, roles.config.devices_per_node // roles.config.expert_shard)
-            TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
-    if planner.when == "after_gate" and not planner.bounded:
-        raise UserError(
-            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {planner.replica_slots} "
-            "replica slots; set bounded = True and replica_slots to the most that you want"
-        )
 
 
 def _lines(config: RunConfig, roles: Roles) -> tuple[ScheduleLine, ...]:

@@ -38,7 +38,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner
-from moe_jax.planning.plan import Placements, Plan, look_back, make_plan
+from moe_jax.planning.plan import Placements, look_back, make_plan
 from moe_jax.planning.plan_shape import PlanShape, Shapes, Tables, build_shape, fill_tables
 from moe_jax.replan.costs import build_sessions
 from moe_jax.replan.session import PlanSession
@@ -120,11 +120,14 @@ class RejitEngine:
             homes, because a step that has to run again needs them where they were. None: `state` is that.
         """
         record = {"rejit_stall_seconds": 0.0, "planner_seconds": self.next_planner_seconds}
-        if self.pending is not None and self._is_due(step, self.pending):
-            record |= self._swap(self.pending)
+        if (pending := self.pending) is not None:  # which may still be compiling here
+            due = self.agreed >= pending.number
+            if self.config.swap_after is not None:
+                due = step >= pending.step + self.config.swap_after - 1
+            record |= self._swap(pending) if due else {}
         if any(own.moves(self.stored[name]) for name, own in self.placement.items()):
             began = time.perf_counter()
-            state = self._move_homes(state if settle is None else settle(), self.placement)
+            state = self.move_homes(state if settle is None else settle(), self.placement)
             record["reshard_seconds"] = time.perf_counter() - began
         record["plan_id"] = self.plan_id
         if self.remark:
@@ -133,7 +136,10 @@ class RejitEngine:
         return self._compile(self.shape).result(), *self._inputs(flag), state
 
     def after_dispatch(self, step: int):
-        """Plan for step `step` + 1 while the devices work on `step`."""
+        """Plan for step `step` + 1 while the devices work on `step`.
+
+        It runs with the plan if that fits; the step that the plan asks for is compiled, one at a time.
+        """
         if self.frozen:
             return
         began = time.perf_counter()
@@ -146,20 +152,16 @@ class RejitEngine:
             plan = make_plan(asked, self.placement, self.shape, pending)
             for name, plans in self.plans.items():
                 plans.accept(asked[name], plan.proposals[name], step + 1)
-            self._take(step + 1, plan)
+            if plan.fits_pending:
+                self.pending.placement = plan.placement
+            if plan.fits:
+                self._adopt(plan.placement, plan.tables)
+            if plan.shape != self.shape and self.pending is None:
+                _LOG.info("step %d: another step is compiled: %s", step + 2, plan.why)
+                self.asked += 1
+                self.pending = Pending(number=self.asked, step=step + 1, shape=plan.shape, placement=plan.placement)
+                self._compile(plan.shape)
         self.next_planner_seconds = time.perf_counter() - began
-
-    def _take(self, step: int, plan: Plan):
-        """Let step `step` run with a plan if it fits; have the step compiled that it asks for."""
-        if plan.fits_pending:
-            self.pending.placement = plan.placement
-        if plan.fits:
-            self._adopt(plan.placement, plan.tables)
-        if plan.shape != self.shape and self.pending is None:
-            _LOG.info("step %d: another step is compiled: %s", step + 1, plan.why)
-            self.asked += 1
-            self.pending = Pending(number=self.asked, step=step, shape=plan.shape, placement=plan.placement)
-            self._compile(plan.shape)
 
     def _adopt(self, placement: Placements, filled: dict[str, Tables] | None = None):
         """Run with a placement from the next step on; filled: its tables for the shape in force, if they are there."""
@@ -203,7 +205,8 @@ class RejitEngine:
         """Return the step's tables and host signals int32 [devices, 3]: stop, newest shape ready here, hash of plan."""
         places, new = self.session.state_shardings, {}
         if self.tables is None:
-            new = {"tables": self.filled or self._filled(self.shape, self.placement)}
+            of = self.shape.items()
+            new = {"tables": self.filled or {name: fill_tables(own, self.placement[name]) for name, own in of}}
             text = "".join(own.fingerprint() for own in self.placement.values()) + repr(shape_data(self.shape))
             self.hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
         ready = 0
@@ -215,12 +218,6 @@ class RejitEngine:
         sent = to_devices(sent, {name: getattr(places, name) for name in sent})
         self.tables, self.filled = sent.get("tables", self.tables), None
         return self.tables, sent["host_signals"]
-
-    def _is_due(self, step: int, pending: Pending) -> bool:
-        """Say whether step `step` is to run with the pending shape, which may still be compiling here."""
-        if self.config.swap_after is None:
-            return self.agreed >= pending.number
-        return step >= pending.step + self.config.swap_after - 1
 
     def _swap(self, pending: Pending) -> dict:
         """Run with the pending shape from now on, once it is compiled; return what the step's record says of it."""
@@ -241,10 +238,8 @@ class RejitEngine:
         slots = tuple(own.home_slots for own in shape.values())
         if slots not in self.evaluations:
             self.evaluations[slots] = self.session.evaluation_step(shape)
-        return self.evaluations[slots], to_devices(self._filled(shape, bare), self.session.state_shardings.tables)
-
-    def _filled(self, shape: Shapes, placement: Placements) -> dict[str, Tables]:
-        return {name: fill_tables(own, placement[name]) for name, own in shape.items()}
+        tables = {name: fill_tables(own, bare[name]) for name, own in shape.items()}
+        return self.evaluations[slots], to_devices(tables, self.session.state_shardings.tables)
 
     def close(self):
         """End the thread; a running compilation cannot be stopped, so this waits for it."""
@@ -257,12 +252,13 @@ class RejitEngine:
         """{segment: int32 [L, E]}, home device of every expert of the state."""
         return {name: stored.home for name, stored in self.stored.items()}
 
-    def at_first_homes(self, state: dict) -> dict:
-        """Return the state, which is donated, with its experts where a run starts, for another engine to go on."""
-        return self._move_homes(state, {name: own.start for name, own in self.plans.items()})
+    def move_homes(self, state: dict, placement: Placements | None = None) -> dict:
+        """Return the state, which is donated, with its experts where a placement has them.
 
-    def _move_homes(self, state: dict, placement: Placements) -> dict:
-        """Return the state, which is donated, with its experts where a placement has them."""
+        Args:
+          placement: None is where a run starts, for another engine to go on.
+        """
+        placement = placement or {name: own.start for name, own in self.plans.items()}
         for name, old in self.stored.items():
             if old.moves(placement[name]):
                 rows = self.shape[name].bank_rows

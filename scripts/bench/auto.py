@@ -31,7 +31,8 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, LayerPrices, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.replan.auto import AutoSession, Setting, build_settings, config_of, planners, step_seconds
+from moe_jax.registry import PLANNERS
+from moe_jax.replan.auto import AutoSession, Setting, build_settings, planners, step_seconds
 
 _TRACES = flags.DEFINE_list("traces", list(NAMES), "Names of loads.")
 _CLUSTER = flags.DEFINE_string("cluster", "configs/cluster/flat_3gbs_30tflops.gin", "Cluster file.")
@@ -66,7 +67,8 @@ def fixed_settings(config: PlannerConfig, start: Placement, cost: Cost) -> list[
         own = dataclasses.replace(cost, replica_slots=0, schedule=line.name)
         there = {setting.names for setting in found}
         for name in planners(start.devices):
-            more = Setting(config_of(config, name, replica_slots=0), start, own)
+            planner = dataclasses.replace(PLANNERS[name].ahead_only(config), name=name, replica_slots=0)
+            more = Setting(planner, start, own)
             found += [more] if more.names not in there else []
     return found
 
