@@ -295,7 +295,17 @@ class RejitEngine:
         """
         if state is None:
             return None
-        if changed := self._changes(state):
+        changed = []
+        for name, first in self.first.items():
+            there = state["shape"][name]
+            sizes = [(size, there[size], getattr(first, size)) for size in _SIZES]
+            changed += [f"{size} was {before} and is {now}" for size, before, now in sizes if before != now]
+        # of versions whose planners had all options in one class
+        before = {name if "." in name else f"PlannerConfig.{name}": value for name, value in state["options"].items()}
+        before, now = {RENAMED.get(name, name): value for name, value in before.items()}, self._options()
+        names = [name for name in now if name in before and before[name] != now[name]]
+        changed += [f"{name} was {before[name]} and is {now[name]}" for name in names]
+        if changed:
             return f"plan: {', '.join(changed)}; experts start at even homes, and the planner sees new loads only"
         for name, plans in self.plans.items():
             plans.restore(state["session"][name])
@@ -308,19 +318,6 @@ class RejitEngine:
         for step, loads in state["waiting"].items():
             self.waiting[int(step)] = {name: np.asarray(own, np.int64) for name, own in loads.items()}
         return None
-
-    def _changes(self, state: dict) -> list[str]:
-        """Return in which sizes and options a saved plan is of another run, '... was THAT and is THIS' each."""
-        found = []
-        for name, own in self.first.items():
-            there = state["shape"][name]
-            sizes = [(size, there[size], getattr(own, size)) for size in _SIZES]
-            found += [f"{size} was {before} and is {now}" for size, before, now in sizes if before != now]
-        # of versions whose planners had all options in one class
-        before = {name if "." in name else f"PlannerConfig.{name}": value for name, value in state["options"].items()}
-        before, now = {RENAMED.get(name, name): value for name, value in before.items()}, self._options()
-        names = [name for name in now if name in before and before[name] != now[name]]
-        return found + [f"{name} was {before[name]} and is {now[name]}" for name in names]
 
     def _options(self) -> dict[str, str]:
         """Return what decides which replicas there are and how they travel, {binding: value as text}."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import statistics
 import time
@@ -77,9 +78,14 @@ class Loop:
                 raise
 
     def train(self, stop: StopSignal) -> bool:
-        """Take all steps that are left, as `run` says."""
+        """Look at the first state, and take all steps that are left, as `run` says."""
         stepper, feed, train = self.stepper, self.stepper.session.feed, self.stepper.session.config.train
-        self.begin()
+        self.hosts.touch(stepper.step)
+        if stepper.step == 0:
+            self.evaluate()
+        else:
+            check_state(stepper.step, stepper.state, self.local_finite, self.checkpoint)
+        self.compile(stepper.compile)
         batches = prefetch(lambda step: feed.read(step, feed.local_rows), stepper.step, train.steps)
         stopped = False
         try:
@@ -107,16 +113,6 @@ class Loop:
         self.finish_save()
         self.hosts.touch(None)  # the others may have to wait for process 0's pictures
         return not stopped
-
-    def begin(self):
-        """Look at the first state, and compile the first step."""
-        stepper = self.stepper
-        self.hosts.touch(stepper.step)
-        if stepper.step == 0:
-            self.evaluate()
-        else:
-            check_state(stepper.step, stepper.state, self.local_finite, self.checkpoint)
-        self.compile(stepper.compile)
 
     def compile(self, work: Callable[[], float]):
         """Compile by `work`, which returns its seconds; it may take long, so no step is due meanwhile."""
@@ -151,7 +147,7 @@ class Loop:
         self.host = dataclasses.replace(self.host, skipped_steps=skipped)
         check_finite(step, metrics, self.names, self.checkpoint, skipped=skipped, allowed=allowed)
         loads = session.model.loads_by_segment(metrics["loads"])
-        record = step_record(metrics, loads, session.home) | self.measured(metrics, seconds)
+        record = step_record(metrics, loads, session.model.even_homes) | self.measured(metrics, seconds)
         if allowed:
             record |= {"skipped": int(metrics["skipped"]), "skipped_steps": skipped}
         if "run_again" in metrics:
@@ -201,7 +197,7 @@ class Loop:
             data=session.feed.stream.position(step),
             plan=None if self.engine is None else self.engine.state(),
         )
-        home = session.home if self.engine is None else self.engine.home
+        home = session.model.even_homes if self.engine is None else self.engine.home
         self.checkpoints.save(step, session.saved(stepper.state), home, host.to_json())
         self.checkpoint = step
         if line := slow_processes(self.hosts, step):
@@ -221,9 +217,8 @@ class Loop:
         session, stepper, step = self.stepper.session, self.stepper, self.stepper.step
         step_function, tables = (self.evaluation_step, None) if self.engine is None else self.engine.evaluation()
 
-        def held_out_loss(params) -> float:  # for the watchdog a batch counts as a step: held-out text may be long
-            return evaluate(session, step_function, params, tables, lambda: self.hosts.touch(step))
-
+        touch = functools.partial(self.hosts.touch, step)  # a batch counts as a step: held-out text may be long
+        held_out_loss = functools.partial(evaluate, session, step_function, tables=tables, after_batch=touch)
         loss = held_out_loss(stepper.state["params"])
         record, averaged = {"held_out_loss": loss}, ""
         if (bits := session.feed.bits_per_byte(loss)) is not None:
@@ -342,11 +337,19 @@ def last_finite(checkpoint: int | None) -> str:
 def slow_processes(hosts: Hosts, step: int) -> str:
     """Return in words which processes of a job are slow, '' where none is; all of them call it, after the same `step`.
 
-    Each times the same work on its first device. A step tells nothing: in it all wait for the slowest.
+    Each times the same work on its first device, at best of three runs after one that compiles. A step tells nothing:
+    in it all wait for the slowest.
     """
     if hosts.process_count == 1:
         return ""
-    seconds = list(map(float, hosts.gather_text(f"speed at step {step}", str(probe_seconds()))))
+    device, taken = jax.local_devices()[0], []
+    side = 512 if device.platform == "cpu" else 4096  # 64 MiB: a training run leaves little memory
+    matrix = jax.device_put(np.ones((side, side), np.float32), device)
+    for _ in range(4):
+        began = time.monotonic()
+        jax.block_until_ready(jnp.matmul(matrix, matrix))
+        taken.append(time.monotonic() - began)
+    seconds = list(map(float, hosts.gather_text(f"speed at step {step}", str(min(taken)))))
     median = statistics.median_low(seconds)  # of two the faster one
     slow = [
         f"process {index} ({name}) takes {own / median:.1f} times as long as the median"
@@ -354,18 +357,3 @@ def slow_processes(hosts: Hosts, step: int) -> str:
         if own > _SLOW * median
     ]
     return f"{', '.join(slow)} for the same work on its device: all wait for it" if slow else ""
-
-
-def probe_seconds() -> float:
-    """Return how long this process' first device takes for a product of matrices, at best; other devices do not count.
-
-    At best of three runs, after one that compiles.
-    """
-    device, seconds = jax.local_devices()[0], []
-    side = 512 if device.platform == "cpu" else 4096  # 64 MiB: a training run leaves little memory
-    matrix = jax.device_put(np.ones((side, side), np.float32), device)
-    for _ in range(4):
-        began = time.monotonic()
-        jax.block_until_ready(jnp.matmul(matrix, matrix))
-        seconds.append(time.monotonic() - began)
-    return min(seconds)

@@ -73,9 +73,7 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     rate, dtype = build_learning_rate(config), config.first_moment_dtype or None
     beta1, beta2, weight_decay = config.beta1, config.beta2, config.weight_decay
 
-    def by_path(of_leaf):
-        return functools.partial(jax.tree_util.tree_map_with_path, of_leaf)
-
+    by_path = functools.partial(functools.partial, jax.tree_util.tree_map_with_path)  # of a leaf -> of trees
     decay_mask = by_path(decays)
     try:
         if config.optimizer == "adamw":
@@ -133,13 +131,11 @@ def state_specs(opt_state, shapes, specs):
         (name, shape.shape): spec
         for (name, shape), spec in zip(flatten(shapes).items(), jax.tree.leaves(specs), strict=True)
     }
-
-    def spec_of(name, leaf):  # a leaf's name ends in its parameter's
+    leaves = []
+    for name, leaf in flatten(opt_state).items():  # a name ends in its parameter's
         keys = name.split("/")
         ends = (("/".join(keys[at:]), leaf.shape) for at in range(len(keys)))
-        return next((moments[end] for end in ends if end in moments), P())
-
-    leaves = [spec_of(name, leaf) for name, leaf in flatten(opt_state).items()]
+        leaves.append(next((moments[end] for end in ends if end in moments), P()))
     return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
 
 

@@ -55,16 +55,6 @@ class OpenRun:
     hosts: Hosts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where a run's state comes from."""
-
-    config: RunConfig  # to train with: with the tokenizer that the folder keeps, without a teacher that has left
-    step: int | None  # of the checkpoint in the folder to go on from, None for a new run
-    parent: int | None  # of the checkpoint in `Start.init_from` from whose parameters a new run starts
-    host: HostData  # of that first checkpoint, with what this command changes
-
-
 def say(hosts: Hosts, text: str) -> None:
     """Print a line, on the main process."""
     if hosts.is_main:
@@ -75,7 +65,9 @@ def say(hosts: Hosts, text: str) -> None:
 def open_run(
     config: RunConfig, config_text: str, hosts: Hosts, workdir: str, start: Start | None = None
 ) -> Iterator[OpenRun]:
-    """Yield a run folder with its checkpoints, once all processes agree on config and versions.
+    """Yield a run folder that all processes see, with its checkpoints, once they agree on config and versions.
+
+    Process 0 makes the folder before any other looks for it; at the end an empty one that it made goes.
 
     Args:
       start: of a run that trains, which holds the folder's lock; None: nothing is trained, and the folder must exist.
@@ -88,10 +80,18 @@ def open_run(
     hosts.agree("config", config_text, differing_binding)
     versions = ", ".join(f"{name} {version}" for name, version in environment_record()["packages"].items())
     hosts.agree("versions", versions, lambda first, other: f"process {{index}} has {other}, and process 0 {first}")
-    with shared_folder(workdir, hosts, writes=start is not None) as folder:
+    with contextlib.ExitStack() as stack:
+        if hosts.is_main:
+            folder = RunFolder(workdir, create=start is not None)
+            stack.callback(folder.remove_if_unused)
+            if start is not None:
+                stack.enter_context(FolderLock(folder, hosts.fail))
+        seen, *_ = hosts.gather_text("run folder", str(folder.seen()) if hosts.is_main else "")
+        if not hosts.is_main:
+            folder = _await_folder(workdir, hosts, seen)
         checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
-        with contextlib.closing(checkpoints):
-            yield OpenRun(config, config_text, start or Start(), folder, checkpoints, hosts)
+        stack.enter_context(contextlib.closing(checkpoints))
+        yield OpenRun(config, config_text, start or Start(), folder, checkpoints, hosts)
 
 
 def differing_binding(first: str, other: str) -> str:
@@ -99,26 +99,6 @@ def differing_binding(first: str, other: str) -> str:
     for binding, old, new in config_differences(first, other):
         return f"{binding} is {old} on process 0 and {new} on process {{index}}; start all with the same flags"
     return ""
-
-
-@contextlib.contextmanager
-def shared_folder(workdir: str, hosts: Hosts, *, writes: bool) -> Iterator[RunFolder]:
-    """Yield a run folder that all processes see; a job that writes makes it, and holds its lock.
-
-    Process 0 makes the folder before any other looks for it; at the end an empty one that it made goes.
-
-    Raises:
-      UserError: the folder cannot be opened, or another job has it.
-      HostLostError: a process does not see process 0's folder.
-    """
-    with contextlib.ExitStack() as stack:
-        if hosts.is_main:
-            folder = RunFolder(workdir, create=writes)
-            stack.callback(folder.remove_if_unused)
-            if writes:
-                stack.enter_context(FolderLock(folder, hosts.fail))
-        seen = hosts.gather_text("run folder", str(folder.seen()) if hosts.is_main else "")[0]
-        yield folder if hosts.is_main else _await_folder(workdir, hosts, seen)
 
 
 def _await_folder(workdir: str, hosts: Hosts, seen: str) -> RunFolder:
@@ -175,11 +155,16 @@ def _latest(checkpoints: Checkpointer, hosts: Hosts, below: int | None = None) -
     return int(step) if step.isdecimal() else None
 
 
-def choose_origin(opened: OpenRun, step: int | None, host: HostData) -> Origin:
+def choose_origin(opened: OpenRun, step: int | None, host: HostData) -> tuple[RunConfig, int | None, HostData]:
     """Return where a run's state comes from, by its newest checkpoint, if there is one; errors tell what to set.
 
     Args:
-      step, host: as `newest_checkpoint` returned them.
+      step, host: as `newest_checkpoint` returned them; step None starts a new run.
+
+    Returns:
+      The config to train with: with the tokenizer that the folder keeps, without a teacher that has left. The step of
+      the checkpoint in `Start.init_from` from whose parameters a new run starts. The host data with what this command
+      changes.
     """
     start, text = opened.start, opened.config_text
     parent = _choose_parent(opened) if step is None else None
@@ -190,12 +175,9 @@ def choose_origin(opened: OpenRun, step: int | None, host: HostData) -> Origin:
         for binding, old, new in (() if step is None else config_differences(host.config, text))
         if binding in start.changed
     ]
-    return Origin(
-        config=dataclasses.replace(config, data=with_kept_file(config.data, opened.folder.path)),
-        step=step,
-        parent=parent,
-        host=dataclasses.replace(host, config=text, teacher=teacher, base=base, changes=(*host.changes, *changes)),
-    )
+    config = dataclasses.replace(config, data=with_kept_file(config.data, opened.folder.path))
+    host = dataclasses.replace(host, config=text, teacher=teacher, base=base, changes=(*host.changes, *changes))
+    return config, parent, host
 
 
 def _choose_parent(opened: OpenRun) -> int | None:

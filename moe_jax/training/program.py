@@ -75,11 +75,6 @@ class Program:
         group = rows_of(self.config.model, self.roles, self.config.train.microbatch_size)
         return group * self.roles.size(self.roles.dense)
 
-    @property
-    def home(self) -> dict[str, np.ndarray]:
-        """{segment with experts, first layers first: int32 [L, E]}, home device of every expert when a run starts."""
-        return self.model.even_homes
-
     def resolved(self) -> dict[str, str | bool]:
         """Return what the bindings that depend on devices come to on these, under their names."""
         model = self.model.config

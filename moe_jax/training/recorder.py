@@ -13,7 +13,7 @@ import sys
 import jax
 import numpy as np
 
-from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, Tokenizer, carry_files
+from moe_jax.data.tokenizer import FILE, HuggingFaceTokenizer, carry_files
 from moe_jax.errors import UserError
 from moe_jax.models.counts import parameter_counts
 from moe_jax.moe.routers.sigmoid_bias import SigmoidBias
@@ -35,28 +35,19 @@ from moe_jax.training.program import Session
 
 
 def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
-    """Return text, model, devices and steps of a run; latest: step of the checkpoint that it goes on from."""
+    """Return text, model, devices and steps of a run, and in words what of the model is trained, and at which rate.
+
+    Args:
+      latest: step of the checkpoint that it goes on from.
+    """
     config, meta, axes = session.config, session.feed.cache.meta, session.roles.mesh.shape
     total, active, *_ = parameter_counts(config.model, config.moe, session.model.vocab_size)
-    train, mesh = config.train, ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "one device"
+    train, moe, lora = config.train, config.moe, config.lora
+    mesh = ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "one device"
     where = config.data.path or "the sources of Python's library"
     padding = session.rows - train.microbatch_size
     filled = f", {padding} of {session.rows} in a microbatch are padding" if padding else ""
     chats = f"\nchats   {meta.answers:,} tokens are answers; {session.feed.stream.told()}" if meta.answers else ""
-    return (
-        f"text    {where}: {meta.tokens:,} tokens in {meta.documents:,} documents, tokenizer "
-        f"{config.data.tokenizer!r}{chats}\n"
-        f"model   {total:,} parameters, {active:,} of them for a token; {config.model.layers} layers\n"
-        f"train   {trained(session)}\n"
-        f"mesh    {mesh}; schedule {config.moe.schedule}, planner {config.planner.name}\n"
-        f"run     {folder.path}, step {latest or 0} of {train.steps}, {train.batch_size} sequences of "
-        f"{config.data.sequence_length} tokens each{filled}; compiling the step"
-    )
-
-
-def trained(session: Session) -> str:
-    """Return in words what of a model is trained, and at which rate."""
-    train, moe, lora = session.config.train, session.config.moe, session.config.lora
     how = "constant" if train.learning_rate_schedule == "constant" else f"{train.learning_rate_schedule} to the end"
     warmup = min(train.warmup_steps, train.steps - 1)  # as `training/optimizer.py` takes it
     cut = f" (not {train.warmup_steps}: train.steps is {train.steps})" if warmup < train.warmup_steps else ""
@@ -67,46 +58,47 @@ def trained(session: Session) -> str:
         count = sum(leaf.size for leaf in jax.tree.leaves(session.model.trained(session.model.shapes())))
         what, bias = f"{count:,} parameters of adapters of rank {lora.rank} on {' and '.join(lora.targets)}", ""
     return (
-        f"{what} by {train.optimizer}, learning rate {train.learning_rate:g} after {warmup} steps{cut} "
-        f"of warm-up{rises}, then {how}{bias}"
+        f"text    {where}: {meta.tokens:,} tokens in {meta.documents:,} documents, tokenizer "
+        f"{config.data.tokenizer!r}{chats}\n"
+        f"model   {total:,} parameters, {active:,} of them for a token; {config.model.layers} layers\n"
+        f"train   {what} by {train.optimizer}, learning rate {train.learning_rate:g} after {warmup} steps{cut} of "
+        f"warm-up{rises}, then {how}{bias}\n"
+        f"mesh    {mesh}; schedule {config.moe.schedule}, planner {config.planner.name}\n"
+        f"run     {folder.path}, step {latest or 0} of {train.steps}, {train.batch_size} sequences of "
+        f"{config.data.sequence_length} tokens each{filled}; compiling the step"
     )
 
 
-def environment_of(session: Session, processes: int) -> dict:
-    """Return the facts of environment.json: machine, mesh, what 'auto' came to, parameters, a modelled layer."""
+def write_beginning(opened: OpenRun, operative_text: str, session: Session):
+    """Write, on process 0, the files that say what a run is.
+
+    A tokenizer's file is copied, with those next to it that go with it. environment.json holds machine, mesh, what
+    'auto' came to, parameters, a modelled layer.
+    """
+    if not opened.hosts.is_main:
+        return
+    folder, begun = opened.folder, {"add_special_tokens": opened.config.data.add_special_tokens}
+    write_atomically(folder.config, opened.config_text)
+    write_atomically(folder.begun, json.dumps(begun))
+    tokenizer = session.feed.tokenizer
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.file.resolve() != (folder.path / FILE).resolve():
+        with disk_errors_named(folder.path):
+            carry_files(tokenizer.file.parent, folder.path)
+        with atomic_file(folder.path / FILE) as file:  # last, and as it was read
+            file.write(tokenizer.text)
+    write_atomically(folder.operative_config, operative_text)
     config, mesh = dataclasses.replace(session.config, model=session.model.config), session.roles.mesh
     total, active, *_ = parameter_counts(config.model, config.moe, session.model.vocab_size)
     devices = [{"platform": device.platform, "kind": device.device_kind} for device in mesh.devices.flat]
-    return {
-        **environment_record(devices=devices, mesh=dict(mesh.shape), processes=processes),
+    environment = {
+        **environment_record(devices=devices, mesh=dict(mesh.shape), processes=opened.hosts.process_count),
         "resolved": {"MeshConfig.devices_per_node": session.roles.config.devices_per_node, **session.resolved()},
         "parameters": {"total": total, "active": active},
         "planner": config.planner.name,
         "schedule": config.moe.schedule,
         "modelled": modelled_layers(config, session.roles),
     }
-
-
-def write_beginning(opened: OpenRun, operative_text: str, session: Session):
-    """Write, on process 0, the files that say what a run is."""
-    if not opened.hosts.is_main:
-        return
-    folder, begun = opened.folder, {"add_special_tokens": opened.config.data.add_special_tokens}
-    write_atomically(folder.config, opened.config_text)
-    write_atomically(folder.begun, json.dumps(begun))
-    keep_tokenizer(session.feed.tokenizer, folder)
-    write_atomically(folder.operative_config, operative_text)
-    environment = environment_of(session, opened.hosts.process_count)
     write_atomically(folder.environment, json.dumps(environment, indent=2, allow_nan=False))
-
-
-def keep_tokenizer(tokenizer: Tokenizer, folder: RunFolder) -> None:
-    """Copy a tokenizer's file into a run folder, and those next to it that go with it."""
-    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.file.resolve() != (folder.path / FILE).resolve():
-        with disk_errors_named(folder.path):
-            carry_files(tokenizer.file.parent, folder.path)
-        with atomic_file(folder.path / FILE) as file:  # last, and as it was read
-            file.write(tokenizer.text)
 
 
 class Recorder:
@@ -114,12 +106,29 @@ class Recorder:
 
     def __init__(self, folder: RunFolder, session: Session, latest: int | None):
         """Open the files, without what they say of steps after `latest`, the checkpoint that the run goes on from."""
-        train, self.folder = session.config.train, folder
+        config, train, self.folder = session.config, session.config.train, folder
         self.progress = Progress(train.steps, sys.stdout, start_step=latest or 0, every=train.log_every)
         self.metrics = MetricsWriter(folder, resume_step=latest)
         self.evaluations = MetricsWriter(folder, resume_step=latest, file_name=EVALUATIONS)
-        origin = loads_origin(session)
         segments = session.model.expert_segments
+        sizes = tuple((s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in segments)
+        preceding = tuple((segment.config.moe_every, segment.config.ffn_dim) for segment in segments)
+        alike = len(sizes) == 1 and sizes[0][1] >= session.roles.size(session.roles.expert)
+        origin = LoadsOrigin(
+            model_dim=config.model.model_dim,
+            hidden_dim=sizes[0][2],
+            top_k=sizes[0][3],
+            dtype=config.model.dtype,
+            mesh=tuple(session.roles.mesh.shape.items()),
+            devices_per_node=session.roles.members_per_node,
+            cluster=config.planner.cluster or config.moe.cluster,
+            activation=config.model.activation,
+            moe_every=preceding[0][0],
+            dense_hidden_dim=preceding[0][1],
+            sequence_length=config.data.sequence_length,
+            segments=() if alike else sizes,
+            preceding=() if alike else preceding,
+        )
         layers, experts = sum(s.config.moe_layers for s in segments), max(s.moe.num_experts for s in segments)
         every = sample_every(train.loads_every, train.steps, 4 * layers * origin.sources * experts)
         self.loads = LoadsRecorder(folder, every, resume_step=latest, origin=origin)
@@ -167,29 +176,6 @@ class Recorder:
         if self.evaluations.last_step is None or self.evaluations.last_step < step:
             self.evaluations.write(step, record)
             self.tensorboard.write(step, record)
-
-
-def loads_origin(session: Session) -> LoadsOrigin:
-    """Return what a sample of loads says of the run that it is of."""
-    config, segments = session.config, session.model.expert_segments
-    sizes = tuple((s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in segments)
-    preceding = tuple((segment.config.moe_every, segment.config.ffn_dim) for segment in segments)
-    alike = len(sizes) == 1 and sizes[0][1] >= session.roles.size(session.roles.expert)
-    return LoadsOrigin(
-        model_dim=config.model.model_dim,
-        hidden_dim=sizes[0][2],
-        top_k=sizes[0][3],
-        dtype=config.model.dtype,
-        mesh=tuple(session.roles.mesh.shape.items()),
-        devices_per_node=session.roles.members_per_node,
-        cluster=config.planner.cluster or config.moe.cluster,
-        activation=config.model.activation,
-        moe_every=preceding[0][0],
-        dense_hidden_dim=preceding[0][1],
-        sequence_length=config.data.sequence_length,
-        segments=() if alike else sizes,
-        preceding=() if alike else preceding,
-    )
 
 
 def step_record(metrics: dict, loads: dict, homes: dict) -> dict:

@@ -20,10 +20,11 @@ from moe_jax.observe.report import has_report, report_run
 from moe_jax.parallel.mesh import node_size
 from moe_jax.replan.engine import RejitEngine, build_engine
 from moe_jax.storage.checkpoint import Checkpointer, DamagedCheckpointError
+from moe_jax.storage.host_data import HostData
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.frozen_models import load_base, restore_params
 from moe_jax.training.loop import Loop, evaluate
-from moe_jax.training.origin import OpenRun, Origin, Start, choose_origin, newest_checkpoint, open_run, say
+from moe_jax.training.origin import OpenRun, Start, choose_origin, newest_checkpoint, open_run, say
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.recorder import banner, write_beginning
 from moe_jax.training.stepper import Stepper
@@ -46,16 +47,19 @@ def run(
     """
     with open_run(config, config_text, hosts, workdir, start or Start()) as opened:
         step, host = newest_checkpoint(opened)
-        if step is not None and step >= config.train.steps:
-            tell_finished(opened, step)
+        if step is not None and step >= config.train.steps:  # nothing is left but a report that is not there
+            more = "; for more, raise train.steps by --gin_bindings" if opened.start.changed else ""
+            say(hosts, f"{opened.folder.path}: finished already, at step {step} of {config.train.steps}{more}")
+            if hosts.is_main and not has_report(opened.folder):
+                report_run(opened.folder)
             return True
-        stepper, origin = begin(opened, choose_origin(opened, step, host))
+        stepper, step, host = begin(opened, step, host)
         write_beginning(opened, operative_text, stepper.session)
         if stepper.session.teacher is not None:
-            say(hosts, f"learning from {origin.host.teacher.folder}, step {origin.host.teacher.step}")
-        for change in origin.host.changes:
+            say(hosts, f"learning from {host.teacher.folder}, step {host.teacher.step}")
+        for change in host.changes:
             say(hosts, "from step {step} on: {binding} is {is}, and was {was}".format(**change))
-        finished = Loop(stepper, origin.host, origin.step, opened).run()
+        finished = Loop(stepper, host, step, opened).run()
         if not finished:
             say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
         elif hosts.is_main:
@@ -77,7 +81,7 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
         step_function, losses = session.evaluation_step(), []
         for part in ("params", "ema") if checkpoints.has_ema(step) else ("params",):
             abstract = session.abstract_state()["params"]
-            params = restore_params(checkpoints, step, session.model, abstract, session.home, part)
+            params = restore_params(checkpoints, step, session.model, abstract, session.model.even_homes, part)
             losses.append(evaluate(session, step_function, params))
             del params
         averaged = f", {losses[1]:.4f} with averaged parameters" if len(losses) > 1 else ""
@@ -86,32 +90,41 @@ def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str
         say(hosts, f"step {step}: held-out loss {losses[0]:.4f}{averaged}{by_bytes}")
 
 
-def tell_finished(opened: OpenRun, step: int):
-    """Say that there is nothing to train, and write the report if it is not there."""
-    more = "; for more, raise train.steps by --gin_bindings" if opened.start.changed else ""
-    steps, folder = opened.config.train.steps, opened.folder
-    say(opened.hosts, f"{folder.path}: finished already, at step {step} of {steps}{more}")
-    if opened.hosts.is_main and not has_report(folder):
-        report_run(folder)
+def begin(opened: OpenRun, step: int | None, host: HostData) -> tuple[Stepper, int | None, HostData]:
+    """Return a run at its next step, the step of the checkpoint that it goes on from, and its host data.
 
+    Where the arrays of the newest checkpoint prove damaged an older one is taken. A new run starts from another run's
+    parameters, under new adapters or not, or from random ones.
 
-def begin(opened: OpenRun, origin: Origin) -> tuple[Stepper, Origin]:
-    """Return a run at its next step, and its origin: an older one where the arrays of the newest prove damaged."""
-    session, state = start_session(origin.config, opened.hosts), None
+    Args:
+      step, host: as `newest_checkpoint` returned them.
+    """
+    config, parent, host = choose_origin(opened, step, host)
+    session, hosts, state = start_session(config, opened.hosts), opened.hosts, None
     opened.checkpoints.check_room(opened.config.train.steps, session.saved(session.abstract_state()))
     engine = build_engine(session)
-    while origin.step is not None and (state := resume(opened, origin, session, engine)) is None:
-        older = choose_origin(opened, *newest_checkpoint(opened, origin.step))
-        if older.config != origin.config:  # the teacher has left between the two
-            session = start_session(older.config, opened.hosts)
-        origin, engine = older, build_engine(session)
-    if origin.step is None:
-        state = new_state(opened, origin, session)
-    say(opened.hosts, banner(session, opened.folder, origin.step))
-    if origin.step is not None:
-        opened.checkpoints.set_aside(origin.step)
+    while step is not None and (state := resume(opened, step, host, session, engine)) is None:
+        step, older = newest_checkpoint(opened, step)
+        before, (config, parent, host) = config, choose_origin(opened, step, older)
+        if config != before:  # the teacher has left between the two
+            session = start_session(config, hosts)
+        engine = build_engine(session)
+    if step is None:
+        abstract, homes, params = session.abstract_state()["params"], session.model.even_homes, None
+        if host.base is not None:
+            params = load_base(session.model, abstract, host.base, homes)
+            say(hosts, f"adapting the parameters of {host.base.folder}, step {host.base.step}")
+        elif init_from := opened.start.init_from:
+            part, word = ("ema", "averaged parameters") if opened.start.init_from_ema else ("params", "parameters")
+            other = Checkpointer(RunFolder(init_from, create=False).checkpoints)
+            params = other.restore_params(parent, abstract, homes, part)
+            say(hosts, f"starting from the {word} of {init_from}, step {parent}")
+        state = session.fresh_state(params)
+    say(hosts, banner(session, opened.folder, step))
+    if step is not None:
+        opened.checkpoints.set_aside(step)
     # the stepper alone holds the state: a step donates it
-    return Stepper(session, state, engine, origin.host.overflows), origin
+    return Stepper(session, state, engine, host.overflows), step, host
 
 
 def start_session(config: RunConfig, hosts: Hosts) -> Session:
@@ -142,12 +155,14 @@ def start_session(config: RunConfig, hosts: Hosts) -> Session:
     return session
 
 
-def resume(opened: OpenRun, origin: Origin, session: Session, engine: RejitEngine | None = None) -> dict | None:
+def resume(
+    opened: OpenRun, step: int, host: HostData, session: Session, engine: RejitEngine | None = None
+) -> dict | None:
     """Return the state of the checkpoint that a run goes on from; the engine goes on with its plan.
 
     None on every process where what is read proves damaged on one, which is named.
     """
-    step, host, hosts, home, damage = origin.step, origin.host, opened.hosts, session.home, ""
+    hosts, home, damage = opened.hosts, session.model.even_homes, ""
     if engine is not None:
         left_out = engine.restore(host.plan)
         if left_out is not None:
@@ -166,20 +181,3 @@ def resume(opened: OpenRun, origin: Origin, session: Session, engine: RejitEngin
         state["params"] = joined(under, state["params"])
     say(hosts, f"resuming at step {step}")
     return state
-
-
-def new_state(opened: OpenRun, origin: Origin, session: Session) -> dict:
-    """Return the state of step 0: from another run's parameters, under new adapters or not, or from random ones."""
-    abstract, base, init_from = session.abstract_state()["params"], origin.host.base, opened.start.init_from
-    params, said = None, ""
-    if base is not None:
-        params = load_base(session.model, abstract, base, session.home)
-        said = f"adapting the parameters of {base.folder}, step {base.step}"
-    elif init_from:
-        part, word = ("ema", "averaged parameters") if opened.start.init_from_ema else ("params", "parameters")
-        other = Checkpointer(RunFolder(init_from, create=False).checkpoints)
-        params = other.restore_params(origin.parent, abstract, session.home, part)
-        said = f"starting from the {word} of {init_from}, step {origin.parent}"
-    if said:
-        say(opened.hosts, said)
-    return session.fresh_state(params)

@@ -105,10 +105,7 @@ def build_state_shardings(
 ) -> StateShardings:
     """Return where state and inputs lie for this model on its mesh; `ema` says whether a moving average is kept."""
     mesh, roles = model.roles.mesh, model.roles
-
-    def named(specs):
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
+    named = functools.partial(jax.tree.map, functools.partial(NamedSharding, mesh))
     shapes, layout = model.shapes(), model.layout()
     opt_specs = state_specs(jax.eval_shape(optimizer.init, model.trained(shapes)), shapes, layout.state)
     replicated = NamedSharding(mesh, P())
