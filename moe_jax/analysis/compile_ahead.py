@@ -27,8 +27,7 @@ from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
 from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning.placement import Placement
-from moe_jax.replan.costs import build_sessions
-from moe_jax.replan.segments import stated_buckets
+from moe_jax.replan.segments import build_sessions, stated_buckets
 from moe_jax.training.compiling import compile_guided
 from moe_jax.training.program import build_program
 

@@ -33,8 +33,17 @@ from moe_jax.moe.schedule import build_schedule, find_schedule
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.block_schedule import Prefetch, stage_seconds
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.replan.costs import base_cost, build_sessions, layer_times, most_shapes, settle_memory
-from moe_jax.replan.segments import build_model, initial_placement, segment_runs, sizes_of
+from moe_jax.replan.segments import (
+    base_cost,
+    build_model,
+    build_sessions,
+    initial_placement,
+    layer_times,
+    most_shapes,
+    segment_runs,
+    settle_memory,
+    sizes_of,
+)
 from moe_jax.replan.session import PlanSession
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_models import mesh_experts, open_teacher, teacher_model

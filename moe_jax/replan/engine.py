@@ -40,7 +40,7 @@ from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.plan import Placements, look_back, make_plan
 from moe_jax.planning.plan_shape import PlanShape, Shapes, Tables, build_shape, fill_tables
-from moe_jax.replan.costs import build_sessions
+from moe_jax.replan.segments import build_sessions
 from moe_jax.replan.session import PlanSession
 from moe_jax.storage.bank_order import reshard
 

@@ -21,7 +21,7 @@ from moe_jax.observe.loads import LoadsOrigin, LoadsRecorder, device_load_max_ov
 from moe_jax.observe.metrics_file import MetricsWriter, TensorBoard
 from moe_jax.observe.progress import Progress
 from moe_jax.registry import options_in
-from moe_jax.replan.costs import modelled_layers
+from moe_jax.replan.segments import modelled_layers
 from moe_jax.storage.run_folder import (
     EVALUATIONS,
     RunFolder,

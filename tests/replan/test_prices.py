@@ -20,7 +20,7 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan import split_of_transfer
-from moe_jax.replan.costs import base_cost, most_shapes, settle_memory
+from moe_jax.replan.segments import base_cost, most_shapes, settle_memory
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
 # 64 (8 * 64 + 4 * 16 * 8) = 65,536 FLOPs of attention, 65.5 us

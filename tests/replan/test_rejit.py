@@ -30,9 +30,8 @@ from moe_jax.planning.plan import enlarge
 from moe_jax.planning.plan_shape import fits
 from moe_jax.replan import auto
 from moe_jax.replan import engine as engine_module
-from moe_jax.replan.costs import build_sessions
 from moe_jax.replan.engine import build_engine
-from moe_jax.replan.segments import build_model
+from moe_jax.replan.segments import build_model, build_sessions
 from moe_jax.storage.bank_order import reshard
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
