@@ -245,11 +245,21 @@ class AutoSession(PlanSession):
         self.spent += time.perf_counter() - began
 
     def ask(self, iteration: int) -> Asked:
-        """Take the placement of the setting in force for `iteration`; decide first, where a round has ended."""
+        """Take the placement of the setting in force for `iteration`; decide first, where a round has ended.
+
+        It has where chance alone would not turn whether the best saves a margin, where it lasts long, or where the
+        setting in force is judged alone.
+        """
         began = time.perf_counter()
         if self.judged:
             self._drop_losers()
-            if self._has_ended():
+            has_ended, judged = len(self.judged) == 1, len(self.even)
+            if not has_ended and judged >= self.round_steps:
+                taken = self._taken()
+                gain = taken[self.current] - min(taken.values(), key=np.mean)
+                is_clear = abs(gain.mean() - MARGIN * taken[self.current].mean()) > 2 * _error(gain)
+                has_ended = is_clear or judged >= LONGEST * self.round_steps
+            if has_ended:
                 self._decide(iteration)
         else:
             self.wait -= 1
@@ -287,15 +297,6 @@ class AutoSession(PlanSession):
                 own = min((seconds for at, seconds in taken.items() if at[0] == place), key=np.mean)
                 if (own - best).mean() > 2 * MARGIN * best.mean() + 2 * _error(own - best):
                     del self.judged[place]
-
-    def _has_ended(self) -> bool:
-        """Say whether a round has: chance alone would not turn whether the best saves a margin, or it lasts long."""
-        judged, steps = len(self.even), self.round_steps
-        if len(self.judged) == 1 or judged >= LONGEST * steps or judged < steps:
-            return len(self.judged) == 1 or judged >= steps
-        taken = self._taken()
-        gain = taken[self.current] - min(taken.values(), key=np.mean)
-        return abs(gain.mean() - MARGIN * taken[self.current].mean()) > 2 * _error(gain)
 
     def _decide(self, iteration: int) -> None:
         """End a round: change to the best setting where that pays, and log what each one took, cheapest first."""

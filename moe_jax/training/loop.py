@@ -139,7 +139,7 @@ class Loop:
             self.take_in(step + 1, metrics)
 
     def take_in(self, step: int, metrics: dict):
-        """Check, count, record and show the finished step number `step` (from 1)."""
+        """Check, count, time, record and show the finished step number `step` (from 1)."""
         now, session = time.monotonic(), self.stepper.session
         allowed = session.config.train.max_skipped_steps
         seconds, self.clock = now - self.clock, now
@@ -147,7 +147,24 @@ class Loop:
         self.host = dataclasses.replace(self.host, skipped_steps=skipped)
         check_finite(step, metrics, self.names, self.checkpoint, skipped=skipped, allowed=allowed)
         loads = session.model.loads_by_segment(metrics["loads"])
-        record = step_record(metrics, loads, session.model.even_homes) | self.measured(metrics, seconds)
+        record = step_record(metrics, loads, session.model.even_homes)
+        config, length = session.config, session.config.data.sequence_length
+        tokens = config.train.batch_size * length
+        _, flops = flops_per_token(config.model, config.moe, session.model.vocab_size, length, config.lora)
+        if "kl" in metrics:  # the teacher's forward
+            teacher = session.teacher.model
+            flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length, teacher.lora)[0]
+        # by now the step is done, and grows the peak no more
+        if not (peaks := memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use")):
+            self.compiled_peak = max(self.compiled_peak, compiled_peak(self.stepper.executable) or 0)
+        record |= {
+            "tokens_per_second": tokens / seconds,
+            "model_flops_per_second": tokens * flops / seconds,
+            "step_seconds": seconds,
+            "peak_device_bytes": max(peaks, default=self.compiled_peak or None),
+        }
+        if self.compile_seconds is not None:
+            record["compile_seconds"], self.compile_seconds = self.compile_seconds, None
         if allowed:
             record |= {"skipped": int(metrics["skipped"]), "skipped_steps": skipped}
         if "run_again" in metrics:
@@ -159,28 +176,6 @@ class Loop:
         if record.get("skipped"):
             self.recorder.note(step, f"not finite, skipped ({skipped} of at most {allowed})")
         self.recorder.write_step(step, record, metrics["loads"])
-
-    def measured(self, metrics: dict, seconds: float) -> dict:
-        """Return what a step's record says of its time and memory."""
-        session, config = self.stepper.session, self.stepper.session.config
-        length = config.data.sequence_length
-        tokens = config.train.batch_size * length
-        _, flops = flops_per_token(config.model, config.moe, session.model.vocab_size, length, config.lora)
-        if "kl" in metrics:  # the teacher's forward
-            teacher = session.teacher.model
-            flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length, teacher.lora)[0]
-        # by now the step is done, and grows the peak no more
-        if not (peaks := memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use")):
-            self.compiled_peak = max(self.compiled_peak, compiled_peak(self.stepper.executable) or 0)
-        measured = {
-            "tokens_per_second": tokens / seconds,
-            "model_flops_per_second": tokens * flops / seconds,
-            "step_seconds": seconds,
-            "peak_device_bytes": max(peaks, default=self.compiled_peak or None),
-        }
-        if self.compile_seconds is not None:
-            measured["compile_seconds"], self.compile_seconds = self.compile_seconds, None
-        return measured
 
     def save(self):
         """Save the state, unless this very step is saved already; a NonFiniteError where it is not finite."""
