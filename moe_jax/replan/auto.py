@@ -112,7 +112,7 @@ def step_seconds(plan: Placement, loads: np.ndarray, cost: Cost, ahead: Transfer
     """Return the seconds of all layers in one microbatch, under the transfer that the step is compiled for.
 
     Buckets are as long as the fullest pair of their kind in any layer, and those that travel at most `BUCKET_LIMIT`
-    times the mean of the fullest source; a pair that is fuller takes more passes.
+    times what the fullest source sends to a device on average; a pair that is fuller takes more passes.
 
     Args:
       loads: int [L, S, E] of one exchange.
