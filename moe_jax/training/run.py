@@ -19,8 +19,7 @@ from moe_jax.models.lora import joined
 from moe_jax.observe.report import has_report, report_run
 from moe_jax.parallel.mesh import node_size
 from moe_jax.replan.engine import RejitEngine, build_engine
-from moe_jax.storage.checkpoint import Checkpointer, DamagedCheckpointError
-from moe_jax.storage.host_data import HostData
+from moe_jax.storage.checkpoint import Checkpointer, DamagedCheckpointError, HostData
 from moe_jax.storage.run_folder import RunFolder
 from moe_jax.training.frozen_models import load_base, restore_params
 from moe_jax.training.loop import Loop, evaluate
