@@ -220,35 +220,47 @@ class Checkpointer:
                 )
             return dict(custom["host"])
 
-    def restore(self, step: int, abstract_state, home: Homes) -> tuple[Any, dict]:
-        """Return (state, host data) of a finished checkpoint.
+    def restore(self, step: int, tree, home: Homes, part: str = "", stored_dtype: str = ""):
+        """Return the leaves that `tree` describes, in its structure, from a finished checkpoint.
 
         Args:
-          abstract_state: ShapeDtypeStructs with NamedShardings of this run's mesh; any mesh.
+          tree: ShapeDtypeStructs with NamedShardings of this run's mesh; any mesh.
           home: {segment: int [L, E]}, where the experts are to be stored, bank rows numbered as `placement.bank_rows`
             does.
+          part: '' is a whole state; 'params' the parameters {'dense', 'bank'} alone; 'ema' their moving average.
+          stored_dtype: of the file's leaves, where they are to be cast to those of `tree`.
 
         Raises:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
           DamagedCheckpointError: a part that this process reads is missing, or not what was written.
         """
-        host = self.read_host(step)
-        return self._read(step, self._open(step), abstract_state, home), host
-
-    def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params", stored_dtype: str = ""):
-        """Return the parameters {'dense', 'bank'} alone, or 'ema', their moving average; else as `restore`.
-
-        Args:
-          stored_dtype: of the file's leaves, where they are to be cast to those of `abstract_params`.
-        """
-        self.read_host(step)
-        if part == "ema" and not self.has_ema(step):
+        self.read_host(step)  # whole, and of a known format
+        stored = {name: leaf for name, leaf in self._open(step).items() if name.startswith(part and f"{part}/")}
+        if part == "ema" and not stored:
             raise UserError(
                 f"{self._path(step)} holds no moving average of its parameters; leave out the flag that asks for it "
                 "(--averaged, --init_from_ema), or give a run with train.ema_decay"
             )
-        params = {name: leaf for name, leaf in self._open(step).items() if name.startswith(f"{part}/")}
-        return self._read(step, params, abstract_params, home, part, stored_dtype)
+        wanted, needed, leaves = flatten(tree, part), {}, []
+        for name, leaf in wanted.items():
+            needed[name] = leaf.update(dtype=stored_dtype or leaf.dtype)
+        there = {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in stored.items()}
+        shapes = {name: list(file_shape(leaf, home_of(name, home))) for name, leaf in needed.items()}
+        here = {name: f"{leaf.dtype.name} {shapes[name]}" for name, leaf in needed.items()}
+        if differing := [name for name in {**here, **there} if there.get(name) != here.get(name)]:
+            first, kinds = differing[0], [leaves.get(differing[0], "absent") for leaves in (there, here)]
+            more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
+            raise UserError(
+                f"checkpoint {self._path(step)} is not of this model: {first} is {kinds[0]} in the checkpoint and "
+                f"{kinds[1]} in this run{more}; use the model, optimizer and tokenizer that it was trained with, or "
+                "another --workdir"
+            )
+        for name, leaf in needed.items():
+            array, dtype = self._read_leaf(step, stored[name], leaf, home_of(name, home)), wanted[name].dtype
+            if array.dtype != dtype:
+                array = replace_leaf(lambda array, dtype=dtype: array.astype(dtype), array, leaf.sharding)
+            leaves.append(array)
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def digest(self, step: int) -> str:
         """Return a hash of the parameters in a checkpoint: equal values, equal hash; part after part on the host."""
@@ -293,33 +305,6 @@ class Checkpointer:
         """Return {name: array in the file} of the leaves in a checkpoint."""
         with self._reading_errors_named(step):
             return open_leaves(self._path(step))
-
-    def _read(self, step: int, stored: dict[str, ts.TensorStore], tree, home: Homes, prefix="", stored_dtype=""):
-        """Return the leaves that `tree` describes, in its structure; their names in the file begin with `prefix`.
-
-        Raises:
-          UserError: the first leaf that differs between the file and `tree`.
-        """
-        wanted, needed, leaves = flatten(tree, prefix), {}, []
-        for name, leaf in wanted.items():
-            needed[name] = leaf.update(dtype=stored_dtype or leaf.dtype)
-        there = {name: f"{leaf.dtype.name} {list(leaf.shape)}" for name, leaf in stored.items()}
-        shapes = {name: list(file_shape(leaf, home_of(name, home))) for name, leaf in needed.items()}
-        here = {name: f"{leaf.dtype.name} {shapes[name]}" for name, leaf in needed.items()}
-        if differing := [name for name in {**here, **there} if there.get(name) != here.get(name)]:
-            first, kinds = differing[0], [leaves.get(differing[0], "absent") for leaves in (there, here)]
-            more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
-            raise UserError(
-                f"checkpoint {self._path(step)} is not of this model: {first} is {kinds[0]} in the checkpoint and "
-                f"{kinds[1]} in this run{more}; use the model, optimizer and tokenizer that it was trained with, or "
-                "another --workdir"
-            )
-        for name, leaf in needed.items():
-            array, dtype = self._read_leaf(step, stored[name], leaf, home_of(name, home)), wanted[name].dtype
-            if array.dtype != dtype:
-                array = replace_leaf(lambda array, dtype=dtype: array.astype(dtype), array, leaf.sharding)
-            leaves.append(array)
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def _read_leaf(self, step: int, stored: ts.TensorStore, leaf: jax.ShapeDtypeStruct, home: np.ndarray | None):
         """Return a leaf on the mesh, all of whose parts for this process are read at once."""

@@ -199,7 +199,7 @@ def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
     """Return the teacher's parameters as `Teacher.held_params` says, on the devices; each holds its own part."""
     _, checkpoints, step = open_teacher(config)
     with _named(config):
-        params = checkpoints.restore_params(step, teacher.stored_params(), teacher.model.even_homes)
+        params = checkpoints.restore(step, teacher.stored_params(), teacher.model.even_homes, "params")
 
     def cast(leaf, wanted):
         if leaf.dtype == wanted.dtype:
@@ -261,7 +261,7 @@ def load_base(model: LanguageModel, abstract_params: dict, base: ModelIdentity, 
     """
     checkpoints, step = _open_base(base.folder, base.step)
     stored = model.config.param_dtype
-    return checkpoints.restore_params(step, base_of(abstract_params), home, stored_dtype=stored)
+    return checkpoints.restore(step, base_of(abstract_params), home, "params", stored)
 
 
 def restore_params(
@@ -269,8 +269,8 @@ def restore_params(
 ) -> dict:
     """Return the parameters of a checkpoint; where it holds adapters, with the model under them, which is checked."""
     if not model.lora.rank:
-        return checkpoints.restore_params(step, abstract_params, home, part)
-    adapters = checkpoints.restore_params(step, model.trained(abstract_params), home, part)
+        return checkpoints.restore(step, abstract_params, home, part)
+    adapters = checkpoints.restore(step, model.trained(abstract_params), home, part)
     base = HostData.from_json(checkpoints.read_host(step)).base
     checked_base(base)
     return joined(load_base(model, abstract_params, base, home), adapters)

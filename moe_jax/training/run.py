@@ -116,7 +116,7 @@ def begin(opened: OpenRun, step: int | None, host: HostData) -> tuple[Stepper, i
         elif init_from := opened.start.init_from:
             part, word = ("ema", "averaged parameters") if opened.start.init_from_ema else ("params", "parameters")
             other = Checkpointer(RunFolder(init_from, create=False).checkpoints)
-            params = other.restore_params(parent, abstract, homes, part)
+            params = other.restore(parent, abstract, homes, part)
             say(hosts, f"starting from the {word} of {init_from}, step {parent}")
         state = session.fresh_state(params)
     say(hosts, banner(session, opened.folder, step))
@@ -168,7 +168,7 @@ def resume(
             say(hosts, left_out)
         home = engine.home
     try:
-        state, _ = opened.checkpoints.restore(step, session.saved(session.abstract_state()), home)
+        state = opened.checkpoints.restore(step, session.saved(session.abstract_state()), home)
     except DamagedCheckpointError as error:
         damage = error.args[0]
     if damaged := [text for text in hosts.gather_text("damage", damage, RESTORE_SECONDS) if text]:

@@ -160,7 +160,7 @@ def our_side(model: str, folder: pathlib.Path):
     session = build_session(config, jax.devices()[:1])
     executable, _ = session.compile_step()
     checkpoints = Checkpointer(folder / "run" / "checkpoints", keep=1)
-    params = checkpoints.restore_params(0, session.abstract_state()["params"], session.model.even_homes)
+    params = checkpoints.restore(0, session.abstract_state()["params"], session.model.even_homes, "params")
     checkpoints.close()
     held = {"state": session.fresh_state(params), "step": 0}
     signals, tokens = session.host_signals(0), batches()

@@ -106,7 +106,7 @@ def main():
         here, home = abstract(2, 2, zero=3), homes(2, seed=5)
         checkpointer = Checkpointer(folder, keep=2)
         assert checkpointer.latest() == 1
-        restored, host = checkpointer.restore(1, here, home)
+        restored, host = checkpointer.restore(1, here, home), checkpointer.read_host(1)
         assert host == HOST
         assert_state(restored, here, home)
         spoil = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)

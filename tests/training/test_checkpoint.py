@@ -62,7 +62,8 @@ MESHES = {
 def test_restore_gives_back_every_bit(saved, case):
     data, expert, zero, seed, schedule = MESHES[case]
     there, home = states.abstract(data, expert, zero=zero, schedule=schedule), states.homes(expert, seed)
-    state, host = Checkpointer(saved, keep=3).restore(1, there, home)
+    reader = Checkpointer(saved, keep=3)
+    state, host = reader.restore(1, there, home), reader.read_host(1)
     states.assert_state(state, there, home)
     assert host == states.HOST
 
@@ -70,7 +71,8 @@ def test_restore_gives_back_every_bit(saved, case):
 @pytest.mark.parametrize("devices, seed", [(3, None), (5, 1)])
 def test_any_count_of_devices_writes_and_reads_the_same_file(saved, tmp_path, devices, seed):
     there, home = states.abstract(1, devices), states.homes(devices, seed)
-    state, host = Checkpointer(saved, keep=3).restore(1, there, home)
+    reader = Checkpointer(saved, keep=3)
+    state, host = reader.restore(1, there, home), reader.read_host(1)
     states.assert_state(state, there, home)
     checkpointer = Checkpointer(tmp_path, keep=1)
     checkpointer.save(1, state, home, host)
@@ -82,7 +84,7 @@ def test_any_count_of_devices_writes_and_reads_the_same_file(saved, tmp_path, de
         name: array.tobytes() for name, array in same.items()
     }
     four, at_four = states.abstract(1, 4), states.homes(4)
-    states.assert_state(Checkpointer(tmp_path, keep=1).restore(1, four, at_four)[0], four, at_four)
+    states.assert_state(Checkpointer(tmp_path, keep=1).restore(1, four, at_four), four, at_four)
 
 
 def test_a_checkpoint_of_the_format_before_is_read(here, tmp_path):
@@ -93,7 +95,8 @@ def test_a_checkpoint_of_the_format_before_is_read(here, tmp_path):
     record = {"format": "moe_jax checkpoint 1", "step": 7, "host": states.HOST}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as writer:
         writer.save(tmp_path / "00000007", args=ocp.args.PyTreeSave(leaves, custom_metadata=record))
-    restored, host = Checkpointer(tmp_path, keep=1).restore(7, here, home)
+    reader = Checkpointer(tmp_path, keep=1)
+    restored, host = reader.restore(7, here, home), reader.read_host(7)
     states.assert_state(restored, here, home)
     assert host == states.HOST
 
@@ -183,7 +186,7 @@ def test_restore_refuses_another_model(saved, here):
     wanted = "params/bank/segment_0/w_in is float32 [2, 8, 16, 32] in the checkpoint and bfloat16 ["
     assert wanted in refusal({**here, "params": params})
     with pytest.raises(UserError, match="params/bank/segment_0/w_in is float32 .* and bfloat16"):
-        Checkpointer(saved, keep=3).restore_params(1, params, states.homes(8))
+        Checkpointer(saved, keep=3).restore(1, params, states.homes(8), "params")
 
 
 def test_restore_names_a_checkpoint_that_cannot_be_read(here, tmp_path):
@@ -207,7 +210,7 @@ def test_restore_names_a_checkpoint_that_cannot_be_read(here, tmp_path):
     record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
     (tmp_path / "00000002" / "_METADATA").write_text(json.dumps({"custom_metadata": record}))
     with pytest.raises(UserError, match="has format 'moe_jax checkpoint 9', but this program reads"):
-        checkpointer.restore_params(2, abstract_of(state), {})
+        checkpointer.restore(2, abstract_of(state), {}, "params")
 
 
 # Two processes.
@@ -220,6 +223,7 @@ def test_two_processes_share_a_checkpoint(saved, tmp_path):
     done = finish_pair(start_pair([sys.executable, states.__file__, str(folder)]))
     assert [code for code, *_ in done] == [0, 0] and "['00000003', '00000004']" in done[0][1], done
     there, home = states.abstract(1, 8), states.homes(8)
-    restored, host = Checkpointer(folder, keep=2).restore(4, there, home)
+    reader = Checkpointer(folder, keep=2)
+    restored, host = reader.restore(4, there, home), reader.read_host(4)
     states.assert_state(restored, there, home)
     assert host == states.HOST

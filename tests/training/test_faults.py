@@ -88,7 +88,7 @@ def restored(folder, like):
     while state is None:
         step = checkpointer.latest(step)
         try:
-            state, host = checkpointer.restore(step, like, {})
+            state, host = checkpointer.restore(step, like, {}), checkpointer.read_host(step)
         except UserError as error:
             logging.warning("%s", error)
     assert host == {"position": 7}

@@ -46,7 +46,7 @@ def test_a_checkpoint_of_eight_devices_is_read_on_any_number(folder):
         assert moved.any()
     for devices in (2, 1):
         session = session_of(folder, devices, *PYRAMID)
-        state, _ = written.restore(3, session.abstract_state(), session.model.even_homes)
+        state = written.restore(3, session.abstract_state(), session.model.even_homes)
         again = Checkpointer(folder / f"on_{devices}", keep=1)
         again.save(3, state, session.model.even_homes, {})
         again.wait()
