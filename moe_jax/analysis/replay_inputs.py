@@ -79,9 +79,10 @@ def build_inputs(given: Given) -> ReplayInputs:
         if origin.dtype not in BYTES and given.get("dtype_bytes") is None:
             raise UserError(f"{path}: dtype {origin.dtype!r} is unknown; give --dtype_bytes, the bytes of one number")
         ran = {**vars(origin), "dtype_bytes": BYTES.get(origin.dtype), "expert_shards": origin.expert_shards}
+        mesh = " x ".join(f"{axis} {size}" for axis, size in origin.mesh)
         messages.append(
             f"trace: M {origin.model_dim}, F {origin.hidden_dim}, K {origin.top_k}, {origin.dtype}, mesh "
-            f"{origin.describe_mesh()}, {origin.devices_per_node} devices of an expert-parallel group on a node"
+            f"{mesh}, {origin.devices_per_node} devices of an expert-parallel group on a node"
         )
     cluster = find_cluster(given, origin, trace.loads.shape[2], path, messages)
     layer = {}

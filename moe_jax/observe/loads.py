@@ -95,10 +95,6 @@ class LoadsOrigin:
         """N_ESP, devices that share the hidden dim of an expert; 1 where the mesh is not known."""
         return math.prod(size for axis, size in self.mesh if axis in ("expert_shard", "expert_shard_mp"))
 
-    def describe_mesh(self) -> str:
-        """Return the mesh in words, such as 'data 2 x expert 4'."""
-        return " x ".join(f"{axis} {size}" for axis, size in self.mesh)
-
 
 class LoadsTrace(NamedTuple):
     """A recorded trace."""
