@@ -40,7 +40,7 @@ def build(config, moe, mesh, **options):
 
 def recorded_logits(generator):
     """Return a list to which each later step of a generator appends its logits, [B, V] in at least float32."""
-    logits, program = [], generator.program
+    logits, program = [], generator._program
 
     def recorded(*key):
         def call(*inputs):
@@ -50,7 +50,7 @@ def recorded_logits(generator):
 
         return call
 
-    generator.program = recorded
+    generator._program = recorded
     return logits
 
 
