@@ -198,7 +198,7 @@ class Generator:
         # positions of the model, None where they have no end
         self.longest = model.config.max_length if model.config.positions == "learned" else None
         # one program serves all requests that round to its sizes
-        self._program = functools.cache(functools.partial(make_step, model, self.vocabulary))
+        self.program = functools.cache(functools.partial(make_step, model, self.vocabulary))
         # experts stay at their even homes: parameters do not change here
         shardings = {s.name: model.roles.sharding(s.roles(model.roles).expert) for s in model.expert_segments}
         self.tables = {name: to_devices(tables, shardings[name]) for name, tables in model.even_tables().items()}
@@ -249,8 +249,8 @@ class Generator:
         roles = self.model.roles
         rows, length = bucket(-(-len(prompts) // roles.size(roles.dense))), self._rounded(max(map(len, prompts)))
         most = max(len(prompt) + more - 1 for prompt, more in zip(prompts, left, strict=True))
-        prefill = self._program(rows, length, max(length, self._rounded(most)), sampling.compiled)
-        decode = self._program(rows, 1, 0, sampling.compiled)
+        prefill = self.program(rows, length, max(length, self._rounded(most)), sampling.compiled)
+        decode = self.program(rows, 1, 0, sampling.compiled)
         settings = to_devices((np.float32(sampling.temperature), np.float32(sampling.top_p)), roles.sharding())
         model, by_row = (self.params, self.tables), roles.sharding(roles.dense)
 

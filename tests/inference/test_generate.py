@@ -97,11 +97,11 @@ def test_text_does_not_depend_on_its_company_and_ends(float64):
     assert one.generate(PROMPTS, 7, drawn, ignore_eos=True).token_ids == alone
     # rounded sizes are shared: programs of 1 and of 4 rows
     wanted = [(rows, *sizes, (False, 20, True)) for rows in (1, 4) for sizes in ((1, 0), (16, 16))]
-    assert all(one._program(*sizes) for sizes in wanted) and one._program.cache_info().currsize == len(wanted)
+    assert all(one.program(*sizes) for sizes in wanted) and one.program.cache_info().currsize == len(wanted)
     # the model has 32 positions, and the last token needs none
     full = one.generate([list(range(1, 31)), [1]], 7, drawn, ignore_eos=True)
     assert [len(new) for new in full.token_ids] == [3, 7] and full.stopped == ["max_length", "max_new_tokens"]
-    assert one._program(2, 32, 32, (False, 20, True)) and one._program.cache_info().currsize == len(wanted) + 2
+    assert one.program(2, 32, 32, (False, 20, True)) and one.program.cache_info().currsize == len(wanted) + 2
     with pytest.raises(UserError, match="no tokenizer"):
         one.generate("text", 1)
 

@@ -51,7 +51,7 @@ def test_load_reads_a_run_on_another_mesh(workdir, many):
 
 def test_prompts_are_checked_before_anything_runs(many, monkeypatch):
     """Longer than the model's 16 positions, empty, and ids that its bytes lack."""
-    monkeypatch.setattr(many, "_program", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(many, "program", lambda *_: pytest.fail("compiled"))
     for prompts, new, words in (
         ([[1] * 17], 4, r"^prompt 0 has 17 tokens, and the model has ModelConfig.max_length \(16\).*[^\n]$"),
         ("apples " * 3, 4, "has 21 tokens"),

@@ -40,7 +40,7 @@ def build(config, moe, mesh, **options):
 
 def recorded_logits(generator):
     """Return a list to which each later step of a generator appends its logits, [B, V] in at least float32."""
-    logits, program = [], generator._program
+    logits, program = [], generator.program
 
     def recorded(*key):
         def call(*inputs):
@@ -50,7 +50,7 @@ def recorded_logits(generator):
 
         return call
 
-    generator._program = recorded
+    generator.program = recorded
     return logits
 
 
