@@ -65,7 +65,6 @@ REMOVED = {
         "set ModelConfig.segments, such as ('layers=4 num_experts=8', 'layers=4 num_experts=16')",
     ),
     "ModelConfig.mask_rate": ("0.15", "leave it out: 0.15 of the tokens are masked, as by BERT"),
-    "MoEConfig.record_choices": ("False", "leave it out: only generation returns the experts of each token"),
     "MoEConfig.topology_release": ("False", "leave it out: only Topology.remote_fraction of the tokens leave a node"),
     "PlannerConfig.headroom": ("2.0", "leave it out: 'balanced' has two replicas a device after the gate"),
     "PlannerConfig.residual": ("True", "leave it out: 'fastermoe' counts the exchange that is left after shadowing"),

@@ -418,6 +418,12 @@ def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
             f"ModelConfig.moe_every ({config.moe_every}) leaves no layer with experts; set it to 1 or 2, or let a "
             "segment of ModelConfig.segments say moe_every=1"
         )
+    numbers = sorted({segment.moe.top_k for segment in with_experts(found)})
+    if moe.record_choices and len(numbers) > 1:  # those of all layers are one array [L, N, K]
+        raise UserError(
+            f"MoEConfig.record_choices (True) needs one top_k for all layers, but the segments of the model have "
+            f"{', '.join(map(str, numbers))}; set MoEConfig.record_choices = False, or top_k alike in all segments"
+        )
     check_read(moe, {segment.moe.router for segment in with_experts(found)})
     return tuple(found)
 

@@ -67,6 +67,8 @@ class Batch:
       inputs: int32 [B, Sq] token ids.
       targets: int32 [B, Sq].
       weights: float [B, Sq], 1 on a target token, else 0 (BERT: the masked ones; padding: 0).
+      choices: int32 [B, Sq, L, K], experts that each token takes in each MoE layer instead of choosing (`by_token` of
+        what was recorded); None lets the routers choose.
       counted: int32 [L, E], choices of each expert in the earlier microbatches of the step, for the balance loss, E as
         in `StepStats.loads`; None where it needs none.
       documents: int32 [B, Sq], the document that each token is of, equal exactly within a document, whose tokens are
@@ -78,9 +80,16 @@ class Batch:
     inputs: jax.Array
     targets: jax.Array
     weights: jax.Array
+    choices: jax.Array | None = None
     counted: jax.Array | None = None
     documents: jax.Array | None = None
     token_ids: jax.Array | None = None
+
+
+def by_token(choices, batch_size: int):
+    """Return recorded choices [L, N, K] as `Batch.choices` [B, Sq, L, K]."""
+    layers, tokens, top_k = choices.shape
+    return jnp.moveaxis(choices, 0, 1).reshape(batch_size, tokens // batch_size, layers, top_k)
 
 
 @record
@@ -99,6 +108,7 @@ class StepStats:
         overflow.
       kl: float [], KL(teacher || student) per target token, in nats; None without a teacher.
       completed: int32 [L], tokens that the router `base` placed after its auction; None where no layer has it.
+      choices: int32 [L, N, K], every token's experts in the order of the batch, by MoEConfig.record_choices; else None.
       teacher_passes: `passes` of the teacher's layers; None without one.
     """
 
@@ -111,6 +121,7 @@ class StepStats:
     passes: jax.Array
     kl: jax.Array | None = None
     completed: jax.Array | None = None
+    choices: jax.Array | None = None
     teacher_passes: jax.Array | None = None
 
 

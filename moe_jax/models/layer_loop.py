@@ -38,6 +38,7 @@ from moe_jax.parallel.sharding import gather_tree, split_dims
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape, Shapes
+from moe_jax.registry import ROUTERS
 
 
 def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: int, plan: Shapes | None) -> Callable:
@@ -96,10 +97,11 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
         positions = None if batch.documents is None else document_positions(batch.documents)
         x = units.embedding(batch.inputs, dtype, group, positions)
         x, found, passed = tuple(jnp.split(x, group.parts)), {}, {}
+        choices = None if batch.choices is None else _to_replay(model, batch.choices)
         for segment, loop in loops.items():
-            name = segment.name
+            name, replayed = segment.name, None if choices is None else choices[segment.moe_layers]
             own_key = key if segment.has_experts and build_router(segment.moe).draws else None
-            constants = StackConstants(bank.get(name), tables.get(name), token_ids, own_key, batch.documents)
+            constants = StackConstants(bank.get(name), tables.get(name), token_ids, own_key, batch.documents, replayed)
             (x, passed[name]), own = loop((x, sinks[name]), dense["units"][name], constants)
             if segment.has_experts:
                 found[segment] = own
@@ -112,6 +114,28 @@ def make_trunk(model: LanguageModel, layout: Layout, batch_size: int, length: in
             return tuple(map(units.norm, x)), units.embedding.head_table(), found, passed
 
     return trunk
+
+
+def _to_replay(model: LanguageModel, choices) -> jax.Array:
+    """Return `Batch.choices` of this device's sequences as int32 [L, t, K], or raise a UserError for a model."""
+    for segment in model.expert_segments:
+        if not ROUTERS[segment.moe.router].replays:
+            raise UserError(
+                f"Batch.choices cannot be replayed by MoEConfig.router = {segment.moe.router!r}; leave them out, "
+                "or set MoEConfig.router = 'topk' or 'sigmoid_bias'"
+            )
+        if choices.shape[-1] != segment.moe.top_k:
+            raise UserError(
+                f"Batch.choices have {choices.shape[-1]} experts for each token, but layers of the model take "
+                f"top_k = {segment.moe.top_k}; replay what was recorded of this model"
+            )
+        if segment.config.is_block_wise:
+            name = "overlap" if segment.config.overlap == "halves" else "prefetch"
+            raise UserError(
+                f"Batch.choices cannot be replayed with ModelConfig.{name} = {getattr(segment.config, name)!r}; set "
+                f"ModelConfig.{name} = 'none'"
+            )
+    return jnp.moveaxis(choices.reshape(-1, *choices.shape[2:]), 1, 0)
 
 
 def _as_read(bank: dict, segment: Segment, roles: Roles, plan: PlanShape | None, layout: Layout, dtype) -> dict:
@@ -160,7 +184,7 @@ def _make_loop(
             return (tuple(unit.attend(part, group.part(), own) for part, own in both), sinks), None
 
         def moe_body(carry, inputs):
-            ((x,), sinks), (unit_params, index, tables) = carry, inputs
+            ((x,), sinks), (unit_params, index, tables, choices) = carry, inputs
             unit_params, sinks = own_unit(unit_params, sinks, index)
             grad_sink, in_bank = open_grad_sink(sinks[0], tables.home_row)
             bank, noise_key = constants.bank, None
@@ -174,14 +198,14 @@ def _make_loop(
                 normed, shared = unit.enter_moe(x, group)
                 if dp_stage in (2, 3):
                     bank, grad_sink, tables = _whole(segment.name, layout, roles, bank, grad_sink, tables)
-                inputs = RouterInputs(noise_key, constants.token_ids, tables, group.padded)
+                inputs = RouterInputs(noise_key, constants.token_ids, tables, choices, group.padded)
                 y, stats, passes = moe(normed, unit.gate.router_params(), inputs, bank, grad_sink, replicas)
                 y = add_shared(y, *shared)
             return ((x + y.reshape(x.shape),), (in_bank, sinks[1])), (stats, passes)
 
         body, inputs = dense_body, (units, jnp.arange(config.units, dtype=jnp.int32))
         if segment.has_experts:
-            body, inputs = moe_body, (*inputs, constants.tables)
+            body, inputs = moe_body, (*inputs, constants.tables, constants.choices)
         body = checkpointed(body, config, roles.model)
         if config.stack == "scan":
             return lax.scan(body, carry, inputs)
@@ -218,6 +242,11 @@ def _make_block_wise_loop(
     """Return the same loop in the order of a block-wise schedule."""
     config, halves = segment.config, segment.config.overlap == "halves"
     check_one_piece(segment.moe, f"ModelConfig.{'overlap' if halves else 'prefetch'}", "none")
+    if segment.moe.record_choices and halves and roles.model:
+        raise UserError(
+            "MoEConfig.record_choices (True) cannot say whose choices they are with ModelConfig.overlap = 'halves' and "
+            f"MeshConfig.model = {roles.size(roles.model)}; set ModelConfig.overlap = 'none'"
+        )
     group, tokens = group.part(), tokens // group.parts
     length = tokens // group.rows
     own_plan = plan

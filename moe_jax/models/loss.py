@@ -113,7 +113,7 @@ def make_loss(
         frozen_specs = its_specs, teacher.model.tables_specs
     whole = {field.name: P() for field in dataclasses.fields(StepStats)}
     loads = tuple(P(None, segment.roles(roles).expert) for segment in model.expert_segments)
-    stats_specs = StepStats(**{**whole, "loads": loads})
+    stats_specs = StepStats(**{**whole, "loads": loads, "choices": P(None, roles.dense + roles.model)})
     stack, specs = _make_stack(model, layout, batch_size, length, microbatches, plan, teacher), own_specs(layout, roles)
 
     def loss(params, batch, tables, key, first_row, normalizer, *teacher_params, sums=None):
@@ -134,7 +134,7 @@ def make_loss(
             stack,
             mesh=roles.mesh,
             in_specs=(
-                (specs, layout.params["bank"], sink_specs, sink_specs), Batch(rows, rows, rows, P(), rows, rows),
+                (specs, layout.params["bank"], sink_specs, sink_specs), Batch(rows, rows, rows, rows, P(), rows, rows),
                 model.tables_specs, P(), P(), P(), frozen_specs,
             ),
             out_specs=(P(), stats_specs),
@@ -228,6 +228,7 @@ def _make_stack(
             passes=passes_of(found),
             kl=kl,
             completed=_all_layers(completed),
+            choices=_all_layers([gate.choices for gate, _ in found.values()]),
             teacher_passes=teacher_passes,
         )
         total = token_loss + functools.reduce(jnp.add, weighted) / microbatches
@@ -246,7 +247,7 @@ def _run_teacher(trunk: Callable, frozen, batch: Batch, first_row, x, found: dic
     """
     with jax.named_scope("teacher"):
         weights = wait_for(frozen[0], x, list(found.values()))
-        taught = trunk(weights, batch, frozen[1], None, first_row)
+        taught = trunk(weights, dataclasses.replace(batch, choices=None), frozen[1], None, first_row)
         second = taught[0], list(taught[2].values())
         x = wait_for(x, second)
         return x, {segment: wait_for(both, second) for segment, both in found.items()}, taught

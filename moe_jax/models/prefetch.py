@@ -137,7 +137,9 @@ def run_stack(how: Stages, carry, units, constants: StackConstants):
     if not halves:
         return carry, counted[0]
     stats, passes = zip(*counted, strict=True)
-    return carry, (jax.tree.map(jnp.add, *stats), jnp.maximum(*passes))
+    choices = jax.tree.map(lambda *own: jnp.concatenate(own, axis=1), *(half.choices for half in stats))
+    sums = jax.tree.map(jnp.add, *(dataclasses.replace(half, choices=None) for half in stats))
+    return carry, (dataclasses.replace(sums, choices=choices), jnp.maximum(*passes))
 
 
 def of_moe(units: dict) -> dict[str, dict]:

@@ -41,6 +41,7 @@ class StackConstants:
       token_ids: int32 [t], as in `RouterInputs`.
       key: PRNG key of the gates' noise; None where they have none.
       documents: int32 [b, Sq], or None.
+      choices: int32 [L, t, K], recorded expert ids to replay, or None.
       params: {'mix', 'gate'}, as `of_moe` parts a unit: of a stack those that are not trained, leaves [L, ...], or
         None; of one layer all of them, whole.
       replicas: of one layer those that a stage uses, {'ahead' of the gate or 'late', after it: {name: [m, ...]}}.
@@ -51,6 +52,7 @@ class StackConstants:
     token_ids: jax.Array
     key: jax.Array | None
     documents: jax.Array | None = None
+    choices: jax.Array | None = None
     params: dict | None = None
     replicas: dict | None = None
 

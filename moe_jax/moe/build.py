@@ -49,7 +49,7 @@ def make_moe(
     schedule = make_schedule(config, roles, x, plan, split_tokens)
     for note in schedule.notes:
         _LOG.warning(note)
-    return MoE(config, roles, activation, plan, router, schedule)
+    return MoE(config, roles, activation, plan, router, schedule, config.record_choices)
 
 
 def make_schedule(

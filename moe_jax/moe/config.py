@@ -51,6 +51,8 @@ class MoEConfig:
       kept_groups: groups inside which a token chooses its K experts.
       cluster: file written by `python -m moe_jax.calibrate`, by which the schedule 'parm' and `gather` 'auto' choose;
         without one by the devices at hand. The router 'topology' takes bandwidths from it, or from a preset's file.
+      record_choices: let every token's choices leave with the statistics of a microbatch (`StepStats.choices`), for
+        `Batch.choices` to replay them.
       aux_loss_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the squared log-partition loss of the gate.
       schedule: how the layer moves bytes; a name of `moe_jax.moe.schedules`; 'auto': as the planner `auto` chooses
@@ -92,6 +94,7 @@ class MoEConfig:
     expert_groups: int = 0
     kept_groups: int = 1
     cluster: str = ""
+    record_choices: bool = False
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     schedule: str = "deepspeed"

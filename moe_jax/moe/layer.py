@@ -42,7 +42,7 @@ class MoE:
     Attributes:
       config, roles, activation, plan: as `make_moe` takes them.
       router: which experts each token takes; schedule: how rows move.
-      records: whether every token's choices leave with the statistics, as generation has them.
+      records: whether every token's choices leave with the statistics.
     """
 
     config: MoEConfig
@@ -69,7 +69,7 @@ class MoE:
         Args:
           x: float [t, M].
           gate: w_gate [M, E], or {'w_gate': [M, E], ...} for a router that keeps more.
-          inputs: token_ids int32 [t], tables of this layer, noise_key (None for no noise).
+          inputs: token_ids int32 [t], tables of this layer, noise_key (None for no noise), replay int32 [t, K] or None.
           bank: {name: [Rb, ...]}; grad_sink: {name: [Hs, ...]}.
           replicas: what `fetch_replicas` returned.
 
@@ -91,8 +91,13 @@ class MoE:
           (Routed, GateStats, replicas): replicas that come after the gate stand behind those given.
         """
         tables = inputs.tables
-        tokens, ids = self.schedule.enter(x, inputs.token_ids)
-        inputs = dataclasses.replace(inputs, token_ids=ids)
+        if inputs.replay is None:
+            tokens, ids = self.schedule.enter(x, inputs.token_ids)
+            inputs = dataclasses.replace(inputs, token_ids=ids)
+        else:
+            both = jnp.concatenate([inputs.token_ids[:, None], inputs.replay], axis=1)
+            tokens, both = self.schedule.enter(x, both)
+            inputs = dataclasses.replace(inputs, token_ids=both[:, 0], replay=both[:, 1:])
         with jax.named_scope("gate"):
             params = gate if isinstance(gate, dict) else {"w_gate": gate}
             choice, stats = self.router.choose(tokens, params, inputs)

@@ -62,12 +62,14 @@ class RouterInputs:
       token_ids: int32 [t], global index of each token among those that are no padding, or `PADDING`; needed with a key,
         and by `forced_balance`.
       tables: this device's `Tables` of this layer, or None: where experts are, as planned ahead.
+      replay: int32 [t, K], experts that were chosen before, to be taken again, or None.
       padded: whether some tokens may be padding.
     """
 
     noise_key: jax.Array | None = None
     token_ids: jax.Array | None = None
     tables: typing.Any = None
+    replay: jax.Array | None = None
     padded: bool = False
 
     @property
@@ -83,6 +85,7 @@ class Router(abc.ABC):
       config: of the layer; place: where it runs, None without a mesh.
       options: what it alone reads, a frozen dataclass of its file: as configured, of the class their defaults.
       ignores: fields of `MoEConfig` that routers have in common and this one does not read.
+      replays: whether the router can take choices that were made before.
       by_token: whether a token's choices depend on that token alone, where no capacity drops them; generation needs it.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
       takes_padding: whether it leaves out padding (`RouterInputs.real`) when it counts, draws and drops.
@@ -93,6 +96,7 @@ class Router(abc.ABC):
 
     options: typing.Any = None
     ignores: typing.ClassVar[tuple[str, ...]] = ()
+    replays: typing.ClassVar[bool] = False
     by_token: typing.ClassVar[bool] = True
     balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
     takes_padding: typing.ClassVar[bool] = False
@@ -116,6 +120,11 @@ class Router(abc.ABC):
             raise UserError(
                 f"MoEConfig.balance_over ({config.balance_over!r}) does not go with MoEConfig.router = "
                 f"{config.router!r}, which has a balance loss of its own or none; set it to 'batch'"
+            )
+        if config.record_choices and not cls.replays:
+            raise UserError(
+                f"MoEConfig.record_choices (True) needs a router whose choices can be replayed, and {config.router!r} "
+                "is none; set it to False"
             )
         if cls.takes and config.top_k != cls.takes[0]:
             raise UserError(

@@ -18,6 +18,7 @@ class ForcedBalance(TopK):
     """Hand out experts in turn."""
 
     ignores = ("expert_groups", "kept_groups")
+    replays = False
     by_token = False
 
     def pick(self, probs, inputs):

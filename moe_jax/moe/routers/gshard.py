@@ -28,6 +28,7 @@ class GShard(TopK):
     """Two experts per token, the second one by a draw."""
 
     ignores = ("routed_scale", "renormalize", "expert_groups", "kept_groups")
+    replays = False
     balances = ("batch",)
     takes = (2, "takes two experts per token")
     draws = True

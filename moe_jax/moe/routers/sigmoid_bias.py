@@ -54,11 +54,13 @@ class SigmoidBiasRouter(TopK):
         logits = gate_logits(x, params["w_gate"], config.router_dtype)
         noisy = self.with_noise(logits, x, params, inputs)
         scores = jax.nn.sigmoid(noisy)
-        plain, bias = lax.stop_gradient(scores), lax.stop_gradient(params["choice_bias"])
-        biased = plain + bias.astype(scores.dtype)[None]
-        if config.expert_groups:
-            biased = jnp.where(within_groups(biased, config, 2), biased, -jnp.inf)
-        expert_ids = lax.top_k(biased, config.top_k)[1]
+        expert_ids = inputs.replay
+        if expert_ids is None:
+            plain, bias = lax.stop_gradient(scores), lax.stop_gradient(params["choice_bias"])
+            biased = plain + bias.astype(scores.dtype)[None]
+            if config.expert_groups:
+                biased = jnp.where(within_groups(biased, config, 2), biased, -jnp.inf)
+            expert_ids = lax.top_k(biased, config.top_k)[1]
         chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
         keep_mask = keep_within_capacity(expert_ids, chosen, config, inputs.real)
         weights = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + _LEAST) if config.renormalize else chosen

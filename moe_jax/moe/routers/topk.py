@@ -34,6 +34,7 @@ from moe_jax.moe.routing import Choice
 class TopK(Router):
     """Score all experts and choose the K best of each token, among all or inside its groups."""
 
+    replays = True
     takes_padding = True
     balances = BALANCE_OVER
 
@@ -90,6 +91,8 @@ class TopK(Router):
     def pick(self, probs, inputs: RouterInputs):
         """Return the probabilities [t, K] of the chosen experts, and their ids int32 [t, K]."""
         config = self.config
+        if inputs.replay is not None:
+            return jnp.take_along_axis(probs, inputs.replay, axis=-1), inputs.replay
         if config.expert_groups:
             open_groups = within_groups(lax.stop_gradient(probs), config, 1)
             _, expert_ids = lax.top_k(jnp.where(open_groups, lax.stop_gradient(probs), -jnp.inf), config.top_k)

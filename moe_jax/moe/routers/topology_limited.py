@@ -48,6 +48,7 @@ class TopologyRouter(TopK):
 
     options: Topology = Topology()
     ignores = ("routed_scale", "expert_groups", "kept_groups")
+    replays = False
     by_token = False
 
     @classmethod
