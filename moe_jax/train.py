@@ -48,7 +48,7 @@ def command(argv: list[str]) -> int:
 
     bindings = [*bindings_as_begun(_WORKDIR.value), *_GIN_BINDINGS.value]
     changed, given = overridden(_OVERRIDE.value), (_GIN_FILES.value, bindings, _GIN_PATHS.value)
-    config, config_text, operative_text = parse_run_config(*given, _OVERRIDE.value)
+    config, config_text = parse_run_config(*given, _OVERRIDE.value)
     if _DRY_RUN.value:
         from moe_jax.analysis.dry_run import dry_run
 
@@ -86,7 +86,7 @@ def command(argv: list[str]) -> int:
         start = Start(
             init_from=_INIT_FROM.value, init_from_ema=_INIT_FROM_EMA.value, gin_files=_GIN_FILES.value, changed=changed
         )
-        finished = run(config, config_text, operative_text, hosts, workdir=_WORKDIR.value, start=start)
+        finished = run(config, config_text, hosts, workdir=_WORKDIR.value, start=start)
     return 0 if finished else _PREEMPT_EXIT_CODE.value
 
 

@@ -14,7 +14,6 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from moe_jax import plugins
 from moe_jax.config.run_config import BOUND, REMOVED, RENAMED, RunConfig, bindable, config_text, with_bindings
@@ -22,8 +21,7 @@ from moe_jax.errors import UserError
 from moe_jax.shipped import ROOT, shipped
 
 BINDINGS, OVERRIDES = FLAGS = "--gin_bindings", "--override"
-OF_RUNS = ("config.gin", "operative_config.gin")  # names of files that a run writes
-MODULE = "moe_jax"
+OF_RUNS = ("config.gin", "operative_config.gin")  # names of files that a run writes, or wrote
 WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text in quotes"}  # else None
 
 
@@ -55,7 +53,7 @@ def parse_run_config(
     gin_bindings: Sequence[str] = (),
     search_paths: Sequence[str] = (),
     overrides: Sequence[str] = (),
-) -> tuple[RunConfig, str, str]:
+) -> tuple[RunConfig, str]:
     """Read gin files, then bindings, then overrides; later ones win.
 
     Args:
@@ -65,8 +63,7 @@ def parse_run_config(
       overrides: further bindings, which errors call by their own flag.
 
     Returns:
-      the config, `config_text` of it with what was bound marked, and gin's operative config (what the program used,
-      macros shown).
+      the config, and `config_text` of it with what was bound marked.
 
     Raises:
       UserError: whatever is wrong, in one line.
@@ -95,9 +92,7 @@ def parse_run_config(
         values[target] = fitted(target, types[name][field], _resolved(binding, macros), binding.place)
     run = with_bindings(RunConfig(), values)
     bound = {target for target, binding in bindings.items() if not binding.is_default}
-    lines = [f"{name} = {macro.value!r}" for name, macro in macros.items()]
-    lines += [f"{MODULE}.{target} = {binding.value!r}" for target, binding in bindings.items()]
-    return run, config_text(run, bound), _operative_text(lines)
+    return run, config_text(run, bound)
 
 
 # Reading.
@@ -291,22 +286,3 @@ def _near(word: str, candidates) -> list[str]:
 
 def _did_you_mean(near: list[str], otherwise: str, known) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"{otherwise}: {', '.join(known) or 'none'}"
-
-
-def _operative_text(lines: list[str]) -> str:
-    """Return gin's operative config of a run with these bindings, and leave gin empty."""
-    import gin
-
-    known, parts = bindable(), RunConfig().by_name()
-    gin.clear_config()
-    try:
-        with gin.config.interactive_mode():  # a reloaded module may register again
-            for name, part in parts.items():  # its fields alone: what they may be was checked
-                fields = [(field, Any, getattr(type(part), field)) for field in known[name]]
-                gin.external_configurable(dataclasses.make_dataclass(name, fields), name=name, module=MODULE)
-        gin.parse_config_files_and_bindings([], lines, finalize_config=True, skip_unknown=False)
-        for name in known:
-            gin.get_configurable(f"{MODULE}.{name}")()
-        return gin.operative_config_str()
-    finally:
-        gin.clear_config()

@@ -248,12 +248,12 @@ def write_report(run: RunFolder, picture: Path | None) -> Path:
     # The folder's own name, also when it is given as "." or with a link.
     data["name"], date = run.path.resolve().name, environment.get("date")
     steps = "no steps" if summary["steps"] is None else f"{summary['steps']:,} steps"
-    texts = {"Config": read_text(run.config), "All values used, defaults included": read_text(run.operative_config)}
+    config = read_text(run.config)
     data["about"] = {
         "lead": f"moe_jax run, {steps}{f', {date}' if date else ''}",
         "numbers": headline_numbers(summary, environment),
         "expert_load": picture and base64.b64encode(picture.read_bytes()).decode(),
-        "texts": {name: without_absolute_paths(text.strip()) for name, text in texts.items() if text is not None},
+        "texts": {} if config is None else {"Config, defaults included": without_absolute_paths(config.strip())},
         "environment": {
             name.replace("_", " "): without_absolute_paths(_words(value))
             for name, value in environment.items()

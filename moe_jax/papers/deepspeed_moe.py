@@ -61,7 +61,7 @@ def sizes(inputs):
     """Count the parameters of the paper's models, and how much smaller PR-MoE and MoS are."""
     ours = {}
     for name, (config, bindings) in SIZES.items():
-        read, *_ = parse_run_config([f"configs/model/{config}.gin"], bindings)
+        read, _ = parse_run_config([f"configs/model/{config}.gin"], bindings)
         ours[name] = parameter_counts(read.model, read.moe, VOCABULARY)[2] / 1e9
     smaller = max(ours[f"{base}+MoE-128"] / ours[f"{base}+PR-MoE+MoS"] for base in ("350M", "1.3B"))
     stated = TABLES.texts["sizes"]["claims"]

@@ -1,11 +1,11 @@
 """The names of the files of a run, in one place, and small text files written atomically.
 
-config.gin            what the user bound          metrics.jsonl      one JSON object a step
-operative_config.gin  what the program used        evaluations.jsonl  one JSON object an evaluation
-environment.json      versions, devices, mesh      loads/ loads.npz   parts while training, merged at the end
-checkpoints/          orbax                        plots/ report.html expert_load.png, and a page
-tensorboard/          events                       profile/           traces of train.profile_steps
-lock.json             the job that writes here     (jobs/lock.py)
+config.gin        every value, and which the user bound
+metrics.jsonl     one JSON object a step           evaluations.jsonl  one JSON object an evaluation
+environment.json  versions, devices, mesh          loads/ loads.npz   parts while training, merged at the end
+checkpoints/      orbax                            plots/ report.html expert_load.png, and a page
+tensorboard/      events                           profile/           traces of train.profile_steps
+lock.json         the job that writes here         (jobs/lock.py)
 run.json              what the run was begun with that runs before were not (config/run_config.py)
 """
 
@@ -116,7 +116,7 @@ class RunFolder:
           create: make the folder with its parents, and check that it can be written to; else it must exist.
         """
         self.path = Path(path).expanduser()
-        self.config, self.operative_config = self.path / "config.gin", self.path / "operative_config.gin"
+        self.config = self.path / "config.gin"
         self.environment, self.report = self.path / "environment.json", self.path / "report.html"
         self.metrics, self.evaluations = self.path / METRICS, self.path / EVALUATIONS
         self.loads_parts, self.loads = self.path / "loads", self.path / "loads.npz"

@@ -69,7 +69,7 @@ def banner(session: Session, folder: RunFolder, latest: int | None) -> str:
     )
 
 
-def write_beginning(opened: OpenRun, operative_text: str, session: Session):
+def write_beginning(opened: OpenRun, session: Session):
     """Write, on process 0, the files that say what a run is.
 
     A tokenizer's file is copied, with those next to it that go with it. environment.json holds machine, mesh, what
@@ -86,7 +86,6 @@ def write_beginning(opened: OpenRun, operative_text: str, session: Session):
             carry_files(tokenizer.file.parent, folder.path)
         with atomic_file(folder.path / FILE) as file:  # last, and as it was read
             file.write(tokenizer.text)
-    write_atomically(folder.operative_config, operative_text)
     config, mesh = dataclasses.replace(session.config, model=session.model.config), session.roles.mesh
     total, active, *_ = parameter_counts(config.model, config.moe, session.model.vocab_size)
     devices = [{"platform": device.platform, "kind": device.device_kind} for device in mesh.devices.flat]

@@ -31,9 +31,7 @@ from moe_jax.training.stepper import Stepper
 RESTORE_SECONDS = 1800.0  # from the first process that has read a checkpoint, or its text, to the last
 
 
-def run(
-    config: RunConfig, config_text: str, operative_text: str, hosts: Hosts, *, workdir: str, start: Start | None = None
-) -> bool:
+def run(config: RunConfig, config_text: str, hosts: Hosts, *, workdir: str, start: Start | None = None) -> bool:
     """Train to the last step of the config; return False if a signal stopped the run before it, else True.
 
     Args:
@@ -53,7 +51,7 @@ def run(
                 report_run(opened.folder)
             return True
         stepper, step, host = begin(opened, step, host)
-        write_beginning(opened, operative_text, stepper.session)
+        write_beginning(opened, stepper.session)
         if stepper.session.teacher is not None:
             say(hosts, f"learning from {host.teacher.folder}, step {host.teacher.step}")
         for change in host.changes:

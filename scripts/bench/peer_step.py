@@ -156,7 +156,7 @@ def our_side(model: str, folder: pathlib.Path):
     bindings += [f"DataConfig.sequence_length = {LENGTH}", "ModelConfig.stack = 'unrolled'"]
     bindings += ["SigmoidBias.bias_rate = 0.0"] if SIZES[model][0] == "dots1" else []
     bindings += _GIN_BINDINGS.value
-    config, _, _ = parse_run_config([str(folder / "run" / "config.gin")], bindings)
+    config, _ = parse_run_config([str(folder / "run" / "config.gin")], bindings)
     session = build_session(config, jax.devices()[:1])
     executable, _ = session.compile_step()
     checkpoints = Checkpointer(folder / "run" / "checkpoints", keep=1)

@@ -60,7 +60,7 @@ def main(_):
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)
-    config, _, _ = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)
+    config, _ = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)
     sides = {"many": prepare(config, jax.devices()), "one": prepare(config, jax.devices()[:1])}
     times = {name: [] for name in sides}
     for run in sides.values():

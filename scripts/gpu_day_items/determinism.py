@@ -135,4 +135,4 @@ def _run(context, name: str, kind: str):
 
     config = _config(context)
     with mock.patch.object(training_run, "report_run"):  # no pictures
-        training_run.run(config, config_text(config), "", Hosts(), workdir=str(_workdir(context, name, kind)))
+        training_run.run(config, config_text(config), Hosts(), workdir=str(_workdir(context, name, kind)))

@@ -41,7 +41,7 @@ def train(context, grouped_matmul: str):
     text = config_text(config)
     workdir = context.scratch / f"whole_{grouped_matmul}"
     with mock.patch.object(Loop, "save"), mock.patch.object(training_run, "report_run"):
-        training_run.run(config, text, "", Hosts(), workdir=str(workdir))
+        training_run.run(config, text, Hosts(), workdir=str(workdir))
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     resolved = json.loads((workdir / "environment.json").read_text(encoding="utf-8"))["resolved"]
     (context.scratch / CHOICE).write_text(json.dumps(grouped_matmul), encoding="utf-8")

@@ -114,7 +114,7 @@ BY_NODE = (
 
 
 def test_dry_run_has_all_sections():
-    run, text, _ = parse_run_config(["configs/run/demo.gin"])
+    run, text = parse_run_config(["configs/run/demo.gin"])
     short, out = (dry_run(run, 8, bound=bound_in(text), everything=everything) for everything in (False, True))
     for line in text.splitlines():
         assert line in out and (f"  {line}\n" in short) == line.endswith("# set")

@@ -102,7 +102,7 @@ def test_the_config_built_in_code_is_that_of_the_file(tmp_path):
     """GPT-MoE-S without gin is GPT-MoE-S with gin; which attention a device gets is its own choice."""
     full = types.SimpleNamespace(tiny=False, scratch=tmp_path)
     built = configs.gpt_moe_s(full, batch=8)
-    read, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], [])
+    read, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], [])
     assert dataclasses.replace(built.model, attention=read.model.attention) == read.model
     assert built.moe == read.moe and built.data.sequence_length == read.data.sequence_length
     assert configs.small(full).model.layers == 2

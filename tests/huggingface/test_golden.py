@@ -355,11 +355,11 @@ def test_what_cannot_be_gone_on_from_is_one_line(made, where, tmp_path):
         (fresh, {**given, "init_from_ema": True}, (), "holds no moving average of its parameters"),
         (None, {}, ("ModelConfig.norm_epsilon = 0.1",), other),
     ):
-        config, text, operative = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where, *changes])
+        config, text = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where, *changes])
         with pytest.raises(UserError) as error:
             if workdir is None:
                 evaluate_run(config, text, Hosts(), str(made))
             else:
-                run(config, text, operative, Hosts(), workdir=workdir, start=Start(**start))
+                run(config, text, Hosts(), workdir=workdir, start=Start(**start))
         assert words in str(error.value) and "\n" not in str(error.value)
     assert files == sorted(path.name for path in made.iterdir()) and not (tmp_path / "run").exists()

@@ -62,8 +62,8 @@ def teacher(tmp_path_factory):
     small = [binding for binding in BINDINGS if "length" not in binding]
     small += ["train.steps = 1", "train.evaluate_every = 0", "ModelConfig.dtype = 'bfloat16'"]
     small += [write_corpus(folder / "corpus"), f"DataConfig.cache_dir = {str(folder / 'cache')!r}"]
-    config, text, operative = parse_run_config([FILES["mos_teacher"]], small)
-    assert run(config, text, operative, Hosts(), workdir=str(folder / "run"))
+    config, text = parse_run_config([FILES["mos_teacher"]], small)
+    assert run(config, text, Hosts(), workdir=str(folder / "run"))
     return folder / "run"
 
 

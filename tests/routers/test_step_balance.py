@@ -31,7 +31,7 @@ def double():
 
 @pytest.mark.usefixtures("double")
 def test_a_step_balances_over_its_microbatches(tmp_path):
-    config, _, _ = parse_run_config((), bindings_of(tmp_path, *CHANGES, "ModelConfig.dtype = 'float64'"))
+    config, _ = parse_run_config((), bindings_of(tmp_path, *CHANGES, "ModelConfig.dtype = 'float64'"))
     session = build_session(config, jax.devices()[:2])
     rows, length = config.train.batch_size // MICROBATCHES, config.data.sequence_length
     evaluate = jax.jit(make_loss(session.model, session.model.layout(), rows, length, microbatches=MICROBATCHES))

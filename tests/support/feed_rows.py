@@ -36,7 +36,7 @@ EVALUATED = ("data_in_turn", "mp_across")
 def session_of(folder, name):
     """Return the session of one of the meshes."""
     order, _, bindings = MESHES[name]
-    config, _, _ = parse_run_config((), bindings_of(folder, *bindings))
+    config, _ = parse_run_config((), bindings_of(folder, *bindings))
     devices = jax.devices()
     return build_session(config, [devices[index] for index in order])
 

@@ -93,14 +93,14 @@ def assert_same_run(whole, parts, step: int, *fields: str):
 
 def evaluate_here(folder, workdir, *changes: str) -> None:
     """Evaluate the last checkpoint of the run."""
-    config, text, _ = parse_run_config((), bindings_of(folder, *changes))
+    config, text = parse_run_config((), bindings_of(folder, *changes))
     evaluate_run(config, text, Hosts(), str(workdir))
 
 
 def run_here(folder, workdir, *changes: str, **options) -> bool:
     """Carry the run out in this process, on the first 2 devices' worth of mesh that the bindings ask for."""
-    config, text, operative = parse_run_config((), bindings_of(folder, *changes))
-    return run(config, text, operative, Hosts(), workdir=str(workdir), start=Start(**options))
+    config, text = parse_run_config((), bindings_of(folder, *changes))
+    return run(config, text, Hosts(), workdir=str(workdir), start=Start(**options))
 
 
 def command(folder, workdir, *changes: str, devices: int = 2, flags=()) -> list[str]:

@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
 def test_run_folder_holds_what_was_promised(finished):
     work = finished / "work"
     for name in (
-        "config.gin", "operative_config.gin", "environment.json", "metrics.jsonl", "evaluations.jsonl", "loads.npz",
+        "config.gin", "environment.json", "metrics.jsonl", "evaluations.jsonl", "loads.npz",
         "plots/expert_load.png", "report.html", "tensorboard", "checkpoints",
     ):  # fmt: skip
         assert (work / name).exists(), name
