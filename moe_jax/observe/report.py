@@ -267,7 +267,9 @@ def report_run(run: RunFolder) -> None:
     """Draw the loads, write the report, and print where both are and what a finished run has reached."""
     picture, summary = draw_loads(run), summarize_run(run)
     page, below = write_report(run, picture), summary["below_unigram_entropy"]
-    against = "" if below is None else f"; the held-out loss ends {100 * abs(below):.1f}% {_side(below)} it"
+    against = ""
+    if below is not None:
+        against = f"; the held-out loss ends {100 * abs(below):.1f}% {'below' if below >= 0 else 'above'} it"
     reached = {name: value for name, value in summary.items() if value or isinstance(value, float)}
     lines = [("run folder", str(run.path))]
     for label, text in (
@@ -283,11 +285,6 @@ def report_run(run: RunFolder) -> None:
     lines += [("plot", str(picture))] * bool(picture) + [("report", str(page))]
     for label, text in lines:
         print(f"{label:<18}{text}")
-
-
-def _side(below: float) -> str:
-    """Return on which side of the unigram entropy a loss is that lies this share of it below."""
-    return "below" if below >= 0 else "above"
 
 
 def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -349,7 +346,7 @@ def headline_numbers(summary: dict, environment: Mapping[str, Any]) -> list[tupl
         numbers.append(("planner", str(environment["planner"]), f"schedule {environment['schedule']}"))
     below, against = summary["below_unigram_entropy"], ""
     if below is not None:
-        against = f"loss ends {abs(below):.0%} {_side(below)} it"
+        against = f"loss ends {abs(below):.0%} {'below' if below >= 0 else 'above'} it"
     rows = [
         ("held-out loss, before", "held_out_loss_first", ".3f", "nats per token"),
         ("held-out loss, after", "held_out_loss_last", ".3f", "nats per token"),
