@@ -139,8 +139,7 @@ def compile_for_all(
             raise
         if told["error"]:
             raise RuntimeError(f"process 0 could not compile this program: {told['error']}")
-        guided = bool(told["profile"])
-        compiled = compile_with_profile(lowered, options, told["profile"]) if guided else lowered.compile(options)
+        compiled, _ = compile_guided(lowered, options, target, buckets, told["profile"])
         if program_digest(compiled) != told["program"]:
             raise HostLostError(
                 f"process {index} has compiled another program than process 0, so the two cannot run together; all "
@@ -188,32 +187,35 @@ def find_target(devices, per_node: int) -> Target | None:
 
 
 def compile_guided(
-    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, buckets: tuple = ()
+    lowered: jax.stages.Lowered,
+    options: dict[str, str],
+    target: Target | None,
+    buckets: tuple = (),
+    profile: str | None = None,
 ) -> tuple[jax.stages.Compiled, str]:
     """Return (executable, profile): with a target the scheduler gets its modelled seconds as a profile, else ''.
-
-    The profile is that of the program as compiled without one; buckets: as of `parse_module`.
-    """
-    executable = lowered.compile(options)
-    if target is None:
-        return executable, ""
-    profile = scheduler_profile(parse_module(executable.as_text(), buckets), Prices(target))
-    return compile_with_profile(lowered, options, profile), profile
-
-
-def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], profile: str) -> jax.stages.Compiled:
-    """Compile a lowered program with a profile for the scheduler.
 
     The profile is a file of the user's cache folder, named after its content, and stays: its name is an option of the
     compilation, and JAX's compilation cache would not find the program under another one.
 
+    Args:
+      buckets: as of `parse_module`.
+      profile: None for that of the program as compiled without one, which is compiled first; '' for none.
+
     Raises:
       UserError: the folder is a link or belongs to another user, or takes no more.
     """
-    path = user_cache_folder("profiles") / f"{hashlib.sha256(profile.encode()).hexdigest()[:32]}.pbtxt"
-    if path.is_symlink() or not path.is_file() or path.read_text(encoding="utf-8") != profile:
-        write_cached(path, profile)
-    return lowered.compile({**options, PROFILE_OPTION: str(path)})
+    if profile is None:
+        executable = lowered.compile(options)
+        if target is None:
+            return executable, ""
+        profile = scheduler_profile(parse_module(executable.as_text(), buckets), Prices(target))
+    if profile:
+        path = user_cache_folder("profiles") / f"{hashlib.sha256(profile.encode()).hexdigest()[:32]}.pbtxt"
+        if path.is_symlink() or not path.is_file() or path.read_text(encoding="utf-8") != profile:
+            write_cached(path, profile)
+        options = {**options, PROFILE_OPTION: str(path)}
+    return lowered.compile(options), profile
 
 
 def memory_counts(devices, name: str) -> list[int]:

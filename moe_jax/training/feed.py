@@ -125,16 +125,15 @@ class Feed:
         """How often each id is a target of an evaluation, int64 [ids]; of a masked language model, as if all were."""
         return self.evaluated.counts(self.boundary_id)
 
-    @functools.cached_property
-    def held_out_bytes(self) -> int:
-        """Bytes of text in the targets of an evaluation; 0 of masked tokens, and where the tokenizer does not say."""
-        sizes = self.tokenizer.byte_counts() if self.model.kind == "gpt" else None
-        return 0 if sizes is None else int(sizes[: self.held_out_counts.size] @ self.held_out_counts)
-
     def bits_per_byte(self, loss: float) -> float | None:
-        """Return a held-out loss, nats per token, in bits per byte of text; None where `held_out_bytes` is 0."""
-        bits = loss / math.log(2) * int(self.held_out_counts.sum())
-        return bits / self.held_out_bytes if self.held_out_bytes else None
+        """Return a held-out loss, nats per token, in bits per byte of text.
+
+        None for masked tokens, where the tokenizer does not say how many bytes an id stands for, and without text.
+        """
+        sizes = self.tokenizer.byte_counts() if self.model.kind == "gpt" else None
+        counts = self.held_out_counts
+        held_out_bytes = 0 if sizes is None else int(sizes[: counts.size] @ counts)
+        return loss / math.log(2) * int(counts.sum()) / held_out_bytes if held_out_bytes else None
 
     def to_devices(self, batch: Batch) -> Batch:
         """Return global arrays [Nm, rows, Sq] from this process' rows [Nm, b, Sq] of each."""

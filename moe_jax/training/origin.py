@@ -87,8 +87,17 @@ def open_run(
             if start is not None:
                 stack.enter_context(FolderLock(folder, hosts.fail))
         seen, *_ = hosts.gather_text("run folder", str(folder.seen()) if hosts.is_main else "")
-        if not hosts.is_main:
-            folder = _await_folder(workdir, hosts, seen)
+        deadline = time.monotonic() + FOLDER_SECONDS
+        while not hosts.is_main:
+            with contextlib.suppress(UserError):
+                if str((folder := RunFolder(workdir, create=False)).seen()) == seen:
+                    break
+            if time.monotonic() > deadline:
+                raise HostLostError(
+                    f"process {hosts.process_index} does not see process 0's run folder {workdir}; give a --workdir "
+                    "that all hosts share"
+                )
+            time.sleep(0.5)
         checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
         stack.enter_context(contextlib.closing(checkpoints))
         yield OpenRun(config, config_text, start or Start(), folder, checkpoints, hosts)
@@ -99,20 +108,6 @@ def differing_binding(first: str, other: str) -> str:
     for binding, old, new in config_differences(first, other):
         return f"{binding} is {old} on process 0 and {new} on process {{index}}; start all with the same flags"
     return ""
-
-
-def _await_folder(workdir: str, hosts: Hosts, seen: str) -> RunFolder:
-    """Return process 0's run folder, as another process sees it, once it does; seen: as of `RunFolder.seen`."""
-    deadline = time.monotonic() + FOLDER_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(UserError):
-            if str((folder := RunFolder(workdir, create=False)).seen()) == seen:
-                return folder
-        time.sleep(0.5)
-    raise HostLostError(
-        f"process {hosts.process_index} does not see process 0's run folder {workdir}; give a --workdir that all hosts "
-        "share"
-    )
 
 
 def newest_checkpoint(
