@@ -28,8 +28,7 @@ from moe_jax.analysis import simulate
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
-from moe_jax.planning.auto import Auto
-from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.balancer import Auto, build_planner
 from moe_jax.planning.config import PREDICTORS, PlannerConfig
 from moe_jax.planning.cost import FORMS, PRICES, Cost
 from moe_jax.planning.placement import Placement

@@ -21,7 +21,7 @@ from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan import grown, with_late
+from moe_jax.planning.plan import grown, with_rule
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.sizes import TransferSizes, late_price, transfer_sizes
 from moe_jax.replan.auto import SESSIONS
@@ -104,7 +104,7 @@ def simulate(
     hiding = build_planner(config).schedule
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
     session = SESSIONS.get(base, PlanSession)(config, placement, cost)
-    largest = with_late(session.planner, build_shape(placement), cost).late if config.bounded else None
+    largest = with_rule(session.planner, build_shape(placement), cost).late if config.bounded else None
     samples = judged(trace.iterations, lag)[::every]
     apart = np.maximum(1, np.diff(trace.iterations, prepend=trace.iterations[0]) // least_lag(trace.iterations))
     rows: list[dict] = []

@@ -222,7 +222,7 @@ def late_tables(fit, slot, me, plan: PlanShape):
     want = want.at[jnp.broadcast_to(jnp.arange(inside)[None], at.shape), at].set(
         jnp.broadcast_to(lies, at.shape), mode="drop"
     )
-    slot = jnp.where(added, home_slots + plan.ahead_slots + late, slot)
+    slot = jnp.where(added, home_slots + plan.replica_slots - plan.late_slots + late, slot)
     used = TransferSizes(*(size[0] for size in sizes[:3]))
     return added, slot, TransferTables(offer=offer, pick=pick, want=want), used
 

@@ -17,32 +17,22 @@ def put(array, index, value):
     return array
 
 
-def _loop(step, carry, times, going=None):
+LOOPS = {}  # of jax.numpy that which `moe/after_gate.py` has: nothing here imports jax
+
+
+def loop(xp, step, carry, times, going=None):
+    """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
+    if xp is not np:
+        return LOOPS[xp](step, carry, times, going)
     turn = 0
     while turn < times and (going is None or going(carry)):
         carry, turn = step(turn, carry), turn + 1
     return carry
 
 
-LOOPS = {np: _loop}  # and that of jax.numpy, which `moe/after_gate.py` has: nothing here imports jax
-
-
-def loop(xp, step, carry, times, going=None):
-    """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
-    return LOOPS[xp](step, carry, times, going)
-
-
 def falling(xp, values):
     """Sort the last dim from large to small, ties by rising id: [..., n] -> ids [..., n]."""
     return xp.argsort(-values, axis=-1, stable=True)
-
-
-def highest(xp, score, count):
-    """Return bool [L, n], the `count` [L] highest scores above 0 of int [L, n], of equal ones the lowest ids."""
-    size = score.shape[1]
-    key = score * size + xp.arange(size)[None, ::-1]
-    least = xp.take_along_axis(xp.sort(key, axis=1), xp.clip(size - count, 0, size - 1)[:, None], axis=1)
-    return (key >= least) & (score > 0) & (count > 0)[:, None]
 
 
 def home_loads(xp, totals, home, devices: int):

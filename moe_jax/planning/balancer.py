@@ -1,7 +1,7 @@
 """The contract of every planner.
 
 A planner's file registers a class; nothing else names it. The package imports every file in its folder, so a new file
-is a new planner.
+is a new planner. The two that plan nothing, `none` and `auto`, stand here.
 Letters: docs/notation.md; S = D here.
 """
 
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moe_jax.planning.config import PlannerConfig
+from moe_jax.errors import check_bounds
+from moe_jax.planning.config import DEFAULTS, PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
@@ -30,7 +31,7 @@ class Planner:
     This base is plain expert parallelism: it drops every replica and leaves homes where they are. It refines by
     planning again from the step's own loads, and decides nothing after the gate. A planner writes `propose` at least.
     It keeps no state but `counters`, counts of what happened while planning (for example `shadow_cut`), until cleared;
-    `config` is what all planners read, with every default filled in (`settled`).
+    `config` is what all planners read, with every default filled in.
     """
 
     name: typing.ClassVar[str]  # as in `PlannerConfig.name`
@@ -43,24 +44,18 @@ class Planner:
     any_holder: typing.ClassVar[bool] = True
     # the block-wise schedule that the system runs with (block_schedule.py), by which replay hides transfers
     schedule: str = "none"
+    late_option: typing.ClassVar[str] = ""  # of its options, one by which it decides after the gate even with 'ahead'
     # whether all its replicas come after the gate where it decides after it
     late_replicas: typing.ClassVar[bool] = False
     most_devices: typing.ClassVar[int | None] = None  # beyond which its search is too long; None for no limit
     reshard_every: int = 0  # steps between calls of `reshard`; 0 for never
 
     def __init__(self, config: PlannerConfig):
-        self.config, self.options = config, options_in(config, self.options)
+        own = {**DEFAULTS, **self.defaults}
+        blank = {name: value for name, value in own.items() if getattr(config, name) is None}
+        self.config = dataclasses.replace(config, **blank) if blank else config
+        self.options = options_in(config, self.options)
         self.counters: collections.Counter[str] = collections.Counter()
-
-    @classmethod
-    def decides_late(cls, config: PlannerConfig) -> bool:
-        """Return whether it decides again from the step's own loads."""
-        return config.when == "after_gate"
-
-    @classmethod
-    def ahead_only(cls, config: PlannerConfig) -> PlannerConfig:
-        """Return the config of a planner that decides nothing after the gate."""
-        return dataclasses.replace(config, when="ahead")
 
     def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement for loads [L, S, E] (whole or real numbers), starting from the one in force."""
@@ -108,9 +103,30 @@ def names(after_gate: bool = False) -> tuple[str, ...]:
 
 def build_planner(config: PlannerConfig) -> Planner:
     """Return the planner that `config.name` names, with that planner's own defaults filled in."""
-    return PLANNERS.find(config.name)(config.settled())
+    return PLANNERS.find(config.name)(config)
 
 
 @register("none")
 class NonePlanner(Planner):
     """Plain expert parallelism."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Auto:
+    """Options of the planner `auto`.
+
+    Attributes:
+      round_steps: steps that settings plan before they are judged, and in which they are judged.
+    """
+
+    round_steps: int = 32
+
+    def __post_init__(self):
+        check_bounds(self, {"round_steps": 2})
+
+
+@register("auto")
+class AutoPlanner(Planner):
+    """Plain expert parallelism by itself: a session of its own chooses among the others (`replan/auto.py`)."""
+
+    options = Auto()

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_jax.errors import UserError, check_bounds, check_choices
 from moe_jax.planning.cost import FORMS, PRICES
-from moe_jax.registry import PLANNERS
+from moe_jax.registry import PLANNERS, options_in, replaced
 
 PREDICTORS = ("last", "window")
 # of fields that are None where neither the user nor the planner says otherwise
@@ -82,10 +82,14 @@ class PlannerConfig:
     @functools.cached_property
     def decides_late(self) -> bool:
         """Whether the planner decides again from the step's own loads."""
-        return PLANNERS[self.name].decides_late(self)
+        planner = PLANNERS[self.name]
+        own = options_in(self, planner.options)
+        return self.when == "after_gate" or bool(planner.late_option and getattr(own, planner.late_option))
 
-    def settled(self) -> PlannerConfig:
-        """Return the same, each field that was left at None at the planner's own default."""
-        own = {**DEFAULTS, **PLANNERS[self.name].defaults}
-        blank = {name: value for name, value in own.items() if getattr(self, name) is None}
-        return dataclasses.replace(self, **blank) if blank else self
+    def ahead_only(self, name: str, replica_slots: int) -> PlannerConfig:
+        """Return the same for a planner of this name and so many slots, which decides nothing after the gate."""
+        planner, options = PLANNERS[name], self.options
+        if planner.late_option:
+            own = dataclasses.replace(options_in(self, planner.options), **{planner.late_option: False})
+            options = replaced(options, own)
+        return dataclasses.replace(self, name=name, when="ahead", options=options, replica_slots=replica_slots)

@@ -8,7 +8,7 @@ where a `Cost` is built, and a planner never asks which it is:
     PaperPrices     the papers' formulas on one bandwidth: Pro-Prophet's equations 1, 4, 5, FasterMoE's 2 S / W
 
     exchange, compute, transfer     seconds of an all-to-all, of the experts' forward, of one Trans
-    ahead, late                     of a compiled step: the Trans that layers wait for, and what comes after the gate
+    late                            seconds of what comes after the gate, in a compiled step
     moves, rates                    experts that change their home; what one token or expert more costs
 
 A sparse transfer has two forms:
@@ -60,7 +60,8 @@ class LayerPrices:
     sent_bytes: int | None = None
     param_bytes: int | None = None  # of one number of the parameters at home; None: as dtype_bytes
     form: str = "auto"  # of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one
-    # whether seconds are those of a compiled program, with the whole transfer and all bucket rows that it sends
+    # whether seconds are those of a compiled program, with the whole transfer and all bucket rows that it sends; else
+    # transfers are priced expert by expert, whatever the step is compiled for
     of_program: ClassVar[bool] = True
 
     @property
@@ -85,16 +86,16 @@ class LayerPrices:
         return self.expert_params * ((self.param_bytes or self.dtype_bytes) + OPTIMIZER_BYTES)
 
     def bandwidth(self) -> float:
-        """W in bytes/s, of one device: its part of the links that its node shares."""
-        return self.cluster.bandwidth(ASKED_BY, of_device=True)
+        """W in bytes/s, of one device: its part of the links that its node shares, or a paper's slow link as given."""
+        return self.cluster.bandwidth(ASKED_BY, of_device=self.of_program)
 
     def tokens_per_second(self) -> float:
         """v: tokens per second that one device computes in an expert's forward; the backward takes twice that.
 
-        Devices with prices take what a grouped matmul of many rows does, others P / (4 M F) with two matrices: a token
-        takes two FLOPs for each number of the expert.
+        Devices with prices take what a grouped matmul of many rows does, others and the papers' P / (4 M F) with two
+        matrices: a token takes two FLOPs for each number of the expert.
         """
-        if self.cluster.prices is None:
+        if self.cluster.prices is None or not self.of_program:
             return self.cluster.need("flops", ASKED_BY) / (2.0 * self.expert_params)
         rows, arithmetic = 2.0**17, arithmetic_of(self.dtype_bytes)
         sizes = (rows, self.model_dim, self.hidden_dim / self.shards, 0)
@@ -120,16 +121,14 @@ class LayerPrices:
         per_node = min(self.cluster.devices_per_node or devices, devices)
         return functools.reduce(np.minimum, self._by_form(sizes, devices, per_node).values())
 
-    def ahead(self, shape: TransferShape | None, sizes: TransferSizes, devices: int) -> np.ndarray:
-        """Return the seconds [L] of the Trans of layers of these sizes [L] in a step compiled for a shape."""
-        return np.full(len(sizes.slots), 0.0 if shape is None else self.shape_seconds(shape))
-
     def late(self, largest: TransferShape | None) -> tuple[float, ...]:
         """Return the seconds of a transfer after the gate and its way back in each of its sizes, 0 for none first.
 
-        () without such a transfer, or where experts are priced one by one.
+        () without such a transfer, or where experts are priced one by one: 2 S / W each in FasterMoE (`rates`).
         """
-        return () if largest is None else (0.0, *(2 * self.shape_seconds(size) for size in largest.halves()))
+        if largest is None or not self.of_program:
+            return ()
+        return (0.0, *(2 * self.shape_seconds(size) for size in largest.halves()))
 
     def moves(self, experts: np.ndarray) -> np.ndarray:
         """Return the seconds in which so many experts [...] leave or reach a device with their optimizer state."""
@@ -158,34 +157,29 @@ class LayerPrices:
     def shape_seconds(self, shape: TransferShape) -> float:
         """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
         form = "by_node" if shape.by_node else "flat"
-        return float(self._form_seconds(shape, form, shape.devices, shape.devices_per_node))
+        return float(self._by_form(shape, shape.devices, shape.devices_per_node, form)[form])
 
-    def _by_form(self, sizes: TransferSizes | TransferShape, devices: int, devices_per_node: int) -> dict[str, Any]:
-        """Return {form: seconds} of the forms to compare: by node only with several nodes of several devices."""
+    def _by_form(
+        self, sizes: TransferSizes | TransferShape, devices: int, devices_per_node: int, form: str = "auto"
+    ) -> dict[str, Any]:
+        """Return {form: seconds} of one Trans as the program runs it: a straight line where anything moves.
+
+        Of one form, or of those to compare: by node only with several nodes of several devices.
+        """
         names = ("flat", "by_node") if 1 < devices_per_node < devices else ("flat",)
-        names = names if self.form == "auto" else (self.form,)
-        return {form: self._form_seconds(sizes, form, devices, devices_per_node) for form in names}
-
-    def _form_seconds(self, sizes: TransferSizes | TransferShape, form: str, devices: int, devices_per_node: int):
-        """Return the seconds of one Trans as the program runs it in one form: a straight line where anything moves."""
-        group = (devices, devices_per_node, self.shards)
-        start, offer, slot, crossing = _transfer_rates(self.cluster, self.expert_bytes, form, group)
-        line = offer * sizes.offers + slot * sizes.slots + crossing * sizes.crossing
-        return np.where(np.asarray(sizes.slots) > 0, start + line, 0.0)
+        form, seconds = self.form if form == "auto" else form, {}
+        for name in names if form == "auto" else (form,):
+            group = (devices, devices_per_node, self.shards)
+            start, offer, slot, crossing = _transfer_rates(self.cluster, self.expert_bytes, name, group)
+            line = offer * sizes.offers + slot * sizes.slots + crossing * sizes.crossing
+            seconds[name] = np.where(np.asarray(sizes.slots) > 0, start + line, 0.0)
+        return seconds
 
 
 class PaperPrices(LayerPrices):
     """Price a layer by the papers' formulas: one link for each device, one bandwidth, and experts one by one."""
 
     of_program = False
-
-    def bandwidth(self):
-        """W, the slow link as given."""
-        return self.cluster.bandwidth(ASKED_BY)
-
-    def tokens_per_second(self):
-        """v, by the FLOP/s of a device alone."""
-        return self.cluster.need("flops", ASKED_BY) / (2.0 * self.expert_params)
 
     def exchange(self, received):
         """T_A2A. Source: Pro-Prophet, equation 1."""
@@ -194,14 +188,6 @@ class PaperPrices(LayerPrices):
     def transfer(self, sizes, devices):
         """The sum over replicated experts of holders / D x bytes of an expert / W. Source: Pro-Prophet, 4 and 5."""
         return sizes.holders * self.expert_bytes / (devices * self.bandwidth())
-
-    def ahead(self, shape, sizes, devices):
-        """The same, whatever the step is compiled for."""
-        return self.transfer(sizes, devices)
-
-    def late(self, largest):
-        """Nothing by size. Source: FasterMoE, 2 S / W for each expert (`rates`)."""
-        return ()
 
 
 PRICES = {"executor": LayerPrices, "paper": PaperPrices}  # by `PlannerConfig.price`
@@ -341,8 +327,9 @@ def predicted_layer_seconds(
       shape: what the step is compiled for, whose transfer ahead every layer pays; None: what its own replicas need.
       planned: what was planned ahead, where `placement` has replicas that come after the gate.
     """
-    prices, sizes = cost.prices, placement.sizes
-    trans = None if shape is None else prices.ahead(shape.ahead, sizes, placement.devices)
+    prices, sizes, trans = cost.prices, placement.sizes, None
+    if shape is not None and prices.of_program:
+        trans = np.full(placement.layers, 0.0 if shape.ahead is None else prices.shape_seconds(shape.ahead))
     total = sum(cost.parts(*routing.expected(placement, loads), sizes, trans=trans).values())
     seconds = () if shape is None or planned is None else prices.late(shape.late)
     if not seconds:

@@ -13,7 +13,7 @@ import numpy as np
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.arrays import falling, home_loads, loop, put
 from moe_jax.planning.balancer import Planner, register
-from moe_jax.planning.sizes import late_price, late_room, sizes_everywhere
+from moe_jax.planning.sizes import TransferSizes, late_price, late_room
 
 
 @register("fastermoe")
@@ -130,3 +130,11 @@ class Shadowing:
         start = state, xp.zeros(home.shape, bool), xp.full(layers, True), xp.zeros(layers, int)
         ended = loop(xp, shadow, start, experts, lambda carry: carry[2].any())
         return ended[1], ended[3]
+
+
+def sizes_everywhere(offers, devices_per_node: int) -> TransferSizes:
+    """Return the sizes where every expert that travels goes to all devices: offers int [L, D], their number by home."""
+    count, devices = offers.sum(axis=1), offers.shape[1]
+    of_node = offers.reshape(len(offers), -1, devices_per_node).sum(axis=2).max(axis=1)
+    crossing = of_node if devices_per_node < devices else 0 * of_node
+    return TransferSizes(offers.max(axis=1), (count[:, None] - offers).max(axis=1), crossing, count * devices)

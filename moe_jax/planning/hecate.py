@@ -13,14 +13,13 @@ import numpy as np
 from moe_jax.errors import UserError, check_bounds
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.arrays import falling, highest, loop, put
+from moe_jax.planning.arrays import falling, loop, put
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import plan_seconds
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, sent_of
-from moe_jax.registry import options_in, replaced
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,16 +59,8 @@ class HecatePlanner(Planner):
     options: Hecate = Hecate()
     defaults = {"predictor": "window"}  # the mean of the last 5 steps (section 4.2)
     after_gate = True
+    late_option = "calibrate"
     schedule = "hecate"
-
-    @classmethod
-    def decides_late(cls, config):
-        return super().decides_late(config) or options_in(config, cls.options).calibrate
-
-    @classmethod
-    def ahead_only(cls, config):
-        own = dataclasses.replace(options_in(config, cls.options), calibrate=False)
-        return dataclasses.replace(super().ahead_only(config), options=replaced(config.options, own))
 
     @property
     def reshard_every(self):
@@ -313,6 +304,14 @@ def spread_replicas(xp, totals, holds, order, free, per_node: int, limits=None):
         homes = home[:, :, None] == np.arange(devices)
         sent = sent_of(homes, holds & ~homes, per_node)[:2]
     return loop(xp, fill, (holds.copy(), free, sent), order.shape[1])[0] & ~before
+
+
+def highest(xp, score, count):
+    """Return bool [L, n], the `count` [L] highest scores above 0 of int [L, n], of equal ones the lowest ids."""
+    size = score.shape[1]
+    key = score * size + xp.arange(size)[None, ::-1]
+    least = xp.take_along_axis(xp.sort(key, axis=1), xp.clip(size - count, 0, size - 1)[:, None], axis=1)
+    return (key >= least) & (score > 0) & (count > 0)[:, None]
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:

@@ -26,9 +26,9 @@ from moe_jax.planning.plan_shape import (
     Tables,
     build_shape,
     fill_tables,
-    fits,
     for_program,
     grow,
+    misfits,
 )
 from moe_jax.planning.routing import split_evenly
 from moe_jax.planning.sizes import TransferSizes
@@ -172,16 +172,16 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
     """
     proposals = {name: propose(own) if own.due or own.reshard else own.last for name, own in asked.items()}
     placement = {name: proposal.adopted for name, proposal in proposals.items()}
-    fitting = all(fits(shape[name], own) for name, own in placement.items())
+    fitting = not any(misfits(shape[name], own) for name, own in placement.items())
     new = fitting and placement != running
     tables = {name: fill_tables(shape[name], own) for name, own in placement.items()} if new else None
     common = {"proposals": proposals, "placement": placement, "tables": tables, "fits": fitting}
     if pending is not None:
-        fits_pending = all(fits(pending[name], own) for name, own in placement.items())
+        fits_pending = not any(misfits(pending[name], own) for name, own in placement.items())
         return Plan(**common, fits_pending=fits_pending, shape=shape, why="")
     larger, why = shape, ""
     idle = any(is_idle(shape[name], own) for name, own in placement.items())
-    if not fitting or idle or _buckets_are_short(asked, placement, shape):
+    if not fitting or idle or any(is_short(own, shape[name], placement[name]) for name, own in asked.items()):
         larger = {name: enlarge(own, placement[name], shape[name]) for name, own in asked.items()}
     if not fitting or idle:
         moved = any(own.moves(running[n]) or own.program != shape[n].program for n, own in placement.items())
@@ -192,13 +192,10 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
     return Plan(**common, fits_pending=False, shape=larger, why=why)
 
 
-def _buckets_are_short(asked, placement: Placements, shape: Shapes) -> bool:
+def is_short(asked: Asked, shape: PlanShape, placement: Placement) -> bool:
     """Say whether buckets need more rows by prediction than they have, or overflow much too often."""
-    for name, own in asked.items():
-        rows = rows_needed(own, shape[name], placement[name], TOO_OFTEN)
-        if rows is not None and not rows.within(own.buckets.there(shape[name])):
-            return True
-    return False
+    rows = rows_needed(asked, shape, placement, TOO_OFTEN)
+    return rows is not None and not rows.within(asked.buckets.there(shape))
 
 
 def is_idle(shape: PlanShape, placement: Placement) -> bool:
@@ -225,7 +222,7 @@ def rows_needed(asked: Asked, shape: PlanShape, placement: Placement, more_often
 def enlarge(asked: Asked, placement: Placement, shape: PlanShape) -> PlanShape:
     """Return a shape that a placement fits and plans like it, with buckets at least as large as predicted."""
     shape = for_program(shape, placement)
-    if is_idle(shape, placement) or not fits(shape, placement):
+    if is_idle(shape, placement) or misfits(shape, placement):
         first, shape = shape.ahead is None, grown(asked.planner, shape, placement, asked.cost)
         if first and shape.ahead is not None:
             shape = dataclasses.replace(shape, **split_of_transfer(asked.cost, shape.ahead))
@@ -244,8 +241,13 @@ def split_of_transfer(cost: Cost, transfer: TransferShape) -> dict[str, float]:
     return dict(zip(("trans_share", "agg_share"), cut, strict=True))
 
 
-def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
-    """Return the shape with slots and candidates for what the planner decides after the gate; `shape.late` is kept."""
+def with_rule(planner: Planner, shape: PlanShape, cost: Cost, groups: int = 1) -> PlanShape:
+    """Return the shape with what is decided after the gate, and its slots and candidates; without any where nothing is.
+
+    `shape.late`, where there is one, is kept; groups are data-parallel ones, over which a rule's counts are sums.
+    """
+    if not planner.config.decides_late:
+        return dataclasses.replace(shape, late=None, after_gate=None)
     slots = planner.slots_after_gate(cost)
     if slots and shape.late is None:
         offers = min(slots, shape.home_slots)
@@ -257,7 +259,7 @@ def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
         shape = dataclasses.replace(shape, late=sizes.shape(*group, cost.prices.is_by_node(sizes, *group)))
     if shape.replica_slots and planner.any_holder:
         shape = dataclasses.replace(shape, candidates=shape.devices)
-    return shape
+    return dataclasses.replace(shape, after_gate=planner.late_rule(shape, cost, groups))
 
 
 def grown(planner: Planner, shape: PlanShape, plan: Placement, cost: Cost) -> PlanShape:
@@ -278,14 +280,6 @@ def plan_seconds(planner: Planner, plan: Placement, loads: np.ndarray, cost: Cos
     """Return the predicted seconds of all layers, with what a step compiled for the plan sends: loads [L, S, E]."""
     shape = grown(planner, dataclasses.replace(build_shape(plan), ahead=None), plan, cost)
     return float(predicted_layer_seconds(plan, loads, cost, shape).sum())
-
-
-def with_rule(planner: Planner, shape: PlanShape, cost: Cost, groups: int) -> PlanShape:
-    """Return the shape with what is decided after the gate, and the sizes of that; without any where nothing is."""
-    if not planner.config.decides_late:
-        return dataclasses.replace(shape, late=None, after_gate=None)
-    shape = with_late(planner, shape, cost)
-    return dataclasses.replace(shape, after_gate=planner.late_rule(shape, cost, groups))
 
 
 def seconds_of(asked: Mapping[str, Asked], placement: Placements, shape: Shapes) -> float:

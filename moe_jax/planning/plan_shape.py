@@ -50,11 +50,6 @@ class PlanShape:
         return self.program.partition("/")[0]
 
     @property
-    def ahead_slots(self) -> int:
-        """Replica slots that are filled ahead."""
-        return 0 if self.ahead is None else self.ahead.slots
-
-    @property
     def late_slots(self) -> int:
         """Replica slots that are filled after the gate."""
         return 0 if self.late is None else self.late.slots
@@ -62,7 +57,7 @@ class PlanShape:
     @property
     def replica_slots(self) -> int:
         """Gs, ahead and late; `PlannerConfig.replica_slots` counts those ahead."""
-        return self.ahead_slots + self.late_slots
+        return self.late_slots + (0 if self.ahead is None else self.ahead.slots)
 
     @property
     def slots(self) -> int:
@@ -89,13 +84,11 @@ def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
     )
 
 
-def fits(shape: PlanShape, placement: Placement) -> bool:
-    """Say whether `fill_tables` would succeed, so that a new plan needs no new executable."""
-    return not misfits(shape, placement)
-
-
 def misfits(shape: PlanShape, placement: Placement) -> list[str]:
-    """Return what a placement needs more of than the shape has: 'NAME: needed > there' each."""
+    """Return what a placement needs more of than the shape has: 'NAME: needed > there' each.
+
+    Without any `fill_tables` succeeds, and the plan needs no new executable.
+    """
     found = [
         f"{name}: {getattr(placement, name)} is not {getattr(shape, name)}"
         for name in ("layers", "experts", "devices", "devices_per_node", "program")
@@ -175,7 +168,7 @@ class Tables:
 
 
 def fill_tables(shape: PlanShape, placement: Placement) -> Tables:
-    """Write a placement into arrays of the shape's sizes; a UserError where it does not fit (`fits`)."""
+    """Write a placement into arrays of the shape's sizes; a UserError where it does not fit (`misfits`)."""
     wrong = misfits(shape, placement)
     if wrong:
         raise UserError(f"the placement does not fit the shape of the step ({'; '.join(wrong)}); build a new shape")

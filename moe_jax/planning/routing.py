@@ -12,7 +12,6 @@ Letters: docs/notation.md; h holder rows (layer, expert, device), p pairs (layer
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -85,21 +84,9 @@ def pair_loads(placement: Placement, loads: np.ndarray, sources: np.ndarray | No
         )
     pairs = np.zeros((layers, devices if sources is None else len(sources), devices), np.int64)
     for layer, piece, source, _, device, tokens in counted(placement, loads, sources):
-        pairs[layer, piece] = _summed((source, device), tokens, pairs[layer, piece].shape)
+        part = pairs[layer, piece]
+        part[:] = np.bincount(source * devices + device, tokens, part.size).reshape(part.shape)
     return pairs
-
-
-def expert_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
-    """Count tokens by (expert, destination), what each holder computes of its expert: loads [L, S, E] -> [L, E, D]."""
-    computed = np.zeros((placement.layers, placement.experts, placement.devices), np.int64)
-    for layer, _, _, expert, device, tokens in counted(placement, loads):
-        computed[layer] += _summed((expert, device), tokens, computed.shape[1:])
-    return computed
-
-
-def _summed(at: tuple[np.ndarray, np.ndarray], tokens: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Add tokens int [c] at their places in an array of this shape, int64."""
-    return np.bincount(np.ravel_multi_index(at, shape), tokens, math.prod(shape)).astype(np.int64).reshape(shape)
 
 
 def nearest_loads(xp, loads, holds, per_node: int):
@@ -245,6 +232,9 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     """
     if not len(placement.replicas):
         return placement
-    kept, computed = placement.replicated, expert_loads(placement, loads)
+    kept, devices, computed = placement.replicated, placement.devices, np.zeros(placement.holds.shape)
+    for layer, _, _, expert, device, tokens in counted(placement, loads):  # what each holder computes of its expert
+        of_layer = np.bincount(expert * devices + device, tokens, computed[layer].size)
+        computed[layer] += of_layer.reshape(computed[layer].shape)
     computed = np.where(computed.sum(axis=2, keepdims=True) > 0, computed, placement.homes)[kept]
     return placement.replace(shares=unit_rows(np.argwhere(kept), edges(np, computed), -1), rule="shares")

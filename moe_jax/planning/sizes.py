@@ -76,14 +76,6 @@ def sent_with(xp, sent, home, targets, inside: int):
     return offers, put(crossing, (rows, node), crossing[rows, node] + to), slots + targets
 
 
-def sizes_everywhere(offers, devices_per_node: int) -> TransferSizes:
-    """Return the sizes where every expert that travels goes to all devices: offers int [L, D], their number by home."""
-    count, devices = offers.sum(axis=1), offers.shape[1]
-    of_node = offers.reshape(len(offers), -1, devices_per_node).sum(axis=2).max(axis=1)
-    crossing = of_node if devices_per_node < devices else 0 * of_node
-    return TransferSizes(offers.max(axis=1), (count[:, None] - offers).max(axis=1), crossing, count * devices)
-
-
 def fit_replicas(xp, wanted, order, home, shape: TransferShape):
     """Take experts in order while their replicas fit a transfer; each is taken whole or not at all.
 

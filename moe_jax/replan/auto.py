@@ -30,7 +30,7 @@ import numpy as np
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.auto import Auto
+from moe_jax.planning.balancer import Auto
 from moe_jax.planning.buckets import BUCKET_LIMIT, Buckets, pairs_by_kind
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
@@ -165,8 +165,7 @@ def build_settings(config, start: Placement, cost: Cost, exchanges: int = 1) -> 
             own = dataclasses.replace(cost, replica_slots=count, schedule=schedule)
             names = planners(start.devices) if count else ["none", *HOME_MOVERS]
             for name in names if count or start.experts % start.devices == 0 else [n for n in names if n != "eplb"]:
-                planner = dataclasses.replace(PLANNERS[name].ahead_only(config), name=name, replica_slots=count)
-                found.append(Setting(planner, start, own, exchanges))
+                found.append(Setting(config.ahead_only(name, count), start, own, exchanges))
     return found
 
 

@@ -38,7 +38,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner
-from moe_jax.planning.plan import Placements, look_back, make_plan
+from moe_jax.planning.plan import Placements, look_back, make_plan, with_rule
 from moe_jax.planning.plan_shape import PlanShape, Shapes, Tables, build_shape, fill_tables
 from moe_jax.replan.segments import build_sessions
 from moe_jax.replan.session import PlanSession
@@ -336,7 +336,8 @@ class RejitEngine:
             parts = {part: own.get(part) and TransferShape(**own[part]) for part in ("ahead", "spare")}
             rows = own["bucket_rows"] and BucketRows(**own["bucket_rows"])
             shape = PlanShape(**{**own, **parts, "bucket_rows": rows, "late": first.late, "after_gate": None})
-            found[name] = self.plans[name].with_rule(shape)
+            plans = self.plans[name]
+            found[name] = with_rule(plans.planner, shape, plans.cost, plans.groups)
         return found
 
 

@@ -35,7 +35,7 @@ from moe_jax.planning.block_schedule import Times, layer_bars
 from moe_jax.planning.buckets import Buckets, overflow_chance
 from moe_jax.planning.cost import PRICES, Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan import with_late
+from moe_jax.planning.plan import with_rule
 from moe_jax.planning.plan_shape import PlanShape, build_shape
 from moe_jax.replan.auto import SESSIONS
 from moe_jax.replan.session import PlanSession
@@ -217,8 +217,7 @@ def most_shapes(config: RunConfig, roles: Roles, costs: dict[str, Cost]) -> dict
     found = {}
     for name, (own, own_roles) in segment_runs(config, roles).items():
         planner, shape = build_planner(own.planner), build_shape(initial_placement(own, own_roles))
-        if planner.config.decides_late:
-            shape = with_late(planner, shape, costs[name])
+        shape = with_rule(planner, shape, costs[name])
         slots = min(costs[name].replica_slots, shape.experts - shape.home_slots)
         if slots and (shape.late is None or own.planner.when != "after_gate"):  # else all that there are come late
             group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}

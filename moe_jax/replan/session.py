@@ -155,11 +155,7 @@ class PlanSession:
     @property
     def first_shape(self) -> PlanShape:
         """What a run's first step is compiled for: the first homes, and slots for what is decided after the gate."""
-        return self.with_rule(build_shape(self.start))
-
-    def with_rule(self, shape: PlanShape) -> PlanShape:
-        """Return the shape with what this planner decides after the gate."""
-        return with_rule(self.planner, shape, self.cost, self.groups)
+        return with_rule(self.planner, build_shape(self.start), self.cost, self.groups)
 
     def planned(self, past: Iterable[np.ndarray], step: int) -> tuple[PlanShape, Placement]:
         """Return the first shape and placement of a run that goes on from steps with these loads [L, S, E]."""

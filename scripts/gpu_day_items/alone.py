@@ -139,7 +139,7 @@ def after_gate(context, planner: str):
     from moe_jax.planning.cost import Cost, LayerPrices
     from moe_jax.planning.hecate import Hecate
     from moe_jax.planning.placement import Placement
-    from moe_jax.planning.plan import with_late
+    from moe_jax.planning.plan import with_rule
     from moe_jax.planning.plan_shape import build_shape, fill_tables
 
     devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
@@ -154,8 +154,8 @@ def after_gate(context, planner: str):
     when, tau = "ahead" if planner == "hecate" else "after_gate", (Hecate(overlap_degree=8),)
     planning = build_planner(PlannerConfig(name=planner, replica_slots=replicas, when=when, options=tau))
     plan = planning.propose(loads, even, cost)
-    shape = with_late(planning, build_shape(plan, by_node=node < devices), cost)
-    rule = planning.late_rule(shape, cost, 1)
+    shape = with_rule(planning, build_shape(plan, by_node=node < devices), cost)
+    rule = shape.after_gate
     tables = fill_tables(shape, plan)
     tables_here = jax.tree.map(lambda leaf: np.asarray(leaf)[1, 0], tables)
     counts, holders = loads[0].astype(np.int32), np.asarray(tables.slot_expert)[:, 0]

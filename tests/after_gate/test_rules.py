@@ -187,8 +187,9 @@ def assert_brings(decided, shape, holders, home, added):
     cut = jax.tree.map(np.asarray, jax.vmap(lambda tables: shrunk(tables, late, small))(decided.transfer))
     np.testing.assert_array_equal(arrivals(cut, small, homes_there), came[:, : small.slots])
     assert (came[:, small.slots :] < 0).all()
-    assert (holders[:, shape.home_slots + shape.ahead_slots :] < 0).all()  # slots of their own
-    return np.concatenate([holders[:, : shape.home_slots + shape.ahead_slots], came], axis=1)
+    ahead = shape.home_slots + shape.replica_slots - shape.late_slots
+    assert (holders[:, ahead:] < 0).all()  # slots of their own
+    return np.concatenate([holders[:, :ahead], came], axis=1)
 
 
 WANTED = ["all", "one_home", "one_node", "random"]

@@ -12,9 +12,10 @@ from moe_jax.errors import UserError
 from moe_jax.moe.routing import share_of
 from moe_jax.planning import routing
 from moe_jax.planning.buckets import expected_rows, fullest, overflow_chance, pairs_by_kind
+from moe_jax.planning.fastermoe import sizes_everywhere
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
-from moe_jax.planning.sizes import sent_with, sizes_everywhere, transfer_sizes
+from moe_jax.planning.plan_shape import build_shape, fill_tables, grow, misfits, table_shapes
+from moe_jax.planning.sizes import sent_with, transfer_sizes
 
 
 def placement_of(seed):
@@ -90,7 +91,6 @@ def test_destinations_match_walked_tokens(seed):
     assert dataclasses.asdict(fullest(placement, loads)) == largest
     largest = {kind: own.max() for kind, own in pairs_by_kind(routing.pair_loads(placement, many), 4).items()}
     assert dataclasses.asdict(fullest(placement, many.astype(np.int32))) == largest
-    np.testing.assert_array_equal(routing.expert_loads(placement, loads), counts.sum(1))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_grown_shape_serves_old_and_new_plans(by_node):
     """Slots, offers and crossings beyond what a plan needs change where things lie, not who is where."""
     first, second = (random_placement(seed, **SIZES) for seed in (0, 1))
     shape = grow(build_shape(first, by_node=by_node), second, replica_slots=4)
-    assert fits(shape, first) and fits(shape, second) and isinstance(hash(shape), int)
+    assert misfits(shape, first) == misfits(shape, second) == [] and isinstance(hash(shape), int)
     assert grow(shape, first) == shape
     for placement in (first, second):
         tables, held = fill_tables(shape, placement), np.zeros_like(placement.holds)

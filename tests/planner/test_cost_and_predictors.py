@@ -9,6 +9,7 @@ from support.options import planner_config
 from moe_jax.cluster import Cluster
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import PRICES, Cost, LayerPrices, predicted_layer_seconds
@@ -81,7 +82,7 @@ def test_schedules_hide_what_their_programs_hide():
 
 
 def run(kind, history, **fields):
-    predictor = Predictor(PlannerConfig(predictor=kind, **fields).settled())
+    predictor = Predictor(build_planner(PlannerConfig(predictor=kind, **fields)).config)
     for value in history:
         predictor.observe(np.array([[[value, 100 - value]]]))
     return predictor

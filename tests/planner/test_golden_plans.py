@@ -18,7 +18,7 @@ from moe_jax.cluster import Cluster
 from moe_jax.planning.balancer import names
 from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan import with_late
+from moe_jax.planning.plan import with_rule
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.replan.session import PlanSession
 
@@ -52,7 +52,7 @@ def plans(name, when, devices, experts, layers, slots, tau, fields):
     cost = Cost(prices=prices, replica_slots=slots, attention_seconds=1e-3)
     config = planner_config(name=name, when=when, must_pay=False, overlap_degree=tau, **fields)  # whatever they cost
     session, found = PlanSession(config, Placement.even(layers, experts, devices, 8), cost), []
-    late = with_late(session.planner, build_shape(session.placement), cost).late if slots == 3 else None
+    late = with_rule(session.planner, build_shape(session.placement), cost).late if slots == 3 else None
     for step in range(3):
         session.predictor.observe(loads_at(step, layers, devices, experts))
         found.append(session.propose(step + 1))

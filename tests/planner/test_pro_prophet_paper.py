@@ -13,7 +13,7 @@ from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost, PaperPrices
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import build_shape, fits, grow
+from moe_jax.planning.plan_shape import build_shape, grow, misfits
 
 D, NODE, ALPHA = 16, 4, 0.5  # devices, of a node; the paper's alpha
 W, FLOPS, M, F, BYTES = 12e9, 12e12, 1024, 2048, 4
@@ -100,5 +100,5 @@ def test_the_transfer_of_an_unbounded_search_grows_with_its_plans():
     planner, cost, start, plan = planned(tokens, skipped_devices=0)
     need = build_shape(plan, by_node=True).ahead
     shape = grow(build_shape(start), plan, by_node=True, replica_slots=4, most=planner.ahead_most(start, cost))
-    assert need.crossing == 5 and fits(shape, plan)
+    assert need.crossing == 5 and not misfits(shape, plan)
     assert (shape.ahead.offers, shape.ahead.slots, shape.ahead.crossing) == (2, 5, 6)

@@ -121,7 +121,7 @@ def test_replica_slots_from_free_memory(config, tmp_path):
         planner = with_memory(tmp_path, least + 3 * step, name="hecate", replica_slots=ahead)
         run, costs = settle_memory(dataclasses.replace(config, planner=planner), roles)
         (shape,) = most_shapes(run, roles, costs).values()
-        assert (shape.ahead_slots, shape.late_slots) == (ahead, late)
+        assert (shape.replica_slots, shape.late_slots) == (ahead + late, late)
     with pytest.raises(UserError, match="PlannerConfig.replica_slots = 'memory' needs Cluster.memory_bytes"):
         memory = dataclasses.replace(config.planner, replica_slots="memory")
         settle_memory(dataclasses.replace(config, planner=memory), roles)

@@ -27,7 +27,7 @@ from moe_jax.planning import buckets, routing
 from moe_jax.planning import plan as plan_module
 from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.plan import enlarge
-from moe_jax.planning.plan_shape import fits
+from moe_jax.planning.plan_shape import misfits
 from moe_jax.replan import auto
 from moe_jax.replan import engine as engine_module
 from moe_jax.replan.engine import build_engine
@@ -134,7 +134,7 @@ def drive(engine, all_loads, first=0, whole=False):
         programs, tables, host_signals, state = engine.before_step(step, state, 0)
         assert programs.shape == engine.shape
         for name, placement in engine.placement.items():
-            assert fits(engine.shape[name], placement)
+            assert not misfits(engine.shape[name], placement)
             np.testing.assert_array_equal(engine.stored[name].home, placement.home)
         engine.after_dispatch(step)
         _, ready, plan_hash = np.asarray(host_signals).T  # of each device, as the step sees them
