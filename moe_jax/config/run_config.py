@@ -38,7 +38,7 @@ MAY_DIFFER = (
     "MoEConfig.schedule", "MoEConfig.transport", "MoEConfig.pairwise_groups", "MoEConfig.gather", "MoEConfig.cluster",
     "MoEConfig.grouped_matmul", "MoEConfig.bucket_slack", "MoEConfig.overflow_chance",
     "ModelConfig.attention", "ModelConfig.remat", "ModelConfig.overlap", "ModelConfig.prefetch",
-    "ModelConfig.prefetch_case", "ModelConfig.refetch_replicas", "ModelConfig.sequence_parallel", "ModelConfig.stack",
+    "ModelConfig.refetch_replicas", "ModelConfig.sequence_parallel", "ModelConfig.stack",
     "ModelConfig.loss_chunk",
     # by its path: that it is the same teacher is checked (`training/frozen_models.py`)
     "DistillationConfig.teacher", "DistillationConfig.teacher_step",
@@ -65,6 +65,7 @@ REMOVED = {
         "set ModelConfig.segments, such as ('layers=4 num_experts=8', 'layers=4 num_experts=16')",
     ),
     "ModelConfig.mask_rate": ("0.15", "leave it out: 0.15 of the tokens are masked, as by BERT"),
+    "ModelConfig.prefetch_case": ("'split'", "leave it out: 'pro_prophet' fills attention first, then the experts"),
     "MoEConfig.topology_release": ("False", "leave it out: only Topology.remote_fraction of the tokens leave a node"),
     "PlannerConfig.headroom": ("2.0", "leave it out: 'balanced' has two replicas a device after the gate"),
     "PlannerConfig.residual": ("True", "leave it out: 'fastermoe' counts the exchange that is left after shadowing"),

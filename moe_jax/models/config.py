@@ -15,7 +15,7 @@ from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.routers import check_read
 from moe_jax.parallel.mesh import Roles
-from moe_jax.planning.block_schedule import CASES, SCHEDULES, Prefetch
+from moe_jax.planning.block_schedule import SCHEDULES, Prefetch
 
 MODEL_FIELDS = ("layers", "moe_every", "hidden_dim", "dense_hidden_dim")
 MOE_FIELDS = ("num_experts", "top_k", "router")
@@ -34,7 +34,6 @@ CHOICES = {
     "dtype": ("float32", "bfloat16", "float64"),
     "remat": ("none", "block", "block_but_attention", "dots"),
     "prefetch": SCHEDULES,
-    "prefetch_case": CASES,
     "overlap": ("none", "halves"),
     "stack": ("scan", "unrolled"),
 }
@@ -90,7 +89,6 @@ class ModelConfig:
         `overlap` it is applied to each stage: 'block' saves the inputs of attention and of the MoE layer.
       prefetch: when replicas travel: 'none' (before attention, in the compiler's order), or a block-wise schedule,
         'hecate' or 'pro_prophet', with a backward of its own.
-      prefetch_case: of 'pro_prophet', what transfers run next to: 'attention', 'expert' or 'split' over both.
       overlap: 'halves' cuts each device's sequences into two halves, of which one computes while the other's tokens
         travel; tokens of a half are gated together. 'none' leaves them in one piece.
       sequence_parallel: keep norms and residuals split over the tokens within an MP group (MeshConfig.model), with an
@@ -137,7 +135,6 @@ class ModelConfig:
     dtype: str = "float32"
     remat: str = "none"
     prefetch: str = "none"
-    prefetch_case: str = "split"
     overlap: str = "none"
     sequence_parallel: bool = False
     refetch_replicas: bool = False
@@ -287,7 +284,7 @@ class ModelConfig:
     def block_wise(self) -> Prefetch:
         """What runs next to what, as `planning/block_schedule.py` takes it."""
         again, halves = self.refetch_replicas, self.overlap == "halves"
-        return Prefetch(schedule=self.prefetch, case=self.prefetch_case, refetch_replicas=again, halves=halves)
+        return Prefetch(schedule=self.prefetch, refetch_replicas=again, halves=halves)
 
     @property
     def recomputes(self) -> bool:

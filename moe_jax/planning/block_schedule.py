@@ -17,7 +17,6 @@ from collections.abc import Iterator
 import numpy as np
 
 SCHEDULES = ("none", "hecate", "pro_prophet")
-CASES = ("split", "attention", "expert")  # figure 9 c, b, a
 STAGES = {
     "A": "attention", "D": "dispatch", "E": "experts", "C": "combine", "R": "recompute", "G": "route", "S": "send",
     "B": "send_back", "U": "unpack",
@@ -112,8 +111,7 @@ class BlockSchedule:
 class Prefetch:
     """Choose a block-wise schedule."""
 
-    schedule: str = "none"  # of SCHEDULES
-    case: str = "split"  # of `pro_prophet`, where Trans and Agg go: next to 'attention', 'expert', or both (figure 9)
+    schedule: str = "none"  # of SCHEDULES; 'pro_prophet' splits Trans and Agg over attention and experts (figure 9 c)
     refetch_replicas: bool = False  # drop replicas after the forward, fetch them again in the backward (Hecate-RM)
     # two halves of a device's sequences, one computing while the other's rows travel; replicas that no schedule places
     # travel as under 'hecate'
@@ -131,14 +129,14 @@ class Prefetch:
         """Return the schedule of L MoE layers.
 
         Args:
-          trans_share, agg_share: 'split': how much of Trans and of Agg runs next to attention (`shares`).
+          trans_share, agg_share: of 'pro_prophet', how much of each runs next to attention (`shares`): 1 is its figure
+            9 b, 0 is 9 a.
           recompute: the backward computes each MoE layer again before it differentiates it.
           results_again: where it does, it brings the experts' results home again too.
         """
         if not self.is_block_wise or layers < 1:
             raise ValueError(f"no block-wise schedule {self.schedule!r} of {layers} layers can be built")
-        shares = {"attention": (1.0, 1.0), "expert": (0.0, 0.0), "split": (trans_share, agg_share)}[self.case]
-        trans, agg = shares if self.schedule == "pro_prophet" else (1.0, 1.0)
+        trans, agg = (trans_share, agg_share) if self.schedule == "pro_prophet" else (1.0, 1.0)
         cut, last = 1 - trans, layers - 1
         # Of two shares of Trans the first runs next to the experts; `fetched` is Trans of the last layer but one.
         fetched = f"|F{last - 1}[0:{cut}]" if last else ""
@@ -321,7 +319,7 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
     """
     if not prefetch.is_block_wise:
         return times.trans, times.agg
-    if prefetch.schedule == "pro_prophet" and prefetch.case == "split" and not prefetch.halves:
+    if prefetch.schedule == "pro_prophet" and not prefetch.halves:
         free = times.attention + times.experts  # used in full
         trans, agg = np.maximum(0.0, times.trans - free), np.maximum(0.0, times.agg - 2 * free)
         if prefetch.refetch_replicas:

@@ -233,7 +233,7 @@ def enlarge(asked: Asked, placement: Placement, shape: PlanShape) -> PlanShape:
 
 def split_of_transfer(cost: Cost, transfer: TransferShape) -> dict[str, float]:
     """Return {'trans_share', 'agg_share'} for a `PlanShape`, in eighths; {} where the schedule splits nothing."""
-    if cost.prefetch.schedule != "pro_prophet" or cost.prefetch.case != "split":
+    if cost.prefetch.schedule != "pro_prophet":
         return {}
     seconds = cost.prices.shape_seconds(transfer)
     times = Times(attention=cost.attention_seconds, experts=0.0, trans=seconds, agg=seconds)

@@ -78,10 +78,10 @@ def test_gradient_holds_the_bank_s_gradient_once():
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "case", "alive"),
-    slow_but([("hecate", "split", 2), ("pro_prophet", "expert", 3)], ("hecate", "split", 2)),
+    ("prefetch", "alive"),
+    slow_but([("hecate", 2), ("pro_prophet", 3)], ("hecate", 2)),
 )
-def test_refetch_replicas_keeps_a_layer_or_two_of_replicas(prefetch, case, alive):
+def test_refetch_replicas_keeps_a_layer_or_two_of_replicas(prefetch, alive):
     """One layer of replicas, or two, and one more while a transfer is in flight, instead of those of all six.
 
     Every expert is on every device: 6 replicas of 256 KiB next to 32 tokens, so temporary bytes count layers of them.
@@ -91,7 +91,7 @@ def test_refetch_replicas_keeps_a_layer_or_two_of_replicas(prefetch, case, alive
     replicas = [index for index in np.ndindex(layers, EXPERTS, DEVICES) if even.home[index[:2]] != index[2]]
     shape, temp = build_shape(even.replace(replicas=np.array(replicas, np.int32))), []
     for again in (False, True):
-        how = (("prefetch", prefetch), ("prefetch_case", case), ("refetch_replicas", again))
+        how = (("prefetch", prefetch), ("refetch_replicas", again))
         _, compiled = gradient_of(layers=layers, **sizes, shape=shape, how=how)
         temp.append(compiled.memory_analysis().temp_size_in_bytes)
     less = (temp[0] - temp[1]) / (6 * 2 * 128 * 256 * 4)

@@ -20,6 +20,9 @@ from moe_jax.planning.hecate import Calibration
 
 FEW = BucketRows(own=16, node=16, far=8)
 WIDE = BucketRows.even(1000)  # one pass, which compiles faster
+# what Trans and Agg of 'pro_prophet' run next to
+PARTS = {"attention": 1.0, "experts": 0.0, "both": 0.5}
+NEXT_TO = {name: {"trans_share": part, "agg_share": part} for name, part in PARTS.items()}
 CASES = {
     "hecate_again_overflow": {
         "prefetch": "hecate", "refetch_replicas": True, "rows": FEW, "mesh": {"expert": 8, "devices_per_node": 4},
@@ -30,8 +33,8 @@ CASES = {
         "rows": WIDE,
     },
     "expert_dots_s1_mp2_esp2_one_hot": {
-        "prefetch": "pro_prophet", "prefetch_case": "expert", "remat": "dots", "schedule": "s1", "routing": "one_hot",
-        "mesh": {"expert": 4, "expert_shard": 2, "model": 2}, "by_node": True, "rows": WIDE,
+        "prefetch": "pro_prophet", "shares": NEXT_TO["experts"], "remat": "dots", "schedule": "s1", "by_node": True,
+        "routing": "one_hot", "mesh": {"expert": 4, "expert_shard": 2, "model": 2}, "rows": WIDE,
     },
     "halves_s2_sequence_parallel": {
         "prefetch": "none", "schedule": "s2", "sequence_parallel": True, "rows": WIDE, "overlap": "halves",
@@ -42,7 +45,7 @@ CASES = {
         "mesh": {"expert": 2, "data": 2}, "overlap": "halves",
     },
     "attention_unrolled_again": {
-        "prefetch": "pro_prophet", "prefetch_case": "attention", "refetch_replicas": True, "stack": "unrolled",
+        "prefetch": "pro_prophet", "shares": NEXT_TO["attention"], "refetch_replicas": True, "stack": "unrolled",
         "by_node": True, "routing": "zero", "rows": WIDE,
     },
 }  # fmt: skip
@@ -75,8 +78,8 @@ def test_equals_reference(name):
 
 FACTORS = {
     "how": (
-        ("none", "split"), ("hecate", "split"), ("pro_prophet", "split"), ("pro_prophet", "attention"),
-        ("pro_prophet", "expert"),
+        ("none", "both"), ("hecate", "both"), ("pro_prophet", "both"), ("pro_prophet", "attention"),
+        ("pro_prophet", "experts"),
     ),
     "refetch_replicas": (False, True),
     "remat": ("none", "block", "dots"),
@@ -101,7 +104,7 @@ def is_valid(case):
     return case["how"][0] != "none" or not case["refetch_replicas"]
 
 
-NEVER = ({"how": ("none", "split"), "refetch_replicas": True},)
+NEVER = ({"how": ("none", "both"), "refetch_replicas": True},)
 
 
 @pytest.mark.slow
@@ -117,7 +120,7 @@ def test_covering_set_equals_reference(case):
     if case["overlap"] == "halves":  # two sequences on each device
         mesh["expert"] //= 2
         rest["by_node"] &= mesh["expert"] > 2
-    check(prefetch=prefetch, prefetch_case=part, schedule=schedule, mesh=mesh, layers=layers, **rest)
+    check(prefetch=prefetch, shares=NEXT_TO[part], schedule=schedule, mesh=mesh, layers=layers, **rest)
 
 
 @pytest.mark.parametrize("prefetch, by_node", [("hecate", True), ("pro_prophet", False)])

@@ -29,7 +29,6 @@ CONFIGS = [
     ({"rotary_base": -1.0}, "ModelConfig.rotary_base (-1.0) must be positive"),
     ({"refetch_replicas": True}, "ModelConfig.refetch_replicas (True) needs ModelConfig.prefetch"),
     ({"prefetch": "fast"}, "ModelConfig.prefetch ('fast') must be one of"),
-    ({"prefetch": "pro_prophet", "prefetch_case": "both"}, "('both') must be one of"),
 ]
 LAYERS = [
     ({"shared_experts": -1}, "MoEConfig.shared_experts (-1) must be at least 0"),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moe_jax.planning.block_schedule import (
-    CASES,
     SCHEDULES,
     STAGES,
     Prefetch,
@@ -17,9 +16,9 @@ from moe_jax.planning.block_schedule import (
 )
 
 EVERY = [
-    Prefetch(schedule=name, case=case, refetch_replicas=again, halves=halves)
-    for name, case, again, halves in itertools.product(SCHEDULES, CASES, (False, True), (False, True))
-    if (name == "pro_prophet" or case == "split") and (name != "none" or (halves and not again))
+    Prefetch(schedule=name, refetch_replicas=again, halves=halves)
+    for name, again, halves in itertools.product(SCHEDULES, (False, True), (False, True))
+    if name != "none" or (halves and not again)
 ]
 
 
@@ -115,15 +114,13 @@ def test_every_schedule_keeps_the_order_of_data(prefetch, layers, recompute):
 
 
 def test_exposed_time_is_that_of_the_papers():
-    """Equation 8 of Pro-Prophet: max(0, Trans - FEC - FNEC) + max(0, Agg - BEC - BNEC); the other cases by hand."""
+    """Equation 8 of Pro-Prophet: max(0, Trans - FEC - FNEC) + max(0, Agg - BEC - BNEC); the others by hand."""
     rng = np.random.default_rng(0)
     attention, experts, trans, agg = rng.uniform(0, 3, (4, 50))
     times = Times(attention=attention, experts=experts, trans=trans, agg=agg)
     got = exposed(Prefetch(schedule="pro_prophet"), times)
     np.testing.assert_allclose(got[0], np.maximum(0, trans - attention - experts))
     np.testing.assert_allclose(got[1], np.maximum(0, agg - 2 * attention - 2 * experts))
-    got = exposed(Prefetch(schedule="pro_prophet", case="expert"), times)
-    np.testing.assert_allclose(got, [np.maximum(0, trans - experts), np.maximum(0, agg - 2 * experts)])
     got = exposed(Prefetch(schedule="hecate"), times)
     np.testing.assert_allclose(got, [np.maximum(0, trans - attention), np.maximum(0, agg - 2 * attention)])
     both = sum(exposed(Prefetch(schedule="hecate", refetch_replicas=True), times))

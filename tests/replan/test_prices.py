@@ -68,8 +68,7 @@ def test_attention_is_filled_first(config, tmp_path):
     assert halved["trans_share"] == 1.0  # half the bytes
     bare = dataclasses.replace(config, planner=PlannerConfig())  # without a file the prices are those of the devices
     assert shares(bare) == shares(config)
-    for other in ({"prefetch_case": "expert"}, {"prefetch": "hecate"}):  # only a split has shares
-        assert shares(with_model(config, **other)) == {}
+    assert shares(with_model(config, prefetch="hecate")) == {}  # which splits nothing
     (tmp_path / "c.gin").write_text("Cluster.flops = 1e9\nCluster.intra_bandwidth = 1e9\n", encoding="utf-8")
     with pytest.raises(UserError, match="PlannerConfig.cluster needs Cluster.inter_bandwidth, which cluster 'c'"):
         shares(config)

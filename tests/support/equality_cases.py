@@ -117,7 +117,7 @@ def noise_of(model, dtype):
 
 def what(config, moe):
     """Return the configs without all that says how to compute, so that cases share a program of the reference."""
-    how = ("remat", "prefetch", "prefetch_case", "refetch_replicas", "stack", "overlap", "sequence_parallel")
+    how = ("remat", "prefetch", "refetch_replicas", "stack", "overlap", "sequence_parallel")
     config = dataclasses.replace(config, **{name: getattr(ModelConfig(), name) for name in how})
     how = ("schedule", "transport", "pairwise_groups", "gather", "bucket_slack")
     return config, dataclasses.replace(moe, **{name: getattr(MoEConfig(), name) for name in how})
