@@ -20,10 +20,9 @@ from moe_jax.planning.balancer import Planner, build_planner, names
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.placement import Placement
+from moe_jax.planning.placement import Placement, TransferSizes, late_price, transfer_sizes
 from moe_jax.planning.plan import grown, with_rule
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.sizes import TransferSizes, late_price, transfer_sizes
 from moe_jax.replan.auto import SESSIONS
 from moe_jax.replan.session import PlanSession
 

@@ -32,10 +32,9 @@ from moe_jax.planning.balanced import Levelling, level_quotas
 from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.hecate import Calibration
 from moe_jax.planning.llep import Llep, fitted_quotas
-from moe_jax.planning.placement import SHARE_ONE
+from moe_jax.planning.placement import SHARE_ONE, TransferSizes, fit_replicas, late_size
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.routing import node_edges
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_size
 
 MOST_VALUES = 1 << 13  # of padded [E, D] or [D, D]: a block of threads keeps several such arrays in its registers
 

@@ -17,9 +17,8 @@ import numpy as np
 from moe_jax.errors import check_bounds
 from moe_jax.planning.config import DEFAULTS, PlannerConfig
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.placement import Placement
+from moe_jax.planning.placement import Placement, TransferSizes
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes
 from moe_jax.registry import PLANNERS, options_in
 
 register = PLANNERS.register
@@ -29,7 +28,8 @@ class Planner:
     """Turn loads into placements, all layers at once; equal inputs give equal placements on every process.
 
     This base is plain expert parallelism: it drops every replica and leaves homes where they are. It refines by
-    planning again from the step's own loads, and decides nothing after the gate. A planner writes `propose` at least.
+    planning again from the step's own loads, and decides nothing after the gate. A planner writes `propose` at least,
+    or `refine` where all of its replicas can come late.
     It keeps no state but `counters`, counts of what happened while planning (for example `shadow_cut`), until cleared;
     `config` is what all planners read, with every default filled in.
     """
@@ -42,10 +42,11 @@ class Planner:
     after_gate: typing.ClassVar[bool] = False  # whether `when = 'after_gate'` works
     # whether a token may go to any holder after the gate, so that a step's lists have room for all devices
     any_holder: typing.ClassVar[bool] = True
+    rule: typing.ClassVar[str] = "nearest"  # of homes alone, the token rule
     # the block-wise schedule that the system runs with (block_schedule.py), by which replay hides transfers
     schedule: str = "none"
     late_option: typing.ClassVar[str] = ""  # of its options, one by which it decides after the gate even with 'ahead'
-    # whether all its replicas come after the gate where it decides after it
+    # whether all its replicas come after the gate where it decides after it; ahead it plans as `refine` does
     late_replicas: typing.ClassVar[bool] = False
     most_devices: typing.ClassVar[int | None] = None  # beyond which its search is too long; None for no limit
     reshard_every: int = 0  # steps between calls of `reshard`; 0 for never
@@ -59,7 +60,9 @@ class Planner:
 
     def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement for loads [L, S, E] (whole or real numbers), starting from the one in force."""
-        return placement.bare()
+        if self.late_replicas and self.config.when == "ahead":
+            return self.refine(loads, placement, cost)
+        return placement.replace(replicas=None, shares=None, rule=self.rule)
 
     def refine(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement refined for the step's own loads [L, S, E], from one planned ahead."""

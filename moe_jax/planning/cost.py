@@ -36,9 +36,8 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import routing
 from moe_jax.planning.block_schedule import Prefetch, Times, exposed, stage_seconds
-from moe_jax.planning.placement import Placement
+from moe_jax.planning.placement import Placement, TransferSizes, late_price, transfer_sizes
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes, late_price, transfer_sizes
 
 FORMS = ("auto", "flat", "by_node")
 ASKED_BY = "the price of a plan"

@@ -13,7 +13,7 @@ import numpy as np
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.arrays import falling, home_loads, loop, put
 from moe_jax.planning.balancer import Planner, register
-from moe_jax.planning.sizes import TransferSizes, late_price, late_room
+from moe_jax.planning.placement import TransferSizes, late_price, late_room
 
 
 @register("fastermoe")
@@ -27,12 +27,8 @@ class FasterMoePlanner(Planner):
 
     after_gate = True
     late_replicas = True
+    rule = "home"
     any_holder = False  # a device computes its own tokens of a shadowed expert, all others go home
-
-    def propose(self, loads, placement, cost):
-        if self.config.when == "after_gate":
-            return placement.replace(replicas=None, shares=None, rule="home")
-        return self.refine(loads, placement, cost)
 
     def refine(self, loads, placement, cost):
         """Shadow for these loads, whatever was planned ahead.

@@ -16,10 +16,9 @@ from moe_jax.planning import routing
 from moe_jax.planning.arrays import falling, loop, put
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.placement import Placement
+from moe_jax.planning.placement import Placement, TransferSizes, fit_replicas, late_price, sent_of
 from moe_jax.planning.plan import plan_seconds
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_price, sent_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

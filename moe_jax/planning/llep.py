@@ -17,8 +17,8 @@ from moe_jax.errors import check_bounds
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.arrays import falling, loop, put
 from moe_jax.planning.balancer import Planner, register
+from moe_jax.planning.placement import fit_replicas
 from moe_jax.planning.routing import with_quotas
-from moe_jax.planning.sizes import fit_replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,16 +117,12 @@ class LlepPlanner(Planner):
     options: Llep = Llep()
     after_gate = True
     late_replicas = True
-
-    def propose(self, loads, placement, cost):
-        if self.config.when == "after_gate":
-            return placement.replace(replicas=None, shares=None, rule="shares")
-        return self.refine(loads, placement, cost)
+    rule = "shares"
 
     def refine(self, loads, placement, cost):
         """Spill for these loads, whatever was planned ahead; what does not fit a late transfer stays at home."""
         totals, late = loads.sum(axis=1).astype(np.float64), cost.late if self.config.when == "after_gate" else None
-        bare = placement.replace(replicas=None, shares=None, rule="shares")
+        bare = placement.replace(replicas=None, shares=None, rule=self.rule)
         if late is not None:
             quota, stays, _ = fitted_quotas(np, totals, bare.home, late, self.options)
             self.counters["late_cut"] += int(stays.sum())

@@ -19,7 +19,7 @@ from moe_jax.planning.balancer import Planner
 from moe_jax.planning.block_schedule import Times, shares
 from moe_jax.planning.buckets import TOO_OFTEN, Buckets, fullest
 from moe_jax.planning.cost import Cost, predicted_layer_seconds
-from moe_jax.planning.placement import Placement
+from moe_jax.planning.placement import Placement, TransferSizes
 from moe_jax.planning.plan_shape import (
     PlanShape,
     Shapes,
@@ -31,7 +31,6 @@ from moe_jax.planning.plan_shape import (
     misfits,
 )
 from moe_jax.planning.routing import split_evenly
-from moe_jax.planning.sizes import TransferSizes
 
 # {segment: part} of the segments with experts, first layers first: each has a planner of its own
 Placements = dict[str, Placement]

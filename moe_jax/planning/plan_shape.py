@@ -15,9 +15,8 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
-from moe_jax.planning.placement import Placement, bank_rows, numbered
+from moe_jax.planning.placement import SIZES, Placement, TransferSizes, bank_rows, fit_replicas, numbered
 from moe_jax.planning.routing import candidate_rows
-from moe_jax.planning.sizes import SIZES, TransferSizes, fit_replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from moe_jax.planning.arrays import home_loads
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.placement import Placement
-from moe_jax.planning.sizes import TransferSizes, sent_with
+from moe_jax.planning.placement import Placement, TransferSizes, sent_with
 
 AT_A_TIME = 1 << 14  # numbers of an array [r, D] up to which searches over several numbers run as one
 MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none to all

@@ -12,7 +12,7 @@ from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.cost import home_seconds
 from moe_jax.planning.eplb import pack
-from moe_jax.planning.sizes import TransferSizes
+from moe_jax.planning.placement import TransferSizes
 
 
 @register("smartmoe")

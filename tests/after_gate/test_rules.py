@@ -32,10 +32,9 @@ from moe_jax.planning.balanced import level_quotas
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import PRICES, Cost
-from moe_jax.planning.placement import Placement
+from moe_jax.planning.placement import Placement, TransferSizes, fit_replicas, late_size, transfer_sizes
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.planning.routing import node_edges
-from moe_jax.planning.sizes import TransferSizes, fit_replicas, late_size, transfer_sizes
 
 DEVICES, EXPERTS, SLOTS, NODE, HOMES = 8, 16, 3, 4, 4
 KINDS = ["skewed", "mild", "one_hot", "unused"]

@@ -13,9 +13,8 @@ from moe_jax.moe.routing import share_of
 from moe_jax.planning import routing
 from moe_jax.planning.buckets import expected_rows, fullest, overflow_chance, pairs_by_kind
 from moe_jax.planning.fastermoe import sizes_everywhere
-from moe_jax.planning.placement import Placement
+from moe_jax.planning.placement import Placement, sent_with, transfer_sizes
 from moe_jax.planning.plan_shape import build_shape, fill_tables, grow, misfits, table_shapes
-from moe_jax.planning.sizes import sent_with, transfer_sizes
 
 
 def placement_of(seed):

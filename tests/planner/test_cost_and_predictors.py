@@ -13,10 +13,9 @@ from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import PRICES, Cost, LayerPrices, predicted_layer_seconds
-from moe_jax.planning.placement import SHARE_ONE, Placement
+from moe_jax.planning.placement import SHARE_ONE, Placement, TransferSizes
 from moe_jax.planning.plan import choose_split
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.sizes import TransferSizes
 from moe_jax.replan.session import PlanSession, Predictor
 
 
