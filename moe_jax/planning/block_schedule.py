@@ -284,29 +284,24 @@ def layer_bars(prefetch: Prefetch, times: Times, recompute: bool = False) -> lis
     """
     prefetch = prefetch if prefetch.is_block_wise else Prefetch(schedule="hecate")
     bars, now = [], 0.0
-
-    def add(name: str, begin: float, seconds: float, row: str) -> float:
-        if seconds > 0:
-            bars.append((row, name, begin, float(seconds)))
-        return begin + float(seconds)
-
     for window, backward in _middle_windows(prefetch, recompute):
-        if window.stage == "recompute":
-            for name in ("dispatch", "experts", "combine"):
-                seconds, row = (times.exchange, "links") if name in EXCHANGES else (times.experts, "compute")
-                now = add(f"{name} again", now, seconds, row)
-            continue
-        ends = []
+        way, ends = "backward" if backward else "forward", []
         for side in ((window,), window.others):
             end = now
             for one in side:
-                name, half = one.stage.replace("_", " "), "" if one.half is None else f" of half {'ab'[one.half]}"
-                row = "links" if one.stage.partition("_again")[0] in EXCHANGES else "compute"
-                way = "backward" if backward else "forward"
-                end = add(f"{name}{half}, {way}", end, times.window(one, backward), row)
+                stage, again, _ = one.stage.partition("_again")
+                half = "" if one.half is None else f" of half {'ab'[one.half]}"
+                parts = [(stage, f"{again.replace('_', ' ')}{half}, {way}", times.window(one, backward))]
+                if stage == "recompute":
+                    seconds = {"dispatch": times.exchange, "experts": times.experts, "combine": times.exchange}
+                    parts = [(name, " again", own) for name, own in seconds.items()]
+                for name, what, seconds in parts:
+                    row = "links" if name in EXCHANGES else "compute"
+                    bars.append((row, name.replace("_", " ") + what, end, float(seconds)))
+                    end += float(seconds)
             ends.append(end)
         now = max(ends)
-    return bars
+    return [bar for bar in bars if bar[-1] > 0]
 
 
 def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.ndarray | float]:

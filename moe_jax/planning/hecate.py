@@ -265,18 +265,16 @@ def spread_replicas(xp, totals, holds, order, free, per_node: int, limits=None):
     rows, before, holders = xp.arange(layers), holds, holds.sum(axis=2)
     weight, lacking = (xp.take_along_axis(of, order, axis=1) for of in (totals / holders, devices - holders))
     wanted = slots_by_load(xp, weight, free.sum(axis=1), lacking)
-    high, sent = int(free.max(initial=0)) + 1, None  # `high` outweighs the free slots of a device
-
-    def by_node(of):
-        return of.reshape(layers, -1, per_node)
+    by_node, sent = (layers, -1, per_node), None
+    high = int(free.max(initial=0)) + 1  # outweighs the free slots of a device
 
     def fill(turn, carry):
         holds, free, sent = carry
         expert, left = order[:, turn], wanted[:, turn]
         if xp is np and not left.any():
             return carry
-        mine, slots = holds[rows, expert], by_node(free)
-        on_node = by_node(mine).any(axis=2)
+        mine, slots = holds[rows, expert], free.reshape(by_node)
+        on_node = mine.reshape(by_node).any(axis=2)
         reach, travels = ~on_node, mine.sum(axis=1) > 1
         if limits is not None:
             at, (offers, crossing) = home[rows, expert], sent
@@ -285,7 +283,7 @@ def spread_replicas(xp, totals, holds, order, free, per_node: int, limits=None):
         score = slots.sum(axis=2) * high + slots.max(axis=2)
         to = highest(xp, xp.where(reach, score, 0), left)
         first = to[:, :, None] & (xp.arange(per_node)[None, None] == slots.argmax(axis=2)[:, :, None])
-        room = xp.where(by_node(mine) | first | ~(on_node | to)[:, :, None], 0, slots)
+        room = xp.where(mine.reshape(by_node) | first | ~(on_node | to)[:, :, None], 0, slots)
         key = room * per_node + xp.arange(per_node)[None, None, ::-1]
         nth = (key[:, :, None] > key[..., None]).sum(axis=3)  # who goes first on the node
         score = xp.where(room > 0, ((slots.sum(axis=2) - to)[:, :, None] - nth) * high + room, 0)
