@@ -28,7 +28,7 @@ from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, un
 from moe_jax.moe.routers import GateStats, Router, RouterInputs, share_statistics
 from moe_jax.moe.routing import destinations, pack, passes_of, regroup, route
 from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, Sent, register, send_as_float8
-from moe_jax.parallel.exchange import ExpertGroup, member
+from moe_jax.parallel.exchange import ExpertGroup
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
@@ -144,6 +144,9 @@ class ExpertParallel(Schedule):
     Under MP each device takes its own part of the group's tokens, before the gate, and an all-gather makes them whole
     at the end; under ESP rows go to all shards of their expert. Its drop groups are the N / N_MP tokens of one device.
     Source: GShard (Lepikhin et al. 2020); with MP and ESP Parm's first schedule, section III-B.
+
+    Attributes:
+      travelling: where the rows of one exchange stand; `layout`, unless a subclass sends others.
     """
 
     one_piece = True
@@ -151,11 +154,13 @@ class ExpertParallel(Schedule):
     def __init__(self, roles: Roles, sizes: LayerSizes, group: ExpertGroup | None = None):
         """Build it; group: among whom rows travel, the EP and ESP devices by default."""
         super().__init__(roles, sizes)
+        self.travelling = self.layout
         self.group = group or ExpertGroup(roles, sizes.config.transport)
 
     def member(self):
         """Return int32 [], the EP member by whose place the buckets of this device are laid out."""
-        return member(self.roles)
+        roles = self.roles
+        return lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else jnp.int32(0)
 
     def route(self, tokens, choice, tables):
         groups, me = self.sizes.groups, self.member()
@@ -187,7 +192,7 @@ class ExpertParallel(Schedule):
 
     def exchange(self, rows, sent: Sent):
         """Exchange rows [R, ...] of any dtype as they are: [Ns R, ...]."""
-        return self.group.send(rows, self.layout)
+        return self.group.send(rows, self.travelling)
 
     def compute(self, received, sent: Sent, experts: Callable):
         """Apply the experts to received rows [Ns R, M], which leave in the order in which they came."""
@@ -200,7 +205,7 @@ class ExpertParallel(Schedule):
     def send_back(self, rows, sent: Sent):
         """Exchange computed rows [Ns R, M] the other way: [R, M], summed over the shards of an expert."""
         with jax.named_scope("combine"):
-            return self.group.send_back(rows, self.layout)
+            return self.group.send_back(rows, self.travelling)
 
     def unpack(self, returned, sent: Sent, weights):
         """Return the sum [t, M] of each token's returned rows [R, M], weighted by weights [t, K] of its choices."""

@@ -187,11 +187,6 @@ def join(pieces):
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
-def member(roles: Roles):
-    """Return int32 [], this device's EP member; inside `shard_map`."""
-    return lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else jnp.int32(0)
-
-
 def sum_shards(array):
     """Return the sum [n, ...] of array [n, Ns, ...] over the shards, in at least float32.
 

@@ -125,7 +125,8 @@ def scale_gradient(x, factor: float):
     return x
 
 
-def _take_part(x, axes, dim):
+def take_part(x, axes: tuple[str, ...], dim: int = 0):
+    """Return this device's part of x along `dim`, as a plain slice, whose gradient is a sum over the group."""
     part = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
     return lax.dynamic_slice_in_dim(cast_varying(x, axes), lax.axis_index(axes) * part, part, axis=dim)
 
@@ -146,5 +147,5 @@ def own_part(x, axes: tuple[str, ...], dim: int = 0):
         return x
     assert not frozenset(axes) & varying_axes(x), f"own_part needs a value that is equal over {axes}"
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return with_gradient(join_parts, 2)(_take_part)(x, tuple(axes), dim)
-    return _take_part(x, axes, dim)
+        return with_gradient(join_parts, 2)(take_part)(x, tuple(axes), dim)
+    return take_part(x, axes, dim)

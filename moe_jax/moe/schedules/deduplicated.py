@@ -54,7 +54,7 @@ class Deduplicated(ExpertParallel):
     """Plain expert parallelism whose rows serve two choices; its drop groups are the N / N_MP tokens of one device.
 
     Attributes:
-      shared: where shared rows stand; layout: how many choices each of their buckets may bring, those of `s1`.
+      travelling: where shared rows stand; layout: how many choices each of their buckets may bring, those of `s1`.
       mean: shared rows that even loads fill of a bucket.
       plain: moves what waits for later passes.
     """
@@ -65,12 +65,12 @@ class Deduplicated(ExpertParallel):
         super().__init__(roles, sizes)
         self.plain = ExpertParallel(roles, sizes)
         rows, self.mean = shared_rows(self.sizes, roles.size(roles.expert))
-        self.shared = layout_of(roles, rows)
-        if max(self.most_passes, self.sizes.most_passes(self.shared.rows.far, SHARED)) > 1:
+        self.travelling = layout_of(roles, rows)
+        if max(self.most_passes, self.sizes.most_passes(self.travelling.rows.far, SHARED)) > 1:
             self.most_passes = 1 + self.plain.most_passes
 
     def buckets(self):
-        return [*super().buckets(), ("shared rows", self.shared, self.mean)]
+        return [*super().buckets(), ("shared rows", self.travelling, self.mean)]
 
     def route(self, tokens, choice, tables):
         groups, me, members = self.sizes.groups, self.member(), self.roles.size(self.roles.expert)
@@ -79,12 +79,12 @@ class Deduplicated(ExpertParallel):
             leads, follows = share(choice.keep_mask, device)
             leading = dataclasses.replace(choice, keep_mask=leads)
             routing = route(leading, device, jnp.zeros_like(group), members, 1)
-            parcel = pack(routing, 0, self.shared, self.sizes.config.top_k, 1, me)
+            parcel = pack(routing, 0, self.travelling, self.sizes.config.top_k, 1, me)
             rest, mine = jnp.zeros_like(leads), jnp.int32(1)
             if self.most_passes > 1:
                 most = bucket_lengths(self.layout, me)
                 parcel = limit(parcel, routing, 1 + jnp.any(follows, axis=2), most)
-                travels = parcel.row_of_choice < self.shared.total
+                travels = parcel.row_of_choice < self.travelling.total
                 travels = travels | jnp.any(follows & travels[:, :, None], axis=1)
                 rest = choice.keep_mask & ~travels
                 waiting = rest[..., None] & (device[..., None] == lax.iota(jnp.int32, members)[None, None])
@@ -102,7 +102,7 @@ class Deduplicated(ExpertParallel):
             own = jnp.stack([group, weights], axis=-1)  # [t, K, 2]
             other = jnp.sum(jnp.where(follows[..., None], own[:, None], 0), axis=2)
             ahead = jnp.concatenate([own, other], axis=-1).reshape(-1, 2 * SHARED)
-            ahead = self.group.send(permute_tokens(ahead, one_choice(parcel)), self.shared)  # [P R, 4]
+            ahead = self.group.send(permute_tokens(ahead, one_choice(parcel)), self.travelling)  # [P R, 4]
             arrived = lax.stop_gradient(ahead[:, ::2]).astype(jnp.int32) - 1
             received = Choice(expert_ids=arrived, weights=arrived, keep_mask=arrived >= 0)
             order = route(received, jnp.zeros_like(arrived), arrived, 1, self.sizes.groups)
@@ -116,9 +116,6 @@ class Deduplicated(ExpertParallel):
         rows, weights = rows
         return super().send(rows, sent), weights
 
-    def exchange(self, rows, sent):
-        return self.group.send(rows, self.shared)
-
     def compute(self, received, sent, experts):
         rows, weights = received
         with jax.named_scope("dispatch"):
@@ -127,10 +124,6 @@ class Deduplicated(ExpertParallel):
         done = experts(rows, sent.grouping.group_sizes, weights[:, 0])
         with jax.named_scope("combine"):
             return sum_choices(done, sent.second)
-
-    def send_back(self, rows, sent):
-        with jax.named_scope("combine"):
-            return self.group.send_back(rows, self.shared)
 
     def unpack(self, returned, sent, weights):
         with jax.named_scope("combine"):
@@ -187,23 +180,22 @@ def one_choice(parcel: Parcel) -> Parcel:
 
 
 def shared_rows(sizes: LayerSizes, members: int) -> tuple[BucketRows, float]:
-    """Return (rows of the buckets that travel, how many even loads fill); sizes: of the tokens that a device gates."""
-    plain, mean = sizes.bucket_rows(members), sizes.tokens * mean_shared(sizes, members)
-    if sizes.capacity is None and members > 1:
-        if sizes.planned_rows is None:
-            plain = BucketRows.even(sizes.rows_of(mean, sizes.sources * members))
-        else:  # loads as planned, with as many choices in a row as even ones have
-            every = sizes.tokens * sizes.config.top_k / members
-            plain = plain.each(lambda rows: round_up(rows * mean / every, 8))
-    return plain.each(lambda rows: min(sizes.worst_rows(SHARED), rows)), mean
+    """Return (rows of the buckets that travel, how many even loads fill); sizes: of the tokens that a device gates.
 
-
-def mean_shared(sizes: LayerSizes, members: int) -> float:
-    """Return the shared rows that a token has for one of `members` devices, where all sets of K experts are alike."""
+    A token has as many shared rows for a member as where all sets of K experts are alike.
+    """
     experts, top_k = sizes.config.num_experts, sizes.config.top_k
     here = -(-experts // members)  # on the fullest
     chances = (
         math.comb(here, held) * math.comb(experts - here, top_k - held) / math.comb(experts, top_k)
         for held in range(min(here, top_k) + 1)
     )
-    return sum(math.ceil(held / SHARED) * chance for held, chance in enumerate(chances))
+    plain = sizes.bucket_rows(members)
+    mean = sizes.tokens * sum(math.ceil(held / SHARED) * chance for held, chance in enumerate(chances))
+    if sizes.capacity is None and members > 1:
+        if sizes.planned_rows is None:
+            plain = BucketRows.even(sizes.rows_of(mean, sizes.sources * members))
+        else:  # loads as planned, with as many choices in a row as even ones have
+            every = sizes.tokens * top_k / members
+            plain = plain.each(lambda rows: round_up(rows * mean / every, 8))
+    return plain.each(lambda rows: min(sizes.worst_rows(SHARED), rows)), mean

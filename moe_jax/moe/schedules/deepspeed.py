@@ -33,8 +33,7 @@ from moe_jax.parallel.varying import (
 class DeepSpeed(ExpertParallel):
     """AG_ESP, A2A_EP, experts, AR_ESP, A2A_EP, ESP-split.
 
-    Attributes:
-      together: where the rows of all shards' buckets stand, those of a member's shards side by side in each piece.
+    What travels are the rows of all shards' buckets, those of a member's shards side by side in each piece.
     """
 
     gates_group = True
@@ -42,7 +41,8 @@ class DeepSpeed(ExpertParallel):
     def __init__(self, roles: Roles, sizes: LayerSizes):
         super().__init__(roles, sizes, ExpertGroup(roles, sizes.config.transport, shards=False))
         self.esp_size, self.mp_size = roles.size(roles.expert_shard), roles.size(roles.model)
-        self.together = dataclasses.replace(self.layout, rows=self.layout.rows.each(lambda rows: self.esp_size * rows))
+        together = self.layout.rows.each(lambda rows: self.esp_size * rows)
+        self.travelling = dataclasses.replace(self.layout, rows=together)
 
     def route(self, tokens, choice, tables):
         routed = super().route(tokens, choice, tables)
@@ -82,14 +82,11 @@ class DeepSpeed(ExpertParallel):
             counts=jnp.swapaxes(every.counts, 0, 1),
         )
 
-    def exchange(self, rows, sent):
-        return self.group.send(rows, self.together)
-
     def send_back(self, rows, sent):
         with jax.named_scope("combine"):
             rows = scale_gradient(rows, 1.0 / self.mp_size)  # each expert's gradient counts once
             if self.esp_size == 1:
-                return self.group.send_back(rows, self.together)
+                return self.group.send_back(rows, self.travelling)
             acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
             rows = lax.psum(rows.astype(acc_dtype), self.roles.expert_shard).astype(rows.dtype)
 
@@ -97,7 +94,7 @@ class DeepSpeed(ExpertParallel):
                 blocks = blocks.reshape((-1, self.esp_size) + blocks.shape[1:])
                 return own_part(blocks, self.roles.expert_shard, dim=1)[:, 0]
 
-            return by_piece(own, self.group.send_back(rows, self.together), self.layout, self.esp_size)
+            return by_piece(own, self.group.send_back(rows, self.travelling), self.layout, self.esp_size)
 
     def leave(self, y):
         return super().leave(varying_to_replicated(y, self.roles.model))

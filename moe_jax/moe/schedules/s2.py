@@ -19,13 +19,13 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from moe_jax.cluster import Cluster, cluster_named
 from moe_jax.cluster.fits import fit_name
 from moe_jax.moe.layer import ExpertParallel
-from moe_jax.moe.permute import permute_tokens
+from moe_jax.moe.permute import permute_tokens, sum_choices
 from moe_jax.moe.routing import Parcel, counts_within, pack, regroup
 from moe_jax.moe.schedule import LayerSizes, Sent, register
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
-from moe_jax.parallel.exchange import ExpertGroup, by_piece, cut, join, member, shift_pairs
+from moe_jax.parallel.exchange import ExpertGroup, by_piece, cut, join, shift_pairs
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.varying import cast_varying, declare_equal, join_parts, with_gradient, zeros_varying
+from moe_jax.parallel.varying import declare_equal, join_parts, take_part, with_gradient
 
 
 @register("s2")
@@ -101,19 +101,28 @@ class PauseAfterGate(ExpertParallel):
             mine = dataclasses.replace(whole, choice_of_row=join(of_row), counts=counts)
             arriving = self.group.send_counts(counts)
             # the tokens go on as they are: the gradient takes other rows of them than the exchange
-            return routed.tokens, Sent(whole, regroup(arriving, self.part, member(self.roles)), second=mine)
+            return routed.tokens, Sent(whole, regroup(arriving, self.part, super().member()), second=mine)
 
     def exchange(self, rows, sent):
         return _send_tokens(self, rows, sent.second, sent.parcel)
 
     def send_back(self, rows, sent):
         with jax.named_scope("combine"):
-            return with_gradient(_send_parts, 1)(_collect_rows)(rows, self)
+            return with_gradient(self.send_parts)(self.collect)(rows)
+
+    def collect(self, rows):
+        """Bring computed rows to every device of their MP group: [Ns R / N_MP, M] -> [R, M]; without a gradient."""
+        return collect_parts(self.roles, self.group, self.returns[0], self.part, rows)
+
+    def send_parts(self, d):
+        """Send this device's part of every bucket of d [R, M] to the experts: [Ns R / N_MP, M]."""
+        mine = by_piece(lambda _, blocks: take_part(blocks, self.roles.model, 1), d, self.layout)
+        return self.group.send(mine, self.part)
 
     def member(self):
         """Return int32 [], the first EP member of this device's MP group, equal on the group."""
         axes = tuple(axis for axis in self.roles.model if axis in self.roles.expert)
-        me, spanned = member(self.roles), self.roles.size(axes)
+        me, spanned = super().member(), self.roles.size(axes)
         return declare_equal(me // spanned * spanned, axes)
 
 
@@ -152,35 +161,11 @@ def _send_tokens(schedule: PauseAfterGate, x, mine: Parcel, whole: Parcel):
     return schedule.group.send(permute_tokens(x, mine), schedule.part)
 
 
-def _send_tokens_fwd(schedule, x, mine, whole):
-    tokens = jnp.zeros((x.shape[0], 0), x.dtype)  # carries t and no bytes
-    return _send_tokens(schedule, x, mine, whole), (tokens, whole)
-
-
-def _send_tokens_bwd(schedule, residuals, d):
-    tokens, whole = residuals
-    rows = _collect_rows(d, schedule)
-    like = zeros_varying((tokens.shape[0], d.shape[-1]), d.dtype, rows)
-    return jax.vjp(lambda x: permute_tokens(x, whole), like)[1](rows)[0], None, None
-
-
-_send_tokens.defvjp(_send_tokens_fwd, _send_tokens_bwd)
-
-
-def _collect_rows(rows, schedule: PauseAfterGate):
-    """Bring computed rows to every device of their MP group: [Ns R / N_MP, M] -> [R, M]; without a gradient."""
-    return collect_parts(schedule.roles, schedule.group, schedule.returns[0], schedule.part, rows)
-
-
-def _send_parts(d, schedule: PauseAfterGate):
-    """Send this device's part of every bucket of d [R, M] to the experts: [Ns R / N_MP, M]."""
-    axes = schedule.roles.model
-
-    def own(_, blocks):
-        part = blocks.shape[1] // schedule.roles.size(axes)
-        return lax.dynamic_slice_in_dim(cast_varying(blocks, axes), lax.axis_index(axes) * part, part, axis=1)
-
-    return schedule.group.send(by_piece(own, d, schedule.layout), schedule.part)
+# each device takes its part of a bucket, and the gradient of whole buckets reaches the tokens of all parts
+_send_tokens.defvjp(
+    lambda schedule, x, mine, whole: (_send_tokens(schedule, x, mine, whole), whole),
+    lambda schedule, whole, d: (sum_choices(schedule.collect(d), whole), None, None),
+)
 
 
 def collect_parts(roles: Roles, group: ExpertGroup, gather: str, part: BucketLayout, rows):
@@ -197,7 +182,7 @@ def collect_parts(roles: Roles, group: ExpertGroup, gather: str, part: BucketLay
     mp_size = roles.size(roles.model)
     far = pieces.pop("far")
     blocks = far.reshape((group.ep_size, group.esp_size) + far.shape[1:])
-    me = member(roles), lax.axis_index(roles.expert_shard)
+    me = lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard)
     gathered, part = [], receive_part(group, rows_ahead(group, blocks, 0, me), 0, me)
     for j in range(1, group.ep_size):
         # gather j - 1 and phase j start together, when phase j - 1 and gather j - 2 are done
