@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.kernels.grouped import GroupedWeights, Operands, register
+from moe_jax.kernels.grouped import MATMULS, GroupedMatmul, GroupedWeights, Operands
 from moe_jax.parallel.few_kernels import rows_in_use
 from moe_jax.parallel.varying import zeros_varying
 
@@ -194,8 +194,8 @@ def clear_unowned_rows(array: Array, group_sizes: Array) -> Array:
     return jnp.where(rows_in_use(group_sizes, array.shape[0]), array, jnp.zeros((), array.dtype))
 
 
-@register("reference")
-class ReferenceMatmul:
+@MATMULS.register("reference")
+class ReferenceMatmul(GroupedMatmul):
     """Every group multiplies every row, and a mask selects its own: G times the FLOPs, and simple."""
 
     gathers = True
@@ -219,8 +219,8 @@ class ReferenceMatmul:
         return owner, functools.partial(jnp.einsum, preferred_element_type=acc_dtype)
 
 
-@register("ragged")
-class RaggedMatmul:
+@MATMULS.register("ragged")
+class RaggedMatmul(GroupedMatmul):
     """`lax.ragged_dot`, lowered by XLA on each platform: on a CPU with G times the FLOPs."""
 
     gathers = True
@@ -264,8 +264,8 @@ def _open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
     return None if sink is None else zeros_varying(sink.shape, jnp.promote_types(sink.dtype, jnp.float32), like)
 
 
-@register("fused")
-class FusedBlocks:
+@MATMULS.register("fused")
+class FusedBlocks(GroupedMatmul):
     """One XLA matmul per row block; forward and backward are loops of a dynamic trip count.
 
     With the whole FFN in one loop it is about a tenth faster on a CPU than by its matmuls, in a third of the memory.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.varying import match_varying
+from moe_jax.registry import Registry
 
 Array = jax.Array
 
@@ -48,12 +49,12 @@ class GroupedWeights:
 
 Operands = tuple[GroupedWeights, ...]  # the groups of the first come first
 
-_REGISTRY: dict[str, Any] = {}
+MATMULS = Registry("MoEConfig.grouped_matmul")
 HOPPER = "9.0"  # compute capability: the kernels of `hopper.py` use instructions of this generation alone
 
 
-def register(name: str) -> Callable:
-    """Declare the decorated class, or what makes an instance of one, as the grouped matmul `name`. It has
+class GroupedMatmul:
+    """The contract of an implementation; `MATMULS` has the classes by name. Each has
 
         multiply(lhs [R, K], group_sizes, operands) -> [R, N] in the dtype of lhs
         gradients(lhs, dout [R, N], group_sizes, operands) -> (gradient of lhs, zero past the last group,
@@ -65,33 +66,13 @@ def register(name: str) -> Callable:
         ffn(activation, rows [R, M], group_sizes, ins, outs, saved) -> ([R, M], residuals, () where not `saved`)
         ffn_gradients(activation, rows, residuals, dout, group_sizes, ins, outs) -> gradients of rows, ins, and outs
 
-    and, if it gathers the weights of all groups and casts them to the dtype of lhs, `gathers = True`.
+    Attributes:
+      gathers: it gathers the weights of all groups and casts them to the dtype of lhs.
     """
 
-    def declare(make):
-        assert name not in _REGISTRY, f"grouped matmul {name!r} is registered twice"
-        _REGISTRY[name] = make()
-        return make
-
-    return declare
-
-
-def implementations() -> tuple[str, ...]:
-    """Return the registered names, sorted."""
-    return tuple(sorted(_REGISTRY))
-
-
-def find_implementation(name: str) -> Any:
-    """Return the implementation registered under `name`, with the methods that `register` lists.
-
-    Raises:
-      ValueError: no implementation has that name.
-    """
-    if name not in _REGISTRY:
-        raise ValueError(
-            f"grouped matmul implementation ({name!r}) is unknown; choose one of {', '.join(implementations())}"
-        )
-    return _REGISTRY[name]
+    name: ClassVar[str]
+    options: ClassVar[Any] = None
+    gathers: ClassVar[bool] = False
 
 
 def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:
@@ -130,7 +111,7 @@ def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implem
       group_sizes: int32 [G], rows of each group; at most R together.
       operands: weights of the groups, [K, N] each: the groups of the first operand come first. A bank of another
           dtype is cast to that of `lhs` as it is read.
-      implementation: a name from `implementations()`.
+      implementation: a name of `MATMULS`.
 
     Returns:
       float [R, N] in the dtype of `lhs`; rows past the last group are zero. Products are summed in at least float32.
@@ -150,7 +131,7 @@ def grouped_ffn(
       rows, group_sizes: as in `grouped_matmul`; weights: operands of each input weight, and last of the output weight.
       activation: takes one hidden array per input weight, in at least float32; None multiplies by the only weight.
     """
-    chosen = find_implementation(implementation)
+    chosen = MATMULS.find(implementation)()
     for number, operands in enumerate(weights):
         groups, shape = sum(operand.slots.shape[0] for operand in operands), operands[0].bank.shape[1:]
         last = activation is not None and number == len(weights) - 1

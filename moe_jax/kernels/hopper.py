@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import clear_unowned_rows, gather_weights, split_gradient
-from moe_jax.kernels.grouped import Operands, register
+from moe_jax.kernels.grouped import MATMULS, GroupedMatmul, Operands
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 Array = jax.Array
@@ -23,17 +23,31 @@ LINES = 8  # rows of a swizzled tile of Hopper's shared memory: a copy into one 
 HOPPER_CORES = 132
 
 
-@register("hopper")
-class HopperMatmul:
+@MATMULS.register("hopper")
+class HopperMatmul(GroupedMatmul):
     """The shipped `ragged_dot` and `transposed_ragged_dot` kernels; gradients of weights are rounded to 16 bits."""
 
     gathers = True
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands, transposed: bool = False) -> Array:
-        """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
+        """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K].
+
+        Raises:
+          UserError: rows or weights that Hopper's tensor cores cannot multiply in whole tiles.
+        """
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-        check_tiles(lhs, operands[0].bank.shape[1:])
+        dims = operands[0].bank.shape[1:]
+        if any(dim % TILE for dim in dims):
+            raise UserError(
+                f"the hopper grouped matmul needs weights whose dims {tuple(dims)} are multiples of {TILE}; choose "
+                "such sizes, or MoEConfig.grouped_matmul = 'fused'"
+            )
+        if lhs.dtype not in (jnp.bfloat16, jnp.float16):
+            raise UserError(
+                f"the hopper grouped matmul takes bfloat16 or float16, not {lhs.dtype}; compute in bfloat16, or choose "
+                "MoEConfig.grouped_matmul = 'fused'"
+            )
         if not transposed:  # else it is done; the gradients read rows so, and one array then serves both
             lhs = clear_unowned_rows(lhs, group_sizes)
         weights, filled = gather_weights(operands, lhs.dtype), fill_lines(lhs)
@@ -75,20 +89,6 @@ class HopperMatmul:
 def fill_lines(rows: Array) -> Array:
     """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
     return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
-
-
-def check_tiles(rows: Array, dims: tuple[int, ...]) -> None:
-    """Raise a UserError where Hopper's tensor cores cannot multiply rows by weights of these dims in whole tiles."""
-    if any(dim % TILE for dim in dims):
-        raise UserError(
-            f"the hopper grouped matmul needs weights whose dims {tuple(dims)} are multiples of {TILE}; choose such "
-            "sizes, or MoEConfig.grouped_matmul = 'fused'"
-        )
-    if rows.dtype not in (jnp.bfloat16, jnp.float16):
-        raise UserError(
-            f"the hopper grouped matmul takes bfloat16 or float16, not {rows.dtype}; compute in bfloat16, or choose "
-            "MoEConfig.grouped_matmul = 'fused'"
-        )
 
 
 def _tiles(resulting: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.kernels.grouped import GroupedWeights, find_implementation
+from moe_jax.kernels.grouped import MATMULS, GroupedWeights
 from moe_jax.moe.experts import weight_names
 from moe_jax.parallel.ordering import in_line
 from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas
@@ -98,8 +98,7 @@ def reads_as_stored(implementation: str, plan: PlanShape | None, split: bool) ->
       implementation: of the grouped matmul; split: whether parameters of experts are gathered over data.
     """
     travels = plan is not None and (plan.ahead is not None or plan.late is not None)
-    gathers = getattr(find_implementation(implementation), "gathers", False)
-    return gathers and not travels and not split
+    return MATMULS.find(implementation).gathers and not travels and not split
 
 
 @with_gradient(lambda d: d[1])

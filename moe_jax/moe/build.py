@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import moe_jax.moe.choosers
 import moe_jax.moe.schedules  # noqa: F401 their files register themselves
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8 import E4M3, check_blocks
-from moe_jax.kernels.grouped import implementations
+from moe_jax.kernels.float8 import BLOCK, E4M3
+from moe_jax.kernels.grouped import MATMULS
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterPlace, build_router
@@ -39,11 +39,8 @@ def make_moe(
     Raises:
       UserError: as `make_schedule` and `check_router` do, or an unknown grouped matmul.
     """
-    wanted = config.grouped_matmul
-    if wanted != "auto" and wanted not in implementations():
-        raise UserError(
-            f"MoEConfig.grouped_matmul ({wanted!r}) is unknown; choose 'auto' or one of {', '.join(implementations())}"
-        )
+    if config.grouped_matmul != "auto":
+        MATMULS.find(config.grouped_matmul)
     router = build_router(config, router_place(config, roles, plan, x.shape[-2] if x.ndim == 3 else 0))
     router.check_tokens(x.size // x.shape[-1])
     schedule = make_schedule(config, roles, x, plan, split_tokens)
@@ -151,4 +148,9 @@ def check_float8(config: MoEConfig, model_dim: int) -> None:
     """Raise a UserError where `dispatch_dtype` asks for float8 and the model dim or the schedule forbids it."""
     if config.dispatch_dtype == E4M3:
         check_one_piece(config, "MoEConfig.dispatch_dtype", "compute")
-        check_blocks(model_dim)
+        if model_dim % min(model_dim, BLOCK):
+            raise UserError(
+                f"MoEConfig.dispatch_dtype ('float8_e4m3') needs the model dim ({model_dim}) of at most {BLOCK} or a "
+                f"multiple of it: scales are kept for blocks of {BLOCK}; choose such a size, or "
+                "MoEConfig.dispatch_dtype = 'compute'"
+            )

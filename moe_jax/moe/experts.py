@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.kernels.grouped import Operands, find_implementation, grouped_ffn, grouped_matmul
+from moe_jax.kernels.grouped import MATMULS, Operands, grouped_ffn, grouped_matmul
 
 Array = jax.Array
 # ends of the names of the low-rank factors of a weight [M, F]: A [M, rank] and B [rank, F], leaves of the bank too
@@ -64,7 +64,7 @@ def expert_ffn(
       row_weights: float [R], the factor of each result, or None. It is applied to the hidden rows: the gradient of a
           weight then needs no result.
       activation: 'gelu' (its tanh form) or 'swiglu'.
-      implementation: of the grouped matmul; a name from `implementations()`.
+      implementation: of the grouped matmul; a name of `MATMULS`.
 
     Returns:
       float [R, M] in the dtype of `rows`. The activation runs in at least float32.
@@ -80,7 +80,7 @@ def expert_ffn(
         )
     operands = tuple(weights[name] for name in names)
     adapted = len(weights) > len(names)
-    if row_weights is None and not adapted and hasattr(find_implementation(implementation), "ffn"):
+    if row_weights is None and not adapted and hasattr(MATMULS.find(implementation), "ffn"):
         function = _ACTIVATIONS[activation][1]
         return grouped_ffn(rows, group_sizes, operands, activation=function, implementation=implementation)
     acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)

@@ -74,9 +74,9 @@ def _registered(name: str):
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.kernels.grouped import GroupedWeights, find_implementation
+    from moe_jax.kernels.grouped import MATMULS, GroupedWeights
 
-    found = find_implementation(name)
+    found = MATMULS.find(name)()
 
     def operands(bank, with_grad_sink):
         slots = jnp.arange(bank.shape[0], dtype=jnp.int32)

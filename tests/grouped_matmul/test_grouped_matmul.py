@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from support.grouped_cases import as_operands, loop_oracle, make_case
 
 from moe_jax.errors import UserError
-from moe_jax.kernels.grouped import GroupedWeights, choose_implementation, grouped_matmul, implementations, register
+from moe_jax.kernels.grouped import MATMULS, GroupedWeights, choose_implementation, grouped_matmul
 
 ON_CPU = ("fused", "ragged", "reference")
 
@@ -100,7 +100,7 @@ def test_kernels_lower_for_cuda(rows=8 * 1003):
 
 def test_registry():
     names = ("fused", "hopper", "ragged", "reference")
-    assert implementations() == names
+    assert tuple(sorted(MATMULS)) == names
     cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
     hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
     fits = jnp.bfloat16, (128, 256)
@@ -115,7 +115,7 @@ def test_registry():
     with pytest.raises(UserError, match=r"\('hopper'\) needs a GPU of compute capability 9.0, not cpu; set MoEConfig"):
         choose_implementation("hopper", cpu, *fits)
     with pytest.raises(AssertionError, match="'ragged' is registered twice"):
-        register("ragged")(object)
+        MATMULS.register("ragged")(object)
 
 
 TILES = r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"
@@ -124,7 +124,7 @@ TILES = r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"
 @pytest.mark.parametrize(
     ("implementation", "dims", "dtype", "groups", "sink", "message"),
     [
-        ("fast", (8, 6), F32, 4, None, r"implementation \('fast'\) is unknown; choose one of fused, hopper"),
+        ("fast", (8, 6), F32, 4, None, r"grouped_matmul \('fast'\) must be one of fused, hopper"),
         ("fused", (8, 6), F32, 3, None, "serve 4 groups and group_sizes has 3"),
         ("fused", (8, 6), F32, 4, (7, 8, 6), r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"),
         ("hopper", (8, 6), BF16, 4, None, TILES),
