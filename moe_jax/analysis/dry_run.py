@@ -174,7 +174,7 @@ def verdict(plan: Plan, needed: int, given: RunConfig) -> str:
       needed: bytes on each device.
       given: the config as the user gave it.
     """
-    target, devices = plan.target, plan.roles.num_devices
+    target, devices = plan.target, plan.roles.mesh.size
     line = f"{_gib(needed)} GiB needed on each of {devices} "
     if target is None or not target.whole_memory:
         return f"{line}device(s); --target=h200:4x8 and the like say whether such GPUs have it"
@@ -310,7 +310,7 @@ def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[flo
 def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
     mesh, resolved = run.mesh, roles.config
     lines = [
-        f"{roles.num_devices} devices = data {resolved.data} x expert {resolved.expert} x expert_shard "
+        f"{roles.mesh.size} devices = data {resolved.data} x expert {resolved.expert} x expert_shard "
         f"{resolved.expert_shard}; model {resolved.model}; {resolved.devices_per_node} devices a node",
         "axes, slowest first: " + ", ".join(f"{axis} {size}" for axis, size in roles.mesh.shape.items()),
     ]
@@ -334,7 +334,7 @@ def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
         )
     if mesh.expert == -1 and not given:
         lines.append(
-            f"assumed: MeshConfig.expert = {resolved.expert}, so {roles.num_devices} device(s), because "
+            f"assumed: MeshConfig.expert = {resolved.expert}, so {roles.mesh.size} device(s), because "
             "MeshConfig.expert = -1 takes the devices that are left and none were counted; give --host_devices=N or "
             "MeshConfig.expert"
         )
@@ -446,7 +446,7 @@ def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int, teacher: Language
         rows.append(("teacher per token", taught, "its forward, in the steps that learn from it"))
         training += taught
     tokens = sequences * length
-    step, devices = training * tokens, roles.num_devices
+    step, devices = training * tokens, roles.mesh.size
     rows += [
         ("training per step", step, f"{sequences} sequences x {length} = {tokens:,} tokens"),
         ("per device and step", step // devices, f"{devices} device(s), even load"),

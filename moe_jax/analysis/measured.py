@@ -290,7 +290,7 @@ def record_steps(
         tables = {name: table_shapes(own) for name, own in shape.items()}
         tables = to_devices(tables, session.state_shardings.tables)
         host_signals = to_devices(
-            np.zeros((session.roles.num_devices, 3), np.int32), session.state_shardings.host_signals
+            np.zeros((session.roles.mesh.size, 3), np.int32), session.state_shardings.host_signals
         )
     total = WARM_UP + plain_steps + steps
     batches = [to_devices(session.feed.read(step), session.state_shardings.batch) for step in range(total)]

@@ -190,7 +190,7 @@ def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
     roles = build_mesh(MeshConfig(data=len(devices) // timed.size, **sizes), devices)
     group = ExpertGroup(roles)
     rows = max(1, size_bytes // (_ITEM * _SAA_DIM * timed.size))
-    total = roles.num_devices * timed.size * rows
+    total = roles.mesh.size * timed.size * rows
     array = spread((total, _SAA_DIM), roles.sharding(roles.all))
     collect = functools.partial(collect_parts, roles, group, "saa", bucket_layout(rows, ep_size))
 
@@ -421,7 +421,7 @@ def build_layer(schedule: str, case: LayerCase, devices) -> Callable:
         "w_out": normal((experts, hidden_dim, model_dim), roles.sharding(*specs["w_out"]), 2),
     }
     weight = np.random.default_rng(3).standard_normal((1, model_dim, experts), np.float32) * model_dim**-0.5
-    weights = to_devices(np.broadcast_to(weight, (roles.num_devices, model_dim, experts)), roles.sharding(roles.all))
+    weights = to_devices(np.broadcast_to(weight, (roles.mesh.size, model_dim, experts)), roles.sharding(roles.all))
     x, cotangent = (spread((total, model_dim), roles.sharding(roles.dense), seed) for seed in (4, 5))
     tables = to_devices(tables, roles.sharding(roles.expert))
     arrays = (x, weights, bank, cotangent, tables)

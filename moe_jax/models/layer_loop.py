@@ -35,7 +35,6 @@ from moe_jax.moe.routing import local
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import gather_tree, split_dims
-from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape, Shapes
 from moe_jax.registry import ROUTERS
@@ -264,7 +263,7 @@ def _make_block_wise_loop(
         block_schedule=config.block_wise.build(
             config.moe_layers, recompute=config.recomputes, results_again=moe.reads_results, **shares
         ),
-        transfer=None if plan is None or plan.ahead is None else ReplicaTransfer(plan.ahead, roles.expert),
+        ahead=None if plan is None else plan.ahead,
         late=None if plan is None else plan.late,
         dims=of_moe(layout.gather["units"][segment.name]),
         wires=of_moe(layout.wires["units"][segment.name]),

@@ -246,7 +246,7 @@ def _run_teacher(trunk: Callable, frozen, batch: Batch, first_row, x, found: dic
       frozen: the teacher's (weights, tables); x, found: of the student's trunk.
     """
     with jax.named_scope("teacher"):
-        weights = wait_for(frozen[0], x, list(found.values()))
+        weights = wait_for(frozen[0], (x, list(found.values())))
         taught = trunk(weights, dataclasses.replace(batch, choices=None), frozen[1], None, first_row)
         second = taught[0], list(taught[2].values())
         x = wait_for(x, second)

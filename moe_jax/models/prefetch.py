@@ -168,7 +168,7 @@ class Direction(abc.ABC):
         self.how, self.params, self.constants = how, params, constants
         self.scan, self.grad_sink = how.segment.config.stack == "scan", grad_sink
         self.layers, self.halves = how.block_schedule.layers, (0, 1) if how.block_schedule.halves else (None,)
-        transfers = {"ahead": how.transfer, "late": how.late}
+        transfers = {"ahead": how.ahead, "late": how.late}
         self.transfers = {name: part for name, part in transfers.items() if part is not None}
         self.turn: jax.Array | None = None
         self.saved: Live = {}
@@ -258,7 +258,7 @@ class Direction(abc.ABC):
 
     def moves_of(self, window: Window) -> tuple[Move, ...]:
         """Return the parts of transfers that run next to a window; only windows of one stage have some."""
-        return () if self.how.transfer is None else window.moves
+        return () if self.how.ahead is None else window.moves
 
     def start_moves(self, window: Window, live: Live, value):
         """Return the value that a stage goes on from, and the window's moves, packed.
@@ -267,16 +267,17 @@ class Direction(abc.ABC):
         before everything is packed. With a fence of its table alone the compiler packs Agg after attention, and keeps
         the gradients of experts, and all that they are computed from, in memory until then.
         """
-        moves, transfer, bank = [], self.how.transfer, self.constants.bank  # (key of what it fills, `ChunkTransfer`)
+        moves, bank = [], self.constants.bank  # (key of what it fills, `ChunkTransfer`)
+        where = self.how.ahead, self.how.roles.expert
         for move in self.moves_of(window):
             tables = self.of_layer(self.constants.tables, move.layer)
             part = round(move.start * PARTS), round(move.stop * PARTS)
             if move.kind == "trans":
-                steps = fetch(bank, tables.home_row, tables.transfer, transfer, part)
+                steps = fetch(bank, tables.home_row, tables.transfer, *where, part)
                 moves.append((("ahead", move.layer, None), steps))
             else:
                 wires = {name: leaf.dtype for name, leaf in bank.items()}
-                steps = return_part(live["dahead", move.layer, None], tables.transfer, transfer, part, wires)
+                steps = return_part(live["dahead", move.layer, None], tables.transfer, *where, part, wires)
                 moves.append((("dhome", move.layer, None), steps))
         if not moves:
             return value, ()
@@ -290,7 +291,7 @@ class Direction(abc.ABC):
             return value
         arrived = {}
         for key, steps, packed in moves:
-            into = live.pop(key) if key in live else empty_replicas(self.constants.bank, self.how.transfer)
+            into = live.pop(key) if key in live else empty_replicas(self.constants.bank, self.how.ahead)
             arrived[key] = steps.unpack(steps.communicate(packed), into)
         value, arrived = fence((value, arrived))
         live.update(arrived)
@@ -350,7 +351,7 @@ class Direction(abc.ABC):
         found: dict[str, dict] = {name: {} for name in slots}
         for name, number in slots.items():
             for weight, leaf in self.grad_sink.items():
-                axes = varying_axes(leaf) if name == "home" else varying_axes(bank, tables)
+                axes = varying_axes(leaf) if name == "home" else varying_axes((bank, tables))
                 zeros = jnp.zeros((number, *bank[weight].shape[1:]), leaf.dtype)
                 found[name][weight] = cast_varying(zeros, axes)
         return found
@@ -395,10 +396,10 @@ class Forward(Direction):
         """
         schedule, self.save_residuals = self.how.block_schedule, save_residuals
         live = {("x", 0, half): part for half, part in zip(self.halves, x, strict=True)}
-        if self.how.transfer is not None and self.save_residuals and schedule.refetch_replicas:
+        if self.how.ahead is not None and self.save_residuals and schedule.refetch_replicas:
             # The backward needs the top layer's replicas at once. All turns of a loop are alike, so each leaves its
             # own here; before the first, zeros of the same type.
-            live[TOP_REPLICAS] = empty_replicas(self.constants.bank, self.how.transfer)
+            live[TOP_REPLICAS] = empty_replicas(self.constants.bank, self.how.ahead)
         live, outside, stacked = self.run_loop(schedule.forward, live, {})
         counted = []
         for half in self.halves:
@@ -452,7 +453,7 @@ class Backward(Direction):
     def __init__(self, how: Stages, params, sums, constants: StackConstants, dstats: list):
         super().__init__(how, params, sums[0], constants)
         self.sums, self.in_place = sums, self.scan or sums[1] is not None
-        home = "agg" if how.transfer is not None else "route" if how.late is not None else "experts"
+        home = "agg" if how.ahead is not None else "route" if how.late is not None else "experts"
         self.whole_after = {"mix": "attention", "gate": "route", "home": home}
         self.dstats = dstats
         self.unwritten: list[Key] = []

@@ -26,7 +26,6 @@ from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import gather_tree
-from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.block_schedule import BlockSchedule
 
@@ -70,7 +69,7 @@ class Stages:
       segment: the layers; roles, group: where they run; graph: a unit's modules without their parameters.
       moe: the layer, whose schedule is an `ExpertParallel` that runs its experts in one piece.
       block_schedule: the windows, and which transfers of parameters run next to them.
-      transfer: how parameters move; with None the windows have no moves.
+      ahead: in which sizes replicas planned ahead move; with None the windows have no moves.
       late: of replicas that come after the gate, inside the stage `route`; None for none.
       dims, wires: as `gather_tree` takes them, {'mix', 'gate'}.
       split_bank, split_gradients: {name: dim} that `data` splits of experts' weights, and of their gradients, or -1.
@@ -83,7 +82,7 @@ class Stages:
     graph: Any
     moe: MoE
     block_schedule: BlockSchedule
-    transfer: ReplicaTransfer | None
+    ahead: TransferShape | None
     late: TransferShape | None
     dims: dict[str, dict]
     wires: dict[str, dict]

@@ -24,8 +24,8 @@ from jax import lax
 from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import in_line
-from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, empty_replicas, open_replicas, shrunk
-from moe_jax.parallel.transfer_shape import TransferTables
+from moe_jax.parallel.sparse_all_gather import empty_replicas, open_replicas, shrunk
+from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 from moe_jax.planning.arrays import LOOPS, falling
 from moe_jax.planning.balanced import Levelling, level_quotas
@@ -55,23 +55,23 @@ def decide(plan: PlanShape, roles: Roles, counts, tables: Tables):
         return decide_by(plan.after_gate, tables, counts, holders, lax.axis_index(axes), plan)
 
 
-def fetch_late(x, transfer: ReplicaTransfer, decided, bank, grad_sink):
+def fetch_late(x, late: TransferShape, axes: tuple[str, ...], decided, bank, grad_sink):
     """Fetch the replicas that come after the gate, in a branch; return (x, (values {name: [m, ...]}, their grad_sink)).
 
     Args:
       x: floats and integers of which all that follows the gate is made; see `in_line`.
-      transfer: the largest that the program has.
+      late: the largest transfer that the program has; axes: mesh axes of the expert-parallel group.
       decided: what `decide` returned; bank {name: [Rb, ...]}; grad_sink {name: [Hs, ...]}.
     """
-    (tables, lists, used), late = decided, transfer.shape
+    tables, lists, used = decided
     bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(x))
 
     def none(grad_sink):
-        return empty_replicas(bank, transfer), empty_replicas(grad_sink, transfer)
+        return empty_replicas(bank, late), empty_replicas(grad_sink, late)
 
     def fetch(grad_sink, part):
         fitted = shrunk(lists, late, part)
-        opened = open_replicas(bank, tables.home_row, grad_sink, fitted, ReplicaTransfer(part, transfer.axes))
+        opened = open_replicas(bank, tables.home_row, grad_sink, fitted, part, axes)
         rest = late.slots - part.slots  # zeros
         return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, rest), *((0, 0),) * (leaf.ndim - 1))), opened)
 
@@ -163,7 +163,8 @@ def levelled(totals, held, home, sweeps: int):
     def loops(totals, held, home):
         return level_quotas(jnp, totals[None], held[None], home[None], sweeps)[0]
 
-    if not fits_one_kernel(*held.shape):
+    rows, columns = _padded(held.shape)
+    if max(rows, columns) * columns > MOST_VALUES:  # more than a block's registers hold
         return loops(totals, held, home)
     kernel = functools.partial(level_in_one_kernel, sweeps=sweeps)
     return lax.platform_dependent(totals, held, home, cuda=kernel, default=loops)
@@ -261,12 +262,6 @@ def share_tables(tables, counts, quota, slot, me, shape):
         dest_num=node_edges(jnp, supply, quota, at_home, me // per_node).astype(jnp.uint32),
         dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
     )
-
-
-def fits_one_kernel(experts: int, devices: int) -> bool:
-    """Say whether a block's registers hold the arrays of so many experts and devices."""
-    rows, columns = _padded((experts, devices))
-    return max(rows, columns) * columns <= MOST_VALUES
 
 
 def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False):

@@ -22,7 +22,7 @@ import numpy as np
 from moe_jax.kernels.grouped import MATMULS, GroupedWeights
 from moe_jax.moe.experts import weight_names
 from moe_jax.parallel.ordering import in_line
-from moe_jax.parallel.sparse_all_gather import ReplicaTransfer, open_replicas
+from moe_jax.parallel.sparse_all_gather import open_replicas
 from moe_jax.parallel.varying import cast_varying, varying_axes, with_gradient, zeros_varying
 from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.planning.plan_shape import PlanShape
@@ -170,7 +170,7 @@ def fetch_replicas(bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[
     if plan is None or plan.ahead is None:
         return ()
     bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(like))
-    return (open_replicas(bank, tables.home_row, grad_sink, tables.transfer, ReplicaTransfer(plan.ahead, axes)),)
+    return (open_replicas(bank, tables.home_row, grad_sink, tables.transfer, plan.ahead, axes),)
 
 
 def fetch_in_turn(x, params, gather, fetch, grad_sink, tables, plan: PlanShape | None):

@@ -78,7 +78,7 @@ def layer_sizes(
         tokens=tokens,
         groups=roles.most_homes(config.num_experts) if plan is None else plan.slots,
         capacity=None if config.dropless else config.capacity(tokens),
-        sources=roles.num_devices,
+        sources=roles.mesh.size,
         row_bytes=model_dim * itemsize,
         sent_bytes=config.sent_bytes(model_dim) if model_dim else 0,
     )
@@ -86,7 +86,7 @@ def layer_sizes(
     if plan is not None and plan.bucket_rows is not None:
         sizes = dataclasses.replace(sizes, planned_rows=plan.bucket_rows)
     elif crossing is not None and near != members:  # the router bounds how many of the choices leave the node
-        pairs = roles.num_devices * members
+        pairs = roles.mesh.size * members
         inside = sizes.rows_of((tokens * config.top_k - crossing) / near, pairs)
         far = sizes.rows_of(crossing / (members - near), pairs)
         sizes = dataclasses.replace(sizes, planned_rows=BucketRows(own=inside, node=inside, far=far))

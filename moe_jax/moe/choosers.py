@@ -37,7 +37,7 @@ class Parm(Chooser):
 
     def choose(self, roles, sizes):
         cluster = cluster_named(sizes.config.cluster, roles.device_kind)
-        cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
+        cluster = cluster.on_mesh(roles.mesh.size, roles.config.devices_per_node)
         rule = rule_of(cluster)
         # without MP s1 and s2 are one, and without ESP deepspeed is the same too
         if roles.size(roles.model) == 1 and (roles.size(roles.expert_shard) == 1 or rule != "layers"):

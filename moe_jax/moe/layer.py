@@ -31,7 +31,6 @@ from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, Sent, register, s
 from moe_jax.parallel.exchange import ExpertGroup
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
-from moe_jax.parallel.sparse_all_gather import ReplicaTransfer
 from moe_jax.planning.plan_shape import PlanShape
 
 
@@ -112,8 +111,8 @@ class MoE:
         if self.late:
             # Their gradients leave after those of dispatched tokens are home. Without it a compiler may put their
             # branch ahead of the exchanges that bring these home (jax 0.12 does for `pairwise`).
-            x, transfer = (tokens, choice, stats, tables), ReplicaTransfer(self.plan.late, self.roles.expert)
-            (tokens, choice, stats, tables), fetched = fetch_late(x, transfer, decided, bank, grad_sink)
+            x, where = (tokens, choice, stats, tables), (self.plan.late, self.roles.expert)
+            (tokens, choice, stats, tables), fetched = fetch_late(x, *where, decided, bank, grad_sink)
             replicas = (*replicas, fetched)
         return self.schedule.route(tokens, choice, tables), stats, replicas
 

@@ -135,10 +135,6 @@ class Roles:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
-    def num_devices(self) -> int:
-        return self.mesh.size
-
-    @property
     def members_per_node(self) -> int:
         """EP members that share a node: all of them where nodes would cut them into unequal parts, one at least."""
         members = self.size(self.expert)

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
+
+from moe_jax.parallel.varying import with_gradient
 
 _wait_for_p = core.Primitive("wait_for")
 
@@ -37,18 +39,19 @@ def _read_others(x, *others):
     return x | (nothing != 0) if x.dtype == bool else x + nothing.astype(x.dtype)
 
 
+ad.primitive_jvps[_wait_for_p] = lambda primals, tangents: (_wait_for_p.bind(*primals), tangents[0])
 mlir.register_lowering(_wait_for_p, lambda ctx, x, *others: [x])
 mlir.register_lowering(_wait_for_p, mlir.lower_fun(_read_others, multiple_results=False), platform="cpu")
 
 
-def wait_for(tree, *others):
-    """Return `tree`, every array of it on XLA:CPU ordered after all arrays in `others`, pytrees too.
+def wait_for(tree, others):
+    """Return `tree`, every array of it on XLA:CPU ordered after all arrays of the pytree `others`.
 
     Its gradient is that of `tree` alone, and waits for nothing.
     """
     none = jax.dtypes.float0  # of cotangents of integers
     read = [leaf for leaf in jax.tree.leaves(others) if leaf.size and leaf.dtype != none]
-    return jax.tree.map(lambda leaf: _wait_for(leaf, read) if read and leaf.dtype != none else leaf, tree)
+    return jax.tree.map(lambda leaf: _wait_for_p.bind(leaf, *read) if read and leaf.dtype != none else leaf, tree)
 
 
 def in_line(x, run: Callable, operands, turn=()):
@@ -64,27 +67,14 @@ def in_line(x, run: Callable, operands, turn=()):
       operands: pytree through which all gradients of the result leave.
       turn: pytree of numbers without gradients.
     """
-    x, operands = _gradients_in_turn(x, operands)
+    x, operands = _gradients_in_turn((x, operands))
     operands, turn = (operands, wait_for(turn, x)) if jax.tree.leaves(turn) else (wait_for(operands, x), turn)
     result = run(operands, turn)
-    result, x = _gradients_in_turn(result, wait_for(x, result))
+    result, x = _gradients_in_turn((result, wait_for(x, result)))
     return x, result
 
 
-@jax.custom_vjp
-def _gradients_in_turn(first, others):
+@with_gradient(lambda d: (wait_for(*d), d[1]))
+def _gradients_in_turn(both: tuple):
     """Return (first, others); on XLA:CPU the gradients of `first` wait for all those of `others`."""
-    return first, others
-
-
-_gradients_in_turn.defvjp(lambda first, others: ((first, others), None), lambda _, d: (wait_for(d[0], d[1]), d[1]))
-
-
-@jax.custom_jvp
-def _wait_for(x, others):
-    return _wait_for_p.bind(x, *others)
-
-
-@_wait_for.defjvp
-def _wait_for_jvp(primals, tangents):
-    return _wait_for(*primals), tangents[0]
+    return both

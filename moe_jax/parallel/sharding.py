@@ -86,7 +86,8 @@ def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | No
     stage = zero_stage if dp_stage is None else dp_stage
     params, grad_sinks, states = {}, {}, {}
     for name, shape in shapes.items():
-        hidden = hidden_dim_of(name)
+        no_hidden = name in ("w_out_lora_b", "w_in_lora_a", "w_gate_lora_a")
+        hidden = None if no_hidden else 1 if name.startswith("w_out") else 2
         base = {0: roles.expert, hidden: shard_axes}
         fine = base
         if hidden is not None and data_parts > 1 and shape[hidden] % (data_parts * roles.size(shard_axes)) == 0:
@@ -97,20 +98,14 @@ def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | No
     return params, grad_sinks, states
 
 
-def hidden_dim_of(name: str) -> int | None:
-    """Return the dim of a leaf of the bank that is the experts' hidden dim; None where it has none."""
-    if name in ("w_out_lora_b", "w_in_lora_a", "w_gate_lora_a"):
-        return None
-    return 1 if name.startswith("w_out") else 2
-
-
 def split_dims(specs: dict, axes: tuple[str, ...]) -> dict[str, int]:
     """Return {name: the dim that its PartitionSpec splits over all of `axes`, or -1}, as `gather_tree` takes them."""
-
-    def is_split(entry) -> bool:
-        return bool(axes) and set(axes) <= set(entry if isinstance(entry, tuple) else (entry,))
-
-    return {name: next((dim for dim, own in enumerate(spec) if is_split(own)), -1) for name, spec in specs.items()}
+    found = dict.fromkeys(specs, -1)
+    for name, spec in specs.items() if axes else ():
+        for dim, entry in reversed(list(enumerate(spec))):
+            if set(axes) <= set(entry if isinstance(entry, tuple) else (entry,)):
+                found[name] = dim
+    return found
 
 
 def gather_tree(shards, dims, axes: tuple[str, ...], parts: int, wires=None):

@@ -41,6 +41,7 @@ from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes, 
 
 Array = jax.Array
 Bank = dict[str, Array]
+Axes = tuple[str, ...]
 WHOLE = (0, PARTS)
 
 jax.tree_util.register_dataclass(TransferTables, data_fields=["offer", "pick", "want"], meta_fields=[])
@@ -65,33 +66,20 @@ class ChunkTransfer:
         return self.unpack(self.communicate(self.pack()), into)
 
 
-@dataclasses.dataclass(frozen=True)
-class ReplicaTransfer:
-    """What a program is compiled for: the sizes of a transfer, and the mesh axes of its devices."""
-
-    shape: TransferShape
-    axes: tuple[str, ...]
-
-    @property
-    def slots(self) -> int:
-        """m: replica slots of a device."""
-        return self.shape.slots
-
-
 _NOTHING = ChunkTransfer(lambda: (), lambda payload: payload, lambda _, into: into)  # a part of a small chunk
 
 
 def open_replicas(
-    bank: Bank, rows: Array, grad_sink: Bank, tables: TransferTables, transfer: ReplicaTransfer
+    bank: Bank, rows: Array, grad_sink: Bank, tables: TransferTables, shape: TransferShape, axes: Axes
 ) -> tuple[Bank, Bank]:
-    """Bring chunks to the replica slots; to be called inside `shard_map` by all devices of `transfer.axes`.
+    """Bring chunks to the replica slots; to be called inside `shard_map` by all devices of the mesh axes `axes`.
 
     Args:
       bank: {name: [Rb, ...]}, this device's chunks, of one dtype; no gradient flows into it.
       rows: int32 [Hs], the bank row of each home slot.
       grad_sink: {name: [Hs, ...]}, whose values are not read, and whose cotangent is the sum of the replicas'
         gradients. Gradients are added in its dtype on the device, and travel rounded to the bank's.
-      tables: who offers and wants which chunk.
+      tables: who offers and wants which chunk; shape: in which sizes, for which a program is compiled.
 
     Returns:
       replicas {name: [m, ...]} in the bank's dtype, without a gradient; slots that nothing fills are zero.
@@ -99,21 +87,21 @@ def open_replicas(
         the dtype of the sums, wider than that of replicas in 16 bits.
     """
     bank, rows, grad_sink, tables = match_varying(jax.tree.map(lax.stop_gradient, bank), rows, grad_sink, tables)
-    replicas = fetch(bank, rows, tables, transfer).at_once(empty_replicas(bank, transfer))
+    replicas = fetch(bank, rows, tables, shape, axes).at_once(empty_replicas(bank, shape))
     wires = tuple(sorted((name, leaf.dtype) for name, leaf in bank.items()))
-    return replicas, _replica_grad_sink(transfer, wires, rows.shape[0], grad_sink, tables)
+    return replicas, _replica_grad_sink((shape, axes), wires, rows.shape[0], grad_sink, tables)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _replica_grad_sink(transfer, wires, home_slots, grad_sink, tables):
     del wires, home_slots, tables
-    return empty_replicas(grad_sink, transfer)
+    return empty_replicas(grad_sink, transfer[0])
 
 
 def _gradients_home(transfer, wires, home_slots, tables, gradients):
     gradients, tables = match_varying(gradients, tables)
     sums = {n: zeros_varying((home_slots, *leaf.shape[1:]), leaf.dtype, gradients) for n, leaf in gradients.items()}
-    return return_part(gradients, tables, transfer, wires=dict(wires)).at_once(sums), None
+    return return_part(gradients, tables, *transfer, wires=dict(wires)).at_once(sums), None
 
 
 _replica_grad_sink.defvjp(
@@ -123,7 +111,7 @@ _replica_grad_sink.defvjp(
 
 
 def return_part(
-    replicas: Bank, tables: TransferTables, transfer: ReplicaTransfer, part: tuple[int, int] = WHOLE, wires=None
+    replicas: Bank, tables: TransferTables, shape: TransferShape, axes: Axes, part=WHOLE, wires=None
 ) -> ChunkTransfer:
     """Return the transfer of a part of the gradients to their homes, which add them to the sums {name: [Hs, ...]}.
 
@@ -132,12 +120,12 @@ def return_part(
 
     Args:
       replicas: {name: [m, ...]}, one value per replica slot.
-      tables, transfer: of the `fetch` that filled the slots; part: (first, last) eighth of it.
+      tables, shape, axes: of the `fetch` that filled the slots; part: (first, last) eighth of it.
       wires: {name: dtype} in which they travel, one dtype; None is their own.
     """
     sent = replicas if wires is None else {name: leaf.astype(wires[name]) for name, leaf in replicas.items()}
     sent, tables = match_varying(sent, tables)
-    shape, scope = transfer.shape, jax.named_scope("sparse_reduce_scatter")
+    scope, move = jax.named_scope("sparse_reduce_scatter"), functools.partial(_swap, shape=shape, axes=axes)
     first, last = _columns(sent, shape.inside, part)
     if first == last:
         return _NOTHING
@@ -147,15 +135,15 @@ def return_part(
 
     def communicate(mine):
         wire = mine.dtype
-        came = _swap(mine, transfer)
+        came = move(mine)
         sums = sum_by_target(came.reshape(-1, came.shape[-1]), tables.want.reshape(-1), shape.places, shape.inside)
         offered = shape.inside * shape.offers
         own = sums[:offered]
         if shape.crosses:
             others = sums[offered:].astype(wire).reshape(shape.nodes, shape.crossing, -1)
-            back = _swap(others, transfer, across=True).reshape(-1, others.shape[-1])
+            back = move(others, across=True).reshape(-1, others.shape[-1])
             own = own + sum_by_target(back, tables.pick.reshape(-1), offered, shape.nodes)
-        return _swap(own.astype(wire).reshape(shape.inside, shape.offers, -1), transfer)
+        return move(own.astype(wire).reshape(shape.inside, shape.offers, -1))
 
     def unpack(arrived, into):
         home = next(iter(into.values())).shape[0]
@@ -172,23 +160,25 @@ def return_part(
     return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
 
 
-def empty_replicas(bank: Bank, transfer: ReplicaTransfer) -> Bank:
+def empty_replicas(bank: Bank, shape: TransferShape) -> Bank:
     """Return replica slots of zeros {name: [m, ...]}."""
-    return {name: zeros_varying((transfer.slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
+    return {name: zeros_varying((shape.slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
 
 
-def fetch(bank: Bank, rows: Array, tables: TransferTables, transfer: ReplicaTransfer, part=WHOLE) -> ChunkTransfer:
+def fetch(
+    bank: Bank, rows: Array, tables: TransferTables, shape: TransferShape, axes: Axes, part=WHOLE
+) -> ChunkTransfer:
     """Return the transfer of chunks to replica slots {name: [m, ...]}; a part overwrites its elements of all slots.
 
     Slots that nothing fills become zero. No gradient flows.
 
     Args:
       bank: {name: [Rb, ...]}, of one dtype; rows: int32 [Hs], the bank row of each home slot.
-      tables, transfer: who offers and wants what, and in which sizes.
+      tables, shape, axes: who offers and wants what, in which sizes, and the mesh axes of the devices.
       part: (first, last) eighth of every chunk.
     """
     bank, rows, tables = match_varying(bank, rows, tables)
-    shape, scope = transfer.shape, jax.named_scope("sparse_all_gather")
+    scope, move = jax.named_scope("sparse_all_gather"), functools.partial(_swap, shape=shape, axes=axes)
     first, last = _columns(bank, shape.inside, part)
     if first == last:
         return _NOTHING
@@ -200,11 +190,11 @@ def fetch(bank: Bank, rows: Array, tables: TransferTables, transfer: ReplicaTran
         return _slices_of(bank, jnp.minimum(row, bank_rows - 1), first, last, shape.inside)
 
     def communicate(offered):
-        here = _swap(offered, transfer).reshape(shape.inside * shape.offers, -1)
+        here = move(offered).reshape(shape.inside * shape.offers, -1)
         if shape.crosses:
-            came = _swap(_take(here, tables.pick), transfer, across=True)
+            came = move(_take(here, tables.pick), across=True)
             here = jnp.concatenate([here, came.reshape(-1, came.shape[-1])])
-        return _swap(_take(here, tables.want), transfer)
+        return move(_take(here, tables.want))
 
     def unpack(arrived, into):
         packed = arrived.swapaxes(0, 1).reshape(arrived.shape[1], -1)  # [inside, m, s] -> [m, w]
@@ -255,16 +245,16 @@ def sum_by_target(values: Array, target: Array, targets: int, most: int) -> Arra
     return _take(total, jnp.where(found, first, rows))
 
 
-def _swap(blocks: Array, transfer: ReplicaTransfer, across: bool = False) -> Array:
+def _swap(blocks: Array, shape: TransferShape, axes: Axes, across: bool = False) -> Array:
     """Hand block j of [inside, ...] to member j of the level, or q of [Nn, ...] to that of equal rank on node q."""
-    nodes, inside = transfer.shape.nodes, transfer.shape.inside
+    nodes, inside = shape.nodes, shape.inside
     groups = [[node * inside + j for j in range(inside)] for node in range(nodes)]
     if across:
         groups = [[node * inside + j for node in range(nodes)] for j in range(inside)]
     elif nodes == 1:
         groups = None
-    blocks = cast_varying(blocks, transfer.axes)
-    return lax.all_to_all(blocks, transfer.axes, 0, 0, axis_index_groups=groups, tiled=True)
+    blocks = cast_varying(blocks, axes)
+    return lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=groups, tiled=True)
 
 
 def _columns(leaves: Bank, inside: int, part: tuple[int, int]) -> tuple[int, int]:

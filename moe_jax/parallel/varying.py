@@ -22,12 +22,10 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 
-def varying_axes(*trees) -> frozenset[str]:
-    """Return the union of the mesh axes that any leaf of `trees` varies over; empty outside `shard_map`."""
-    axes: frozenset[str] = frozenset()
-    for leaf in jax.tree.leaves(trees):
-        axes |= jax.typeof(leaf).manual_axis_type.varying
-    return axes
+def varying_axes(tree) -> frozenset[str]:
+    """Return the union of the mesh axes that any leaf of `tree` varies over; empty outside `shard_map`."""
+    leaves = jax.tree.leaves(tree)
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
 
 
 def cast_varying(tree, axes):
@@ -58,7 +56,7 @@ _declare_equal_p = core.Primitive("declare_equal")
 
 @_declare_equal_p.def_abstract_eval
 def _declare_equal_type(x, *, axes):
-    left = frozenset(axis for axis in x.manual_axis_type.varying if axis not in axes)
+    left = x.manual_axis_type.varying.difference(axes)
     return x.update(manual_axis_type=x.manual_axis_type.update(varying=left))
 
 
@@ -79,7 +77,7 @@ _cast_alone_p = core.Primitive("cast_alone")
 
 @_cast_alone_p.def_abstract_eval
 def _cast_alone_type(x, *, axes):
-    return x.update(manual_axis_type=x.manual_axis_type.update(varying=x.manual_axis_type.varying | frozenset(axes)))
+    return x.update(manual_axis_type=x.manual_axis_type.update(varying=x.manual_axis_type.varying.union(axes)))
 
 
 mlir.register_lowering(_cast_alone_p, lambda ctx, x, *, axes: [x])

@@ -213,7 +213,7 @@ class RejitEngine:
         if self.pending is not None and (future := self._compile(self.pending.shape)).done():
             future.result()  # a failed compilation ends the run now, not at a swap that others may never reach
             ready = self.pending.number
-        rows = np.tile(np.array([flag, ready, self.hash], np.int32), (self.session.roles.num_devices, 1))
+        rows = np.tile(np.array([flag, ready, self.hash], np.int32), (self.session.roles.mesh.size, 1))
         sent = {"host_signals": rows, **new}
         sent = to_devices(sent, {name: getattr(places, name) for name in sent})
         self.tables, self.filled = sent.get("tables", self.tables), None

@@ -322,7 +322,7 @@ def _lines(config: RunConfig, roles: Roles) -> tuple[ScheduleLine, ...]:
     sizes = layer_sizes(moe, roles, group_tokens(config, roles), None, model.model_dim, item)
     sizes = dataclasses.replace(sizes, split_tokens=model.sequence_parallel)
     cluster = cluster_named(config.planner.cluster, roles.device_kind)
-    cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
+    cluster = cluster.on_mesh(roles.mesh.size, roles.config.devices_per_node)
     one_piece = model.prefetch != "none" or model.overlap == "halves" or moe.dispatch_dtype != COMPUTE
     return schedule_lines(roles, sizes, cluster, one_piece)
 

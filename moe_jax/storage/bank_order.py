@@ -233,4 +233,4 @@ def _move_rows(axes: tuple[str, ...], bank, stay, send, place, rounds):
         arrived = lax.all_to_all(sent, axes, 0, 0, tiled=True) if axes else sent
         return new.at[place[turn]].set(arrived, mode="drop")
 
-    return lax.fori_loop(0, rounds, one_round, cast_varying(new, varying_axes(bank, send)))
+    return lax.fori_loop(0, rounds, one_round, cast_varying(new, varying_axes((bank, send))))

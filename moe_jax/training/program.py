@@ -120,7 +120,7 @@ class Program:
         batch = Batch(tokens, tokens, weights, documents=documents, token_ids=tokens if self.model.padded else None)
         tables = self.model.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
         tables = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tables)
-        signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
+        signals = (self.roles.mesh.size,) if shape is None else (self.roles.mesh.size, 3)
         halted = (jax.ShapeDtypeStruct((), np.bool_),) if common else ()
         frozen = () if self.teacher is None else (self.teacher.held_params(),)
         host_signals = jax.ShapeDtypeStruct(signals, np.int32)
@@ -267,7 +267,7 @@ class Session(Program):
 
     def host_signals(self, flag: int):
         """Return this process' request to stop, 1 or 0, as the step's input."""
-        return to_devices(np.full((self.roles.num_devices,), flag, np.int32), self.state_shardings.host_signals)
+        return to_devices(np.full((self.roles.mesh.size,), flag, np.int32), self.state_shardings.host_signals)
 
 
 def build_session(config: RunConfig, devices) -> Session:

@@ -17,7 +17,7 @@ from support.placements import random_placement
 
 from moe_jax.moe.routing import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.sparse_all_gather import PARTS, ReplicaTransfer, empty_replicas, fetch, open_replicas, return_part
+from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, open_replicas, return_part
 from moe_jax.planning.placement import bank_rows
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 
@@ -46,7 +46,7 @@ def oracle(placement, shape, bank, cotangent):
 def make_functions(shape):
     """Return jitted (gather, gradient through gather, both in parts) over global arrays, layer after layer."""
     roles = build_mesh(MeshConfig(expert=DEVICES), jax.devices())
-    transfer = ReplicaTransfer(shape.ahead, roles.expert)
+    where = shape.ahead, roles.expert
     spec = P(roles.expert)
 
     def of_layers(one):
@@ -59,15 +59,15 @@ def make_functions(shape):
         return jax.shard_map(body, mesh=roles.mesh, in_specs=spec, out_specs=spec)
 
     def in_parts(tables, cotangent, bank):
-        slots = empty_replicas(bank, transfer)
+        slots = empty_replicas(bank, shape.ahead)
         sums = {name: jnp.zeros((shape.home_slots, *leaf.shape[1:])) for name, leaf in bank.items()}
         sums = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, roles.expert, to="varying"), sums)
         for part in CUTS:
-            slots = fetch(bank, tables.home_row, tables.transfer, transfer, part).at_once(slots)
-            sums = return_part(cotangent, tables.transfer, transfer, part).at_once(sums)
+            slots = fetch(bank, tables.home_row, tables.transfer, *where, part).at_once(slots)
+            sums = return_part(cotangent, tables.transfer, *where, part).at_once(sums)
         return slots, sums
 
-    opened = of_layers(lambda t, grad_sink, bank: open_replicas(bank, t.home_row, grad_sink, t.transfer, transfer))
+    opened = of_layers(lambda t, grad_sink, bank: open_replicas(bank, t.home_row, grad_sink, t.transfer, *where))
 
     def gather(bank, tables, grad_sink):
         return opened(bank, tables, grad_sink)[0]

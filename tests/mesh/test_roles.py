@@ -43,7 +43,7 @@ def test_groups_follow_the_device_index(sizes):
     np.testing.assert_array_equal(groups(roles, roles.all), [np.arange(8)])
     # dense data parallelism: the same place in every MP group
     np.testing.assert_array_equal(groups(roles, roles.dense), np.arange(8).reshape(-1, model).T)
-    assert roles.num_devices == 8 and set(roles.dense) | set(roles.model) == set(roles.all)
+    assert roles.mesh.size == 8 and set(roles.dense) | set(roles.model) == set(roles.all)
 
 
 def test_what_is_not_given_takes_what_is_left():

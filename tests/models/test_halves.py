@@ -45,10 +45,7 @@ def ancestors(jaxpr, given, marked, found):
             inner = equation.params["jaxpr"]
             results = ancestors(getattr(inner, "jaxpr", inner), operands, marked, found)
         else:
-            on_cpu = equation.primitive.name == "custom_jvp_call" and any(
-                inner.primitive.name == "wait_for" for inner in equations_in(equation)
-            )
-            if on_cpu or equation.primitive.name == "wait_for":
+            if equation.primitive.name == "wait_for":  # the others count on CPUs only
                 operands = operands[:1]
             found[id(equation)] = frozenset().union(*operands)
             own = found[id(equation)] | ({id(equation)} if marked(equation) else frozenset())

@@ -26,5 +26,5 @@ def test_the_schedule_of_the_guide_equals_the_dense_layer_but_for_bfloat16():
     config, roles = moe_config("mine"), roles_of(2, 2)
     with jax.enable_x64(True):
         got, grads = jax.jit(jax.value_and_grad(make_loss(config, roles), (0, 1, 2), has_aux=True))(*draw(True))
-        want, want_grads = reference(config, roles.num_devices, True)
+        want, want_grads = reference(config, roles.mesh.size, True)
     assert assert_near((got[1][0], grads), (want[1][0], want_grads), 0.02) > 1e-6

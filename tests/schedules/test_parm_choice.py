@@ -38,7 +38,7 @@ def chosen(layers, cluster, gather):
     schedules = []
     for roles, sizes in layers:
         config = dataclasses.replace(sizes.config, gather=gather)
-        own = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
+        own = cluster.on_mesh(roles.mesh.size, roles.config.devices_per_node)
         seconds = parm_seconds(roles, dataclasses.replace(sizes, config=config), own)
         schedules.append(min(seconds, key=seconds.get))
     return schedules

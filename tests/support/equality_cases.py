@@ -145,7 +145,7 @@ def assert_equal(
     model = build(config, moe, mesh, zero_stage=zero, expert_zero_stage=expert_zero)
     params, batch, noise = reference_params(config, moe, routing), data(dtype, weighted), noise_of(model, dtype)
     plain, layer = what(config, moe)
-    groups = 1 if moe.capacity_factor is None else model.roles.num_devices
+    groups = 1 if moe.capacity_factor is None else model.roles.mesh.size
     (want, (_, want_loads)), want_grads = reference_gradients(
         params, batch, noise, config=plain, moe=layer, drop_groups=groups, route=route
     )

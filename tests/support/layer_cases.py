@@ -78,7 +78,7 @@ def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
         loads = lax.psum(stats.counts, outside)
         total = lax.psum(stats.counts, roles.all)
         # a model's backward starts after its forward's sums: the cotangent here is known before
-        cotangent = wait_for(cotangent, passes, loads, total, probability, squared)
+        cotangent = wait_for(cotangent, (passes, loads, total, probability, squared))
         gates = balance_loss(total, probability, tokens, config.top_k) + z_loss(squared, tokens)
         return lax.psum(jnp.sum(y * cotangent), roles.dense) + gates, y, loads[None], passes
 
@@ -101,7 +101,7 @@ def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
 
 def drop_groups(schedule, roles):
     """Return how many groups of tokens are gated each on their own."""
-    return roles.size(roles.dense) if find_schedule(schedule).gates_group else roles.num_devices
+    return roles.size(roles.dense) if find_schedule(schedule).gates_group else roles.mesh.size
 
 
 @functools.cache

@@ -63,7 +63,7 @@ def collectives(lowered, roles, permutes):
             (group,) = permutes
         else:
             group = replica_groups(op.attributes["replica_groups"], roles)
-            if len(group) == roles.num_devices:
+            if len(group) == roles.mesh.size:
                 continue
         found[is_float, kind, group, int(np.prod(value.type.shape))] += 1
     return found

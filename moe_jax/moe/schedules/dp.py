@@ -24,6 +24,6 @@ class DataParallel(ExpertParallel):
             if size > 1:
                 raise UserError(
                     f"MoEConfig.schedule ('dp') needs MeshConfig.{name} = 1, not {size}: every device computes all "
-                    f"experts; set MeshConfig.{name} = 1 and MeshConfig.data = {roles.num_devices}"
+                    f"experts; set MeshConfig.{name} = 1 and MeshConfig.data = {roles.mesh.size}"
                 )
         super().__init__(roles, sizes)

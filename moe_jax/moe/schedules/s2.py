@@ -60,7 +60,7 @@ class PauseAfterGate(ExpertParallel):
         """'saa' or 'aas', the way in which rows come home, and why; a calibration is read only where it is asked."""
         config, roles = self.sizes.config, self.roles
         cluster = cluster_named(config.cluster if config.gather == "auto" else "", roles.device_kind)
-        cluster = cluster.on_mesh(roles.num_devices, roles.config.devices_per_node)
+        cluster = cluster.on_mesh(roles.mesh.size, roles.config.devices_per_node)
         far_rows = self.layout.rows.far
         return choose_gather(config.gather, roles, far_rows, self.sizes.row_bytes, cluster, config.transport)
 
