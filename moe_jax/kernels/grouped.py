@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +70,8 @@ class GroupedMatmul:
       gathers: it gathers the weights of all groups and casts them to the dtype of lhs.
     """
 
-    name: ClassVar[str]
-    options: ClassVar[Any] = None
-    gathers: ClassVar[bool] = False
+    options = None  # none of them has any of its own
+    gathers = False
 
 
 def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:
