@@ -120,7 +120,20 @@ class MoEConfig:
             raise UserError(
                 f"MoEConfig.top_k ({self.top_k}) must be at most MoEConfig.num_experts ({self.num_experts})"
             )
-        self._check_groups()
+        # groups that divide the experts, and hold enough for a token
+        groups, kept = self.expert_groups, self.kept_groups
+        if groups and self.num_experts % groups:
+            raise UserError(
+                f"MoEConfig.expert_groups ({groups}) must divide MoEConfig.num_experts ({self.num_experts}), or be 0 "
+                "for no groups"
+            )
+        if groups and kept > groups:
+            raise UserError(f"MoEConfig.kept_groups ({kept}) must be at most MoEConfig.expert_groups ({groups})")
+        if groups and self.top_k > (inside := kept * self.num_experts // groups):
+            raise UserError(
+                f"MoEConfig.top_k ({self.top_k}) must be at most the {inside} experts of MoEConfig.kept_groups "
+                f"({kept}) groups; raise kept_groups or lower MoEConfig.expert_groups"
+            )
         ROUTERS.find(self.router).check(self)
         if self.overflow_chance >= 1:
             raise UserError(
@@ -141,22 +154,6 @@ class MoEConfig:
             raise UserError(
                 "MoEConfig.residual ('learned') mixes routed experts with shared ones, and MoEConfig.shared_experts is "
                 "0; set it to 1, or MoEConfig.residual = 'sum'"
-            )
-
-    def _check_groups(self) -> None:
-        """Raise a UserError for groups that do not divide the experts, or hold too few for a token."""
-        groups, kept = self.expert_groups, self.kept_groups
-        if groups and self.num_experts % groups:
-            raise UserError(
-                f"MoEConfig.expert_groups ({groups}) must divide MoEConfig.num_experts ({self.num_experts}), or be 0 "
-                "for no groups"
-            )
-        if groups and kept > groups:
-            raise UserError(f"MoEConfig.kept_groups ({kept}) must be at most MoEConfig.expert_groups ({groups})")
-        if groups and self.top_k > (inside := kept * self.num_experts // groups):
-            raise UserError(
-                f"MoEConfig.top_k ({self.top_k}) must be at most the {inside} experts of MoEConfig.kept_groups "
-                f"({kept}) groups; raise kept_groups or lower MoEConfig.expert_groups"
             )
 
     @property

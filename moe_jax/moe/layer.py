@@ -53,11 +53,6 @@ class MoE:
     records: bool = False
 
     @property
-    def late(self) -> bool:
-        """Whether replicas may be fetched after the gate, in a branch of the program."""
-        return self.plan is not None and self.plan.late is not None
-
-    @property
     def reads_results(self) -> bool:
         """Whether the layer's backward reads what the experts computed; where it does not, none of it is made again."""
         return self.schedule.needs_results or self.config.residual == "learned"  # so does the gradient of w_mix
@@ -108,9 +103,10 @@ class MoE:
         if self.plan is not None and self.plan.after_gate is not None:
             decided = decide(self.plan, self.roles, stats.counts, tables)
             tables = decided[0]
-        if self.late:
-            # Their gradients leave after those of dispatched tokens are home. Without it a compiler may put their
-            # branch ahead of the exchanges that bring these home (jax 0.12 does for `pairwise`).
+        if self.plan is not None and self.plan.late is not None:
+            # Replicas are fetched in a branch. Their gradients leave after those of dispatched tokens are
+            # home. Without it a compiler may put their branch ahead of the exchanges that bring these home (jax 0.12
+            # does for `pairwise`).
             x, where = (tokens, choice, stats, tables), (self.plan.late, self.roles.expert)
             (tokens, choice, stats, tables), fetched = fetch_late(x, *where, decided, bank, grad_sink)
             replicas = (*replicas, fetched)

@@ -65,10 +65,7 @@ def first_places(array, values, side: str = "left"):
     """
     pairs = array.size * values.shape[0]
     method = "compare_all" if pairs <= MOST_COMPARED else "scan_unrolled"
-
-    def search(row):
-        return jnp.searchsorted(row, values, side=side, method=method)
-
+    search = functools.partial(jnp.searchsorted, v=values, side=side, method=method)
     for _ in array.shape[:-1]:
         search = jax.vmap(search)
     return search(array).astype(jnp.int32)

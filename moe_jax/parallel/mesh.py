@@ -320,11 +320,9 @@ def to_devices(arrays, shardings):
       arrays: pytree of NumPy arrays.
       shardings: matching pytree, or one that ends sooner: a sharding for all arrays below its place.
     """
+    make = jax.make_array_from_callback
 
-    def one(array, sharding):
-        array = np.asarray(array)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    def below(sharding, part):
+        return jax.tree.map(lambda array: make(np.shape(array), sharding, np.asarray(array).__getitem__), part)
 
-    return jax.tree.map(
-        lambda sharding, part: jax.tree.map(lambda array: one(array, sharding), part), shardings, arrays
-    )
+    return jax.tree.map(below, shardings, arrays)

@@ -43,6 +43,7 @@ Array = jax.Array
 Bank = dict[str, Array]
 Axes = tuple[str, ...]
 WHOLE = (0, PARTS)
+_take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
 
 jax.tree_util.register_dataclass(TransferTables, data_fields=["offer", "pick", "want"], meta_fields=[])
 
@@ -303,7 +304,3 @@ def _put(into: Bank, packed: Array, first: int, last: int, add: bool) -> Bank:
         flat = new if high - low == size else lax.dynamic_update_slice_in_dim(flat, new, low, axis=1)
         out[name] = flat.reshape(into[name].shape)
     return out
-
-
-def _take(rows: Array, index) -> Array:
-    return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)

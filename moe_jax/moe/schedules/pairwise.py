@@ -118,10 +118,6 @@ class Pipeline:
         blocks = cast_varying(blocks, self.group.axes)
         return lax.all_to_all(blocks, self.group.axes, 0, 0, axis_index_groups=inside, tiled=True)
 
-    def move(self, block, steps: int):
-        """Send a block to the device in the same place, `steps` groups ahead on the ring."""
-        return lax.ppermute(block, self.group.axes, shift_pairs(self.groups, self.local, steps % self.groups, 0))
-
     def compute(self, blocks, experts):
         """C_s: a list of (rows [n, c, M] as they arrived, counts [n, groups]) -> the same places, computed, a list."""
         with jax.named_scope("experts"):
@@ -157,6 +153,8 @@ class Pipeline:
             outgoing = [collected[:, s] for s in range(self.groups)]
         arriving = arriving.reshape(self.groups, self.local, -1)
         received, done, near_done = outgoing[:1], [], []
+        # by steps: to the device in the same place so many groups ahead
+        ring = [shift_pairs(self.groups, self.local, steps, 0) for steps in range(self.groups)]
 
         def compute(s, more=()):
             here, *rest = self.compute([(received[s], arriving[s]), *more], experts)
@@ -169,7 +167,7 @@ class Pipeline:
             # the stream of transfers keeps its order; C_{s-1} is free to run next to S_s
             outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
             with jax.named_scope("dispatch"):  # S_s
-                received.append(self.move(outgoing[s], -s))
+                received.append(lax.ppermute(outgoing[s], self.group.axes, ring[-s % self.groups]))
             compute(s - 1, near if s == 1 else ())
         last = self.groups - 1
         if last > 1:
@@ -180,7 +178,7 @@ class Pipeline:
             if s > 1:
                 done[s], home[-1] = lax.optimization_barrier((done[s], home[-1]))
             with jax.named_scope("combine"):  # S'_s
-                home.append(self.move(done[s], s))
+                home.append(lax.ppermute(done[s], self.group.axes, ring[s]))
         with jax.named_scope("combine"):
             parts = self.share(jnp.stack(home, axis=1))  # [Pg, Ng, c, M]
             if near_done:  # they come last
