@@ -28,7 +28,7 @@ from moe_jax.models.model_group import ModelGroup, in_dtype, project
 from moe_jax.models.transformer import abstract_transformer, add_shared, unit_graph
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.build import make_moe
-from moe_jax.moe.experts import apply_activation, weight_names
+from moe_jax.moe.experts import ACTIVATIONS, weight_names
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import PADDING, RouterInputs
 from moe_jax.moe.routing import Tables, destinations, local, record
@@ -119,7 +119,7 @@ def multiply_choices(activation: str, tokens, row, weights, bank: dict):
     *ins, last = weight_names(activation)
     lhs = jnp.repeat(tokens, row.shape[1], axis=0)
     pre = (times(lhs, name).astype(tokens.dtype).astype(acc_dtype) for name in ins)
-    results = times(apply_activation(activation, *pre).astype(tokens.dtype), last).reshape(*row.shape, -1)
+    results = times(ACTIVATIONS[activation](*pre).astype(tokens.dtype), last).reshape(*row.shape, -1)
     weights = weights[..., None].astype(results.dtype)
     # 0 where a weight is, also if an expert overflows on what is not its
     return jnp.sum(jnp.where(weights != 0, weights * results, 0), axis=1)

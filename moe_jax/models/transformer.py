@@ -22,7 +22,7 @@ from moe_jax.models.attention import attend, attend_cached, rotate, yarn_magnitu
 from moe_jax.models.config import ModelConfig, Segment, segments_of
 from moe_jax.models.model_group import ModelGroup, add_bias, fresh_weight, in_dtype
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.experts import apply_activation, weight_names
+from moe_jax.moe.experts import ACTIVATIONS, weight_names
 from moe_jax.moe.routers import build_router
 from moe_jax.parallel.few_kernels import spread
 
@@ -272,7 +272,7 @@ class FeedForward(nnx.Module):
 
 def _activate(activation, wide, *pre):
     operands = map(upcast, pre) if wide else pre
-    return apply_activation(activation, *operands).astype(pre[0].dtype)
+    return ACTIVATIONS[activation](*operands).astype(pre[0].dtype)
 
 
 class SharedExperts(FeedForward):

@@ -24,8 +24,9 @@ def _swiglu(up: Array, gate: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
-# name -> (the weights that make the hidden rows, what turns their products into hidden rows)
-_ACTIVATIONS = {"gelu": (("w_in",), jax.nn.gelu), "swiglu": (("w_in", "w_gate"), _swiglu)}
+# what turns the products with the input weights, [R, F] each, into hidden rows; and the names of these weights
+ACTIVATIONS = {"gelu": jax.nn.gelu, "swiglu": _swiglu}
+_INPUTS = {"gelu": ("w_in",), "swiglu": ("w_in", "w_gate")}
 
 
 def weight_names(activation: str) -> tuple[str, ...]:
@@ -34,14 +35,9 @@ def weight_names(activation: str) -> tuple[str, ...]:
     Raises:
       ValueError: an unknown activation.
     """
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation ({activation!r}) is unknown; choose one of {', '.join(_ACTIVATIONS)}")
-    return (*_ACTIVATIONS[activation][0], "w_out")
-
-
-def apply_activation(activation: str, *pre: Array) -> Array:
-    """Return the hidden rows of the products with the input weights, one [R, F] each."""
-    return _ACTIVATIONS[activation][1](*pre)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation ({activation!r}) is unknown; choose one of {', '.join(ACTIVATIONS)}")
+    return (*_INPUTS[activation], "w_out")
 
 
 def expert_ffn(
@@ -81,13 +77,13 @@ def expert_ffn(
     operands = tuple(weights[name] for name in names)
     adapted = len(weights) > len(names)
     if row_weights is None and not adapted and hasattr(MATMULS.find(implementation), "ffn"):
-        function = _ACTIVATIONS[activation][1]
+        function = ACTIVATIONS[activation]
         return grouped_ffn(rows, group_sizes, operands, activation=function, implementation=implementation)
     acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
     @jax.checkpoint  # else layers save float32 intermediates; without CSE prevented, those that are written out do too
     def activate(row_weights, *pre):
-        hidden = _ACTIVATIONS[activation][1](*(array.astype(acc_dtype) for array in pre))
+        hidden = ACTIVATIONS[activation](*(array.astype(acc_dtype) for array in pre))
         hidden = hidden if row_weights is None else hidden * row_weights[:, None].astype(acc_dtype)
         return hidden.astype(rows.dtype)
 

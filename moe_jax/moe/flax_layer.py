@@ -20,7 +20,7 @@ from moe_jax.errors import UserError
 from moe_jax.moe.bank import init_bank, init_expert, open_grad_sink, with_grad_sink
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_moe
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.experts import apply_activation, weight_names
+from moe_jax.moe.experts import ACTIVATIONS, weight_names
 from moe_jax.moe.routers import RouterInputs, build_router, z_loss
 from moe_jax.moe.routing import even_tables, local
 from moe_jax.parallel.mesh import Roles
@@ -115,7 +115,7 @@ class MoELayer(nnx.Module):
         if self.config.shared_experts:
             weights = {name: self.shared[name][...].astype(x.dtype) for name in self.shared}
             pre = (tokens @ weights[name] for name in weight_names(self.activation)[:-1])
-            out = apply_activation(self.activation, *pre) @ weights["w_out"]
+            out = ACTIVATIONS[self.activation](*pre) @ weights["w_out"]
             if "w_mix" in weights:
                 acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
                 w_mix = self.shared["w_mix"][...].astype(acc_dtype)

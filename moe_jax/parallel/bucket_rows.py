@@ -68,23 +68,13 @@ class BucketRows:
             rows = dataclasses.replace(rows, far=rows.node)
         return BucketRows.even(rows.own) if members == 1 else rows
 
-    def carried(self, members: int, near: int) -> BucketRows:
-        """Return the rows that one device hands on in one exchange: own (they stay), inside its node, across nodes."""
-        used = self.used(members, near)
-        return BucketRows(own=used.own, node=(near - 1) * used.node, far=(members - near) * used.far)
-
     def rounded(self, multiple: int) -> BucketRows:
         """Return the least multiples that hold these rows, one multiple at least."""
-        return self.each(lambda rows: multiple * max(1, math.ceil(rows / multiple)))
+        return self.each(lambda rows: round_up(rows, multiple))
 
     def within(self, other: BucketRows) -> bool:
         """Say whether no size is larger than the other's."""
         return self.each(min, other) == self
-
-    def where_smaller(self, need: BucketRows, larger: BucketRows) -> BucketRows:
-        """Return these sizes, and those of `larger` for the kinds that need more than these have."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return BucketRows(**{n: getattr(larger if getattr(need, n) > getattr(self, n) else self, n) for n in names})
 
 
 class Piece(typing.NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.bucket_rows import KINDS, BucketRows
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
@@ -107,8 +107,9 @@ class Buckets:
         headroom = 1.0 if self.chance else HEADROOM
         larger = needed.each(lambda size: math.ceil(headroom * size)).each(min, self.most(shape))
         larger = larger.rounded(self.multiple)
-        rows = larger if shape.bucket_rows is None else shape.bucket_rows.where_smaller(needed, larger)
-        return dataclasses.replace(shape, bucket_rows=rows)
+        have = shape.bucket_rows or larger
+        rows = {kind: getattr(larger if getattr(needed, kind) > getattr(have, kind) else have, kind) for kind in KINDS}
+        return dataclasses.replace(shape, bucket_rows=BucketRows(**rows))
 
 
 def fullest(placement: Placement, loads: np.ndarray) -> BucketRows:

@@ -111,9 +111,11 @@ class LayerPrices:
 
     def padded_exchange(self, rows: BucketRows, placement: Placement) -> float:
         """Return the seconds of one exchange of buckets of so many rows between all devices of a placement."""
-        sent = rows.carried(placement.devices, placement.devices_per_node)
-        links = Links.of(self.cluster, placement.devices, "the split of tokens", self.shards)
-        return float(links.uniform(sent.node * self.exchanged_bytes, sent.far * self.exchanged_bytes))
+        devices, near = placement.devices, placement.devices_per_node
+        used = rows.used(devices, near)
+        inside, across = (near - 1) * used.node, (devices - near) * used.far  # what one device hands on
+        links = Links.of(self.cluster, devices, "the split of tokens", self.shards)
+        return float(links.uniform(inside * self.exchanged_bytes, across * self.exchanged_bytes))
 
     def transfer(self, sizes: TransferSizes, devices: int) -> np.ndarray:
         """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients: sizes [...] -> [...]."""

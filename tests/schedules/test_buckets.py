@@ -90,7 +90,8 @@ def test_layout_by_hand():
         ((5, 3, 2), 1, 1, (5, 0, 0)),
     ],
 )
-def test_rows_carried(rows, members, near, want):
+def test_rows_used(rows, members, near, want):
+    """Rows that one device hands on in an exchange: own, inside its node, across nodes."""
     own, node, far = rows
-    got = BucketRows(own=own, node=node, far=far).carried(members, near)
-    assert (got.own, got.node, got.far) == want
+    got = BucketRows(own=own, node=node, far=far).used(members, near)
+    assert (got.own, (near - 1) * got.node, (members - near) * got.far) == want
