@@ -33,7 +33,7 @@ from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import start_sums, with_grad_sink
 from moe_jax.moe.passes import most_of_all
-from moe_jax.moe.routers import PADDING, GateStats, build_router, z_loss
+from moe_jax.moe.routers import PADDING, GateStats, build_router
 from moe_jax.moe.schedule import MOST_ROWS
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
@@ -270,7 +270,7 @@ def _gate_losses(segment: Segment, own: GateStats, counted, roles: Roles, tokens
         own_choices = jnp.sum(meant, axis=-1, keepdims=True).astype(jnp.float32)
         meant = so_far * (own_choices / jnp.sum(so_far, axis=-1, keepdims=True))
     aux = build_router(segment.moe).balance_loss(dataclasses.replace(sums, counts=meant), tokens)
-    return aux, z_loss(sums.squared_logsumexp, tokens), dataclasses.replace(sums, counts=counts)
+    return aux, sums.squared_logsumexp / tokens, dataclasses.replace(sums, counts=counts)
 
 
 def _all_layers(parts) -> jax.Array | None:

@@ -5,7 +5,7 @@ from moe_jax.moe.build import make_moe
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.flax_layer import MoELayer
 from moe_jax.moe.reference import reference_moe
-from moe_jax.moe.routers import GateStats, balance_loss, choose_experts, z_loss
+from moe_jax.moe.routers import GateStats, balance_loss, choose_experts
 
 __all__ = [
     "GateStats",
@@ -17,5 +17,4 @@ __all__ = [
     "grouped_matmul",
     "make_moe",
     "reference_moe",
-    "z_loss",
 ]

@@ -21,7 +21,7 @@ from moe_jax.moe.bank import init_bank, init_expert, open_grad_sink, with_grad_s
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_moe
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import ACTIVATIONS, weight_names
-from moe_jax.moe.routers import RouterInputs, build_router, z_loss
+from moe_jax.moe.routers import RouterInputs, build_router
 from moe_jax.moe.routing import even_tables, local
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import expert_specs
@@ -141,7 +141,7 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
         per_source = lax.psum(stats.counts, inside) if inside else stats.counts
         sums = dataclasses.replace(sums, counts=lax.psum(stats.counts, roles.all))
         balance = build_router(config).balance_loss(sums, tokens)
-        loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(sums.squared_logsumexp, tokens)
+        loss = config.aux_loss_weight * balance + config.z_loss_weight * sums.squared_logsumexp / tokens
         return y, loss, per_source[None]
 
     rows, by_expert = P(roles.dense), P(roles.expert)

@@ -17,7 +17,7 @@ from support.options import layer_config
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.reference import reference_moe
-from moe_jax.moe.routers import RouterInputs, balance_loss, z_loss
+from moe_jax.moe.routers import RouterInputs, balance_loss
 from moe_jax.moe.routing import even_tables, local
 from moe_jax.moe.schedule import find_schedule
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -79,7 +79,7 @@ def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
         total = lax.psum(stats.counts, roles.all)
         # a model's backward starts after its forward's sums: the cotangent here is known before
         cotangent = wait_for(cotangent, (passes, loads, total, probability, squared))
-        gates = balance_loss(total, probability, tokens, config.top_k) + z_loss(squared, tokens)
+        gates = balance_loss(total, probability, tokens, config.top_k) + squared / tokens
         return lax.psum(jnp.sum(y * cotangent), roles.dense) + gates, y, loads[None], passes
 
     specs = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]

@@ -12,7 +12,7 @@ from moe_jax.moe.routers.contract import (
     check_read,
     choose_experts,
 )
-from moe_jax.moe.routers.statistics import GateStats, balance_loss, share_statistics, z_loss
+from moe_jax.moe.routers.statistics import GateStats, balance_loss, share_statistics
 
 # Every file is imported, so that one which declares a router is known by being there.
 for _module in pkgutil.iter_modules(__path__):
@@ -29,5 +29,4 @@ __all__ = [
     "check_read",
     "choose_experts",
     "share_statistics",
-    "z_loss",
 ]

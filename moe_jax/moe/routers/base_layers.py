@@ -16,7 +16,6 @@ Letters: docs/notation.md; T tokens.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -57,16 +56,11 @@ class Base(Router):
                 )
 
     def check_tokens(self, tokens):
-        if self.place is not None:
-            roles = self.place.roles
-            self.check_even(
-                self.place.gated(tokens), roles.size(roles.all if self.place.splits_tokens else roles.dense)
-            )
-
-    def check_even(self, tokens: int, devices: int) -> None:
-        """Raise a UserError unless each of so many devices can shuffle its tokens and give experts as many each."""
-        experts = self.config.num_experts
-        if tokens % experts or tokens % devices:
+        experts, devices, place = self.config.num_experts, 1, self.place
+        if place is not None:
+            devices = place.roles.size(place.roles.all if place.splits_tokens else place.roles.dense)
+            tokens = place.gated(tokens)
+        if tokens % experts or tokens % devices:  # each device deals its tokens out, and gives experts as many each
             raise UserError(
                 f"the {tokens} tokens that a device gates must be divisible by MoEConfig.num_experts ({experts}) and "
                 f"by the {devices} devices that shuffle theirs, with MoEConfig.router = 'base'; change "
@@ -80,8 +74,9 @@ class Base(Router):
             expert_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
             scores, tokens = lax.stop_gradient(logits), x.shape[0]
+            if self.place is None:  # else its layer asked
+                self.check_tokens(tokens)
             axes = () if self.place is None else tuple(a for a in self.place.roles.all if a in varying_axes(scores))
-            self.check_even(tokens, math.prod(lax.axis_size(axis) for axis in axes))
             # the order in which this device deals its tokens out: equal parts, one to each device
             key = jax.random.fold_in(inputs.noise_key, lax.axis_index(axes) if axes else 0)
             order = jax.random.permutation(key, jnp.arange(tokens, dtype=jnp.int32))

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import types
 import typing
+from collections.abc import Mapping
 
 import jax
 
@@ -91,6 +93,7 @@ class Router(abc.ABC):
       takes_padding: whether it leaves out padding (`RouterInputs.real`) when it counts, draws and drops.
       takes: (the only `top_k` that it can have, why), or None.
       draws: whether training takes a key.
+      keeps: {name: dims} of its leaves in the model's gate besides w_gate, such as {'w_noise': 'ME'}.
       state: leaves that are no parameters: they have no gradient, and `next_state` says what becomes of them.
     """
 
@@ -101,6 +104,7 @@ class Router(abc.ABC):
     balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
     takes_padding: typing.ClassVar[bool] = False
     takes: typing.ClassVar[tuple[int, str] | None] = None
+    keeps: typing.ClassVar[Mapping[str, str]] = types.MappingProxyType({})
     state: typing.ClassVar[tuple[str, ...]] = ()
     draws: bool = False
 
@@ -142,7 +146,8 @@ class Router(abc.ABC):
 
     def leaves(self, model_dim: int) -> dict[str, tuple[int, ...]]:
         """Return {name: shape} of what this router keeps in the model's gate besides w_gate; all start at zero."""
-        return {}
+        sizes = {"M": model_dim, "E": self.config.num_experts}
+        return {name: tuple(sizes[letter] for letter in dims) for name, dims in self.keeps.items()}
 
     def check_tokens(self, tokens: int) -> None:
         """Raise a UserError for a number of tokens of an MP group that this router cannot gate."""

@@ -44,10 +44,8 @@ class SigmoidBiasRouter(TopK):
     """Choose by biased sigmoid scores."""
 
     options: SigmoidBias = SigmoidBias()
+    keeps = {"choice_bias": "E"}
     state = ("choice_bias",)
-
-    def leaves(self, model_dim):
-        return {"choice_bias": (self.config.num_experts,)}
 
     def choose(self, x, params, inputs):
         config = self.config

@@ -7,6 +7,7 @@ once they are summed over all devices. Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ class GateStats:
       counts: int32 [E], choices per expert before any drop, of the tokens that this device owns: its N / N_MP of the N
         tokens of an MP group. Everything else is a sum over the group.
       probability: float [E], sum of the tokens' softmax probabilities.
-      squared_logsumexp: float [], sum of logsumexp(logits) ** 2.
+      squared_logsumexp: float [], sum of logsumexp(logits) ** 2; its mean over tokens is the z-loss (ST-MoE, eq. 5).
       entropy: float [], sum of the entropies of the tokens' softmax, in nats.
       dropped: int32 [], choices dropped by capacity, or not drawn by `gshard`.
       first_counts: int32 [E], of first choices alone; None where the router does not need them.
@@ -95,12 +96,12 @@ def count_experts(expert_ids, num_experts, real=None):
     ids = expert_ids.reshape(-1)
     experts = jnp.arange(num_experts, dtype=ids.dtype)
 
-    def by_expert(ids):  # one kernel on a GPU
-        return jnp.sum(ids[None] == experts[:, None], axis=1, dtype=jnp.int32)
+    def count(ids, over: int):
+        is_there = jnp.expand_dims(ids, 1 - over) == jnp.expand_dims(experts, over)
+        return jnp.sum(is_there, axis=over, dtype=jnp.int32)
 
-    def by_choice(ids):  # half as long on a CPU
-        return jnp.sum(ids[:, None] == experts[None], axis=0, dtype=jnp.int32)
-
+    # over the last dim it is one kernel on a GPU; over the first it takes half as long on a CPU
+    by_choice, by_expert = (functools.partial(count, over=over) for over in (0, 1))
     return lax.platform_dependent(ids, cpu=by_choice, default=by_expert)
 
 
@@ -114,8 +115,3 @@ def balance_loss(counts, probability, tokens, top_k):
     num_experts = counts.shape[-1]
     fraction = counts.astype(probability.dtype) / (top_k * tokens)
     return num_experts * jnp.sum(lax.stop_gradient(fraction) * (probability / tokens), axis=-1)
-
-
-def z_loss(squared_logsumexp, tokens):
-    """Return the mean squared log-partition of the gate. Source: ST-MoE, eq. 5."""
-    return squared_logsumexp / tokens

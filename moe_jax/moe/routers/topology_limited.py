@@ -63,7 +63,11 @@ class TopologyRouter(TopK):
     def __init__(self, config, place: RouterPlace | None = None):
         super().__init__(config, place)
         given = self.options.remote_fraction
-        self.fraction = remote_fraction(config.cluster) if given is None else given
+        if given is None:  # a figure that the file lacks is a UserError
+            cluster, asks = read_cluster(config.cluster), "MoEConfig.router = 'topology'"
+            net, own = cluster.need("inter_bandwidth", asks), cluster.need("intra_bandwidth", asks)
+            given = min(1.0, net / (cluster.need("devices_per_node", asks) * own))
+        self.fraction = given
         if place is None:
             return
         roles = place.roles
@@ -143,11 +147,3 @@ class TopologyRouter(TopK):
         node = tables.dest_slot // self.place.slots // inside
         me = lax.axis_index(roles.expert) // inside
         return jnp.all((tables.dest_num <= before) | (node == me), axis=1)
-
-
-def remote_fraction(path: str) -> float:
-    """Return W_net / (M_w W_local) of a cluster file, at most 1; a UserError where it lacks a figure."""
-    cluster = read_cluster(path)
-    asks = "MoEConfig.router = 'topology'"
-    net, own = cluster.need("inter_bandwidth", asks), cluster.need("intra_bandwidth", asks)
-    return min(1.0, net / (cluster.need("devices_per_node", asks) * own))
