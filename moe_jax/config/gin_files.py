@@ -100,7 +100,16 @@ def parse_run_config(
 
 def _read_file(name: str, place: str, folders: list[str], open_files: tuple[str, ...]) -> list[Binding]:
     """Return the bindings of one file; `place` is where it was asked for, `open_files` those that include it."""
-    path = _find(name, place, folders)
+    paths = [os.path.join(folder, os.path.expanduser(name)) for folder in folders]
+    path = next((path for path in paths if os.path.isfile(path) or os.path.isdir(path)), None)
+    if path is None:
+        folders = [os.path.dirname(path) or "." for path in paths]
+        files = [file for folder in folders if os.path.isdir(folder) for file in os.listdir(folder)]
+        near = [os.path.join(os.path.dirname(name), file) for file in _near(Path(name).name, files)]
+        hint = f"did you mean {near[0]!r}?" if near else "or add --gin_search_paths"
+        raise UserError(f"gin file {name!r} does not exist ({place}); check the name, {hint}")
+    if os.path.isdir(path):
+        raise UserError(f"gin file {name!r} is a folder ({place}); name a file in it")
     if os.path.realpath(path) in open_files:
         raise UserError(f"gin file {name!r} includes itself ({place}); take one of the include lines out")
     try:
@@ -119,21 +128,6 @@ def _read_file(name: str, place: str, folders: list[str], open_files: tuple[str,
         is_default = file == name and is_default and not lines[int(line) - 1].endswith(BOUND)
         marked.append(dataclasses.replace(binding, is_default=is_default))
     return marked
-
-
-def _find(name: str, place: str, folders: list[str]) -> str:
-    """Return the path of a gin file."""
-    name = os.path.expanduser(name)
-    paths = [os.path.join(folder, name) for folder in folders]
-    for path in paths:
-        if os.path.isfile(path):
-            return path
-        if os.path.isdir(path):
-            raise UserError(f"gin file {name!r} is a folder ({place}); name a file in it")
-    folders = [os.path.dirname(path) or "." for path in paths]
-    near = [near for folder in folders if os.path.isdir(folder) for near in _near(Path(name).name, os.listdir(folder))]
-    hint = f"did you mean {os.path.join(os.path.dirname(name), near[0])!r}?" if near else "or add --gin_search_paths"
-    raise UserError(f"gin file {name!r} does not exist ({place}); check the name, {hint}")
 
 
 def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str, ...]) -> list[Binding]:

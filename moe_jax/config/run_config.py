@@ -207,16 +207,13 @@ def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str
 
 
 def bindings_as_begun(workdir: str | Path) -> list[str]:
-    """Return the bindings of `BEFORE` where the run of a folder was begun before they were there, by its run.json."""
-    path = Path(workdir).expanduser() / "run.json"
-    is_before = workdir and os.access(path, os.R_OK) and path.is_file() and b"special_tokens" not in path.read_bytes()
-    return [f"{binding} = {value}" for binding, value in BEFORE.items() if is_before]
-
-
-def may_differ(binding: str) -> bool:
-    """Say whether a run may go on under another value of this binding; planners' options may all change."""
-    holder, _ = OPTIONS.get(binding.partition(".")[0], ("", None))
-    return holder == "PlannerConfig" or any(fnmatch.fnmatchcase(binding, pattern) for pattern in MAY_DIFFER)
+    """Return the bindings of `BEFORE` that the config of an older run's folder lacks; that has a run.json."""
+    folder = Path(workdir).expanduser()
+    config = folder / "config.gin"
+    if not (workdir and (folder / "run.json").is_file() and os.access(config, os.R_OK) and config.is_file()):
+        return []
+    text = config.read_text(encoding="utf-8", errors="replace")
+    return [f"{binding} = {value}" for binding, value in BEFORE.items() if binding not in text]
 
 
 def overridden(lines: Sequence[str]) -> tuple[str, ...]:
@@ -241,15 +238,17 @@ def check_resumable(old_text: str, new_text: str, workdir: str = "", changed: Co
       workdir: the run folder as the user named it, for the message.
       changed: bindings that were changed on purpose.
     """
-    differences = config_differences(old_text, new_text)
-    kept = [entry for entry in differences if not may_differ(entry[0]) and entry[0] not in changed]
-    listed = "; ".join(f"{name} was {old} and is {new} now" for name, old, new in kept)
-    if not listed:
+    kept, planners = [], {f"{name}.*" for name, (holder, _) in OPTIONS.items() if holder == "PlannerConfig"}
+    for name, old, new in config_differences(old_text, new_text):
+        may_differ = any(fnmatch.fnmatchcase(name, pattern) for pattern in (*MAY_DIFFER, *planners))
+        if not may_differ and name not in changed:
+            kept.append(f"{name} was {old} and is {new} now")
+    if not kept:
         return
     raise UserError(
-        f"{workdir or 'the work folder'} holds a run with another config: {listed}. To resume or evaluate it, set "
-        f"these back (--gin_file={workdir or 'DIR'}/config.gin does); change rates, batch size or text on purpose with "
-        f"--override; else name another --workdir, or start a new run from its parameters with "
+        f"{workdir or 'the work folder'} holds a run with another config: {'; '.join(kept)}. To resume or evaluate it, "
+        f"set these back (--gin_file={workdir or 'DIR'}/config.gin does); change rates, batch size or text on purpose "
+        "with --override; else name another --workdir, or start a new run from its parameters with "
         f"--init_from={workdir or 'DIR'}. Mesh, schedule, planner, step count, how it is compiled and what is written "
         "down may differ"
     )

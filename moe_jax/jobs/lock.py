@@ -94,7 +94,7 @@ class FolderLock:
             os.close(self._file)
             if self._read().get("id") == self._record["id"]:
                 self._write()
-                if not self._run.begun.exists():  # nothing began
+                if not self._run.environment.exists():  # nothing began
                     self._run.lock.unlink()
 
     def _keep(self) -> None:

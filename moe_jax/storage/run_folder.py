@@ -6,7 +6,6 @@ environment.json  versions, devices, mesh          loads/ loads.npz   parts whil
 checkpoints/      orbax                            plots/ report.html expert_load.png, and a page
 tensorboard/      events                           profile/           traces of train.profile_steps
 lock.json         the job that writes here         (jobs/lock.py)
-run.json              what the run was begun with that runs before were not (config/run_config.py)
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class RunFolder:
         self.loads_parts, self.loads = self.path / "loads", self.path / "loads.npz"
         self.picture, self.profile = self.path / "plots" / "expert_load.png", self.path / "profile"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
-        self.lock, self.begun = self.path / "lock.json", self.path / "run.json"
+        self.lock = self.path / "lock.json"
         self.retake: Callable[[], bool] = lambda: False  # a lock sets `FolderLock.retake`
         self._made = [folder for folder in (self.path, *self.path.parents) if create and not folder.exists()]
         if create:

@@ -77,9 +77,8 @@ def write_beginning(opened: OpenRun, session: Session):
     """
     if not opened.hosts.is_main:
         return
-    folder, begun = opened.folder, {"add_special_tokens": opened.config.data.add_special_tokens}
+    folder = opened.folder
     write_atomically(folder.config, opened.config_text)
-    write_atomically(folder.begun, json.dumps(begun))
     tokenizer = session.feed.tokenizer
     if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.file.resolve() != (folder.path / FILE).resolve():
         with disk_errors_named(folder.path):

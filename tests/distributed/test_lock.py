@@ -37,12 +37,12 @@ def seconds_to_take(folder):
 
 def test_a_folder_is_held_by_one_job_and_given_back(quick, tmp_path):
     folder = RunFolder(tmp_path)
-    folder.begun.write_text("{}")  # of a run that began
+    folder.environment.write_text("{}")  # of a run that began
     with FolderLock(folder, pytest.fail):
         with pytest.raises(UserError, match=rf"is held by process {os.getpid()} on .*; wait"):
             FolderLock(folder, pytest.fail).__enter__()
     assert seconds_to_take(folder) < 1 < lock.STALE_SECONDS
-    folder.begun.unlink()
+    folder.environment.unlink()
     seconds_to_take(folder)
     assert not list(tmp_path.iterdir())  # nothing began
 
