@@ -22,7 +22,6 @@ from typing import Any
 
 from absl import flags
 
-from moe_jax import plugins
 from moe_jax.analysis import replay_inputs as inputs
 from moe_jax.analysis import simulate
 from moe_jax.config.command_line import parse_flags, run_command
@@ -32,7 +31,7 @@ from moe_jax.planning.balancer import Auto, build_planner
 from moe_jax.planning.config import PREDICTORS, PlannerConfig
 from moe_jax.planning.cost import FORMS, PRICES, Cost
 from moe_jax.planning.placement import Placement
-from moe_jax.registry import options_in
+from moe_jax.registry import load_plugins, options_in
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string(
@@ -157,7 +156,7 @@ def replay() -> dict:
 def command(argv: list[str]) -> None:
     """Carry out the command line."""
     parse_flags(argv, "moe_jax.replay", "trace")
-    plugins.load()
+    load_plugins()
     answer = replay()
     if FLAGS.out is not None:
         out = pathlib.Path(FLAGS.out)

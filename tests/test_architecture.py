@@ -48,7 +48,7 @@ MOE_TOP = (
     "choosers",
     "flax_layer",
 )  # modules of `moe` that know of all schedules; the rest is the layer
-FOUNDATION = ("errors", "plugins", "registry", "shipped")  # modules that every package may import, and that import none
+FOUNDATION = ("errors", "registry", "shipped")  # modules that every package may import, and that import none
 PACKAGES = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py"))[1:]
 HOST_PACKAGES = ("cluster", "planning")
 BY_TEXT = ("import_module", "__import__", "resolve_name", "run_module")

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from absl import flags
 
-from moe_jax import plugins
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.registry import choose_plugins, plugin_mistake
 
 BROKEN_PIPE = 141  # as shells say it of SIGPIPE
 EXIT_CODES = {UserError: 2, NonFiniteError: 3, HostLostError: 4, KeyboardInterrupt: 130}
@@ -71,7 +71,7 @@ def exit_code_of(error: BaseException | None) -> int:
 def report(error: BaseException) -> int:
     """Print why a command ends, in one line where its user can mend that; return its exit code."""
     code, line = exit_code_of(error), str(error)
-    if code == 1 and (blamed := plugins.blame(error)) is not None:
+    if code == 1 and (blamed := plugin_mistake(error)) is not None:
         code, line = EXIT_CODES[UserError], blamed
     if code == 1:
         traceback.print_exception(error)
@@ -139,15 +139,16 @@ def parse_flags(argv: list[str], command: str, flag: str | None) -> list[str]:
     except flags.Error as error:
         if (name := getattr(error, "flagname", None)) in REMOVED_FLAGS:
             raise UserError(f"--{name} is gone: {REMOVED_FLAGS[name]}") from None
-        from moe_jax.config.run_config import RENAMED  # imports jax, which a command chooses devices for first
+        if command == "moe_jax.replay":  # planners' options were flags of it
+            from moe_jax.config.run_config import RENAMED  # imports jax, which a command chooses devices for first
 
-        if moved := RENAMED.get(f"PlannerConfig.{getattr(error, 'flagname', '')}"):  # options were flags of `replay`
-            raise UserError(f"--{error.flagname} is --gin_bindings='{moved} = VALUE' now") from None
+            if moved := RENAMED.get(f"PlannerConfig.{name}"):
+                raise UserError(f"--{name} is --gin_bindings='{moved} = VALUE' now") from None
         raise UserError(f"{str(error).splitlines()[0]}; python -m {command} --help lists all flags") from None
     if len(rest) > 1 and flag is not None:
         raise UserError(f"{rest[1]!r} is no flag; did you mean --{flag}={rest[1]}?")
     for name in ("workdir", "out", "to_hf"):
         if name in flags.FLAGS and "://" in (value := flags.FLAGS[name].value or ""):
             raise UserError(f"--{name}={value} is a URL; give a path of this machine, where a bucket can be mounted")
-    plugins.choose(flags.FLAGS["plugin"].value)
+    choose_plugins(flags.FLAGS["plugin"].value)
     return rest[1:]

@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tokenize
 import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_jax import plugins
 from moe_jax.config.run_config import BOUND, REMOVED, RENAMED, RunConfig, bindable, config_text, with_bindings
 from moe_jax.errors import UserError
+from moe_jax.registry import load_plugins
 from moe_jax.shipped import ROOT, shipped
 
 BINDINGS, OVERRIDES = FLAGS = "--gin_bindings", "--override"
@@ -68,7 +69,7 @@ def parse_run_config(
     Raises:
       UserError: whatever is wrong, in one line.
     """
-    plugins.load()
+    load_plugins()
     folders = ["", *search_paths, *([str(ROOT)] if shipped("configs").is_dir() else [])]
     read = [binding for name in gin_files for binding in _read_file(name, "--gin_file", folders, ())]
     in_files = {binding.target for binding in read}
@@ -77,7 +78,8 @@ def parse_run_config(
     bindings = {binding.target: binding for binding in read if "." in binding.target}
     macros = {binding.target: binding for binding in read if "." not in binding.target}
     # A macro that stands on the command line alone is a mistyped macro, or a binding without its class.
-    used = {name for binding in (*bindings.values(), *macros.values()) for name in _macro_names(binding.value)}
+    texts = [repr(binding.value) for binding in (*bindings.values(), *macros.values())]
+    used = set(re.findall(r"%([\w./]+)", " ".join(texts)))  # `Reference` writes itself; a text like it counts too
     for name, macro in macros.items():
         if name not in used and name not in in_files:
             near = _near(name, used | {target for target in in_files if "." not in target})
@@ -203,13 +205,6 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                     raise UserError(f"{name} has no field {field!r} ({place}); {hint}")
                 found.append(Binding(target, statement.value, place))
     return found
-
-
-def _macro_names(value) -> set[str]:
-    """Return the names of the macros in a value."""
-    if isinstance(value, Reference):
-        return {value[1:]} if value.startswith("%") else set()
-    return set().union(*map(_macro_names, value)) if isinstance(value, (tuple, list)) else set()
 
 
 def _resolved(binding: Binding, macros: dict[str, Binding], inside: tuple[str, ...] = ()):

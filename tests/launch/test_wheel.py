@@ -51,7 +51,7 @@ def test_commands_by_name(installed):
     listed = in_wheel(installed, "-m", "moe_jax")
     assert listed.returncode == 0 and all(f"\n  {name} " in listed.stdout for name in COMMANDS)
     modules = {path.stem for path in (ROOT / "moe_jax").glob("*.py")}
-    assert modules == {"__init__", "__main__", "errors", "plugins", "registry", "shipped", *COMMANDS}
+    assert modules == {"__init__", "__main__", "errors", "registry", "shipped", *COMMANDS}
     unknown = in_wheel(installed, "-m", "moe_jax", "trian")
     assert unknown.returncode == 2 and unknown.stderr.startswith("error: 'trian' is no command; there are train,")
     assert unknown.stderr.count("\n") == 1
