@@ -127,15 +127,6 @@ class BucketLayout:
         """R, all rows of the buffer."""
         return sum(piece.rows for piece in self.pieces)
 
-    def piece(self, kind: str) -> int:
-        """Return the rows that each bucket has in a piece; 0 where there is none."""
-        return sum(piece.width for piece in self.pieces if piece.kind == kind)
-
-    def split(self, parts: int) -> BucketLayout:
-        """Return the layout of the same buckets, each cut into `parts` equal parts."""
-        assert all(size % parts == 0 for size in (self.rows.own, self.rows.node, self.rows.far)), (self.rows, parts)
-        return dataclasses.replace(self, rows=self.rows.each(lambda rows: rows // parts))
-
 
 def bucket_layout(rows: BucketRows | int, members: int, near: int = 1) -> BucketLayout:
     """Return where the rows of the buckets of one source stand; arguments as of `BucketRows.used`, an int for all."""

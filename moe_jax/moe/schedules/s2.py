@@ -41,7 +41,8 @@ class PauseAfterGate(ExpertParallel):
 
     def __init__(self, roles: Roles, sizes: LayerSizes):
         super().__init__(roles, sizes)
-        self.part = self.layout.split(roles.size(roles.model))
+        mp_size = roles.size(roles.model)  # divides all lengths: see `bucket_rows`
+        self.part = dataclasses.replace(self.layout, rows=self.layout.rows.each(lambda rows: rows // mp_size))
 
     def bucket_rows(self):
         # A part has one length on all devices of an MP group. Where they are several EP members, one's own is another's
