@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import moe_jax.moe.choosers
 import moe_jax.moe.schedules  # noqa: F401 their files register themselves
-from moe_jax.errors import UserError
+from moe_jax.errors import UserError, check_choices
 from moe_jax.kernels.float8 import BLOCK, E4M3
 from moe_jax.kernels.grouped import MATMULS
 from moe_jax.moe.config import MoEConfig
@@ -39,8 +39,7 @@ def make_moe(
     Raises:
       UserError: as `make_schedule` and `check_router` do, or an unknown grouped matmul.
     """
-    if config.grouped_matmul != "auto":
-        MATMULS.find(config.grouped_matmul)
+    check_choices(config, {"grouped_matmul": ("auto", *sorted(MATMULS))}, "MoEConfig")
     router = build_router(config, router_place(config, roles, plan, x.shape[-2] if x.ndim == 3 else 0))
     router.check_tokens(x.size // x.shape[-1])
     schedule = make_schedule(config, roles, x, plan, split_tokens)
