@@ -26,7 +26,7 @@ from moe_jax.analysis import replay_inputs as inputs
 from moe_jax.analysis import simulate
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning.balancer import Auto, build_planner
 from moe_jax.planning.config import PREDICTORS, PlannerConfig
 from moe_jax.planning.cost import FORMS, PRICES, Cost

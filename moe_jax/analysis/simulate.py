@@ -14,7 +14,7 @@ import numpy as np
 from moe_jax.cluster import Links
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner, build_planner, names
 from moe_jax.planning.block_schedule import Prefetch

@@ -35,10 +35,10 @@ from moe_jax.moe.routers import RouterInputs, choose_experts
 from moe_jax.moe.routing import even_tables, local, pack, regroup, route
 from moe_jax.moe.schedule import CHOOSERS, LayerSizes, find_schedule, layer_shape, schedule_on
 from moe_jax.moe.schedules.s2 import collect_parts, receive_part, rows_ahead
-from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.exchange import ExpertGroup
 from moe_jax.parallel.mesh import MeshConfig, Roles, build_mesh, to_devices
 from moe_jax.parallel.sharding import expert_specs
+from moe_jax.parallel.static_sizes import bucket_layout
 from moe_jax.parallel.varying import varying_to_replicated
 
 

@@ -158,7 +158,7 @@ _PARM = "MoEConfig.schedule 'parm'"  # who asks
 def _plain_transfers(shape: LayerShape, gather: str) -> tuple[list[Transfer], list[Transfer]]:
     """Return (forward, backward) of one pass as plain all-to-alls.
 
-    Buckets of three lengths (`parallel/bucket_rows.py`, own >= node >= far) go in pieces: the first C = far rows of
+    Buckets of three lengths (`parallel/static_sizes.py`, own >= node >= far) go in pieces: the first C = far rows of
     each to all devices, what those for the own node have more inside it, what the own one has more among its shards.
     """
     schedule = shape.schedule

@@ -32,9 +32,9 @@ from moe_jax.moe.bank import fetch_in_turn, fetch_replicas, open_grad_sink, read
 from moe_jax.moe.build import check_one_piece, make_moe
 from moe_jax.moe.routers import PADDING, RouterInputs, build_router
 from moe_jax.moe.routing import local
-from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import gather_tree, split_dims
+from moe_jax.parallel.static_sizes import round_up
 from moe_jax.parallel.varying import cast_varying, own_part
 from moe_jax.planning.plan_shape import PlanShape, Shapes
 from moe_jax.registry import ROUTERS

@@ -26,7 +26,7 @@ from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import gather_tree
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning.block_schedule import BlockSchedule
 
 

@@ -25,7 +25,7 @@ from moe_jax.moe.routing import Tables
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import in_line
 from moe_jax.parallel.sparse_all_gather import empty_replicas, open_replicas, shrunk
-from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
+from moe_jax.parallel.static_sizes import TransferShape, TransferTables
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 from moe_jax.planning.arrays import LOOPS, falling
 from moe_jax.planning.balanced import Levelling, level_quotas

@@ -16,8 +16,8 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterPlace, build_router
 from moe_jax.moe.schedule import CHOOSERS, LayerSizes, Schedule, build_schedule, find_schedule, schedule_on, schedules
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.static_sizes import BucketRows
 from moe_jax.planning import PlannerConfig
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.registry import PLANNERS

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.parallel.bucket_rows import BucketLayout, Piece
 from moe_jax.parallel.few_kernels import first_places, places_of_keys
+from moe_jax.parallel.static_sizes import BucketLayout, Piece
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import Tables, build_shape, fill_tables
 

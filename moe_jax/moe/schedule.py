@@ -28,8 +28,8 @@ from moe_jax.kernels.float8 import bytes_to_rows, rows_to_bytes
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.passes import FirstPassOnly, most_of_all
 from moe_jax.moe.routing import Choice, Grouping, Parcel, Routing, record
-from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.static_sizes import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.parallel.varying import join_parts, own_part
 from moe_jax.planning.buckets import expected_rows
 from moe_jax.planning.plan_shape import Tables

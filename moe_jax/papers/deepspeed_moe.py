@@ -28,8 +28,8 @@ from moe_jax.moe.routing import pack, route
 from moe_jax.papers.loads import find_loads, fit_loads
 from moe_jax.papers.systems import DEEPSPEED, Model, Setting, listed, prices_of, run
 from moe_jax.papers.table import Found, Inputs, MissingResults, Tables, curves, lines, texts_of
-from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import ep_degree
+from moe_jax.parallel.static_sizes import bucket_layout
 from moe_jax.shipped import shipped
 
 TRAINED = shipped("docs/bench/train_sizes.json")

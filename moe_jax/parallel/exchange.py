@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
-from moe_jax.parallel.bucket_rows import BucketLayout
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.static_sizes import BucketLayout
 from moe_jax.parallel.varying import cast_varying, with_gradient
 
 TRANSPORTS = ("all_to_all", "two_level", "coordinated")

@@ -20,7 +20,7 @@ gathers alone: on GPUs a scatter that adds is not repeatable to the bit. Each pa
 A transfer may be cut along the elements of its chunks: a part is a range of eighths, padded to whole slices.
 
 Letters: docs/notation.md; n elements of a chunk, w of a part of it, s = w / inside of a slice; X, Cp, m as in
-`transfer_shape.py`.
+`static_sizes.py`.
 Source: Hecate, section 3.1, and Pro-Prophet's Trans and Agg; the slices are ours.
 """
 
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.parallel.few_kernels import first_places
-from moe_jax.parallel.transfer_shape import PARTS, TransferShape, TransferTables
+from moe_jax.parallel.static_sizes import PARTS, TransferShape, TransferTables
 from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes, zeros_varying
 
 Array = jax.Array

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.parallel.bucket_rows import KINDS, BucketRows
+from moe_jax.parallel.static_sizes import KINDS, BucketRows
 from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape

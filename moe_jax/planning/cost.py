@@ -32,8 +32,7 @@ from moe_jax.cluster import Cluster, Group, Links
 from moe_jax.cluster.layer_seconds import ScheduleLine
 from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
-from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
+from moe_jax.parallel.static_sizes import BucketRows, TransferShape, sent_by_collective
 from moe_jax.planning import routing
 from moe_jax.planning.block_schedule import Prefetch, Times, exposed, stage_seconds
 from moe_jax.planning.placement import Placement, TransferSizes, late_price, transfer_sizes

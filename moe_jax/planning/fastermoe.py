@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning.arrays import falling, home_loads, loop, put
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.placement import TransferSizes, late_price, late_room

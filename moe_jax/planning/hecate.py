@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from moe_jax.errors import UserError, check_bounds
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.arrays import falling, loop, put
 from moe_jax.planning.balancer import Planner, register

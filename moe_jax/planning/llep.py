@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from moe_jax.errors import check_bounds
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning.arrays import falling, loop, put
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.placement import fit_replicas

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning.arrays import loop, put
 
 RULES = ("nearest", "home", "shares")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.parallel.transfer_shape import PARTS, TransferShape
+from moe_jax.parallel.static_sizes import PARTS, TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner
 from moe_jax.planning.block_schedule import Times, shares

@@ -13,8 +13,7 @@ import typing
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
+from moe_jax.parallel.static_sizes import BucketRows, TransferShape, TransferTables
 from moe_jax.planning.placement import SIZES, Placement, TransferSizes, bank_rows, fit_replicas, numbered
 from moe_jax.planning.routing import candidate_rows
 

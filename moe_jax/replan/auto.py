@@ -27,8 +27,7 @@ import time
 
 import numpy as np
 
-from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import BucketRows, TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Auto
 from moe_jax.planning.buckets import BUCKET_LIMIT, Buckets, pairs_by_kind

@@ -34,9 +34,8 @@ from typing import Any
 import numpy as np
 
 from moe_jax.config.run_config import RENAMED
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import to_devices
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import BucketRows, TransferShape
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.plan import Placements, look_back, make_plan, with_rule
 from moe_jax.planning.plan_shape import PlanShape, Shapes, Tables, build_shape, fill_tables

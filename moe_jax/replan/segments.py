@@ -27,9 +27,8 @@ from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.choosers import schedule_lines
 from moe_jax.moe.schedule import CHOOSERS, find_schedule, schedule_on
-from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape, round_up
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Times, layer_bars
 from moe_jax.planning.buckets import Buckets, overflow_chance

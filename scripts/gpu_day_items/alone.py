@@ -94,7 +94,7 @@ def sorts(context):
     from jax import lax
 
     from moe_jax.moe.routing import Choice, pack, rank_within, route
-    from moe_jax.parallel.bucket_rows import bucket_layout
+    from moe_jax.parallel.static_sizes import bucket_layout
 
     tokens, chosen, experts = _sizes(context)
     count = tokens * chosen

@@ -26,7 +26,7 @@ from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
 from moe_jax.moe.after_gate import decide_by, level_in_one_kernel, levelled
 from moe_jax.parallel.sparse_all_gather import shrunk
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balanced import level_quotas
 from moe_jax.planning.balancer import build_planner

@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.moe.permute import permute_tokens, unpermute_tokens
 from moe_jax.moe.routing import Choice, Parcel, pack, route
-from moe_jax.parallel.bucket_rows import bucket_layout
+from moe_jax.parallel.static_sizes import bucket_layout
 
 ROUTE = jax.jit(route, static_argnames=("num_destinations", "num_groups"))
 PACK = jax.jit(pack, static_argnames=("layout", "top_k", "num_groups"))

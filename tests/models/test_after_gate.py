@@ -15,7 +15,7 @@ from support import prefetch_cases as cases
 from support.marks import slow_but
 
 from moe_jax.moe.after_gate import decide_by, late_size
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning.balanced import Levelling
 from moe_jax.planning.fastermoe import Shadowing
 from moe_jax.planning.plan_shape import build_shape, fill_tables, grow

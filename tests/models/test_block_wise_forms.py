@@ -18,8 +18,8 @@ from support.prefetch_cases import model_config, moe_config, placements_of
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.config import LoraConfig
 from moe_jax.models.lora import base_of, is_adapter, joined, part_of
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.static_sizes import BucketRows
 from moe_jax.planning.plan_shape import fill_tables
 
 PLAIN = {"prefetch": "none", "overlap": "none", "refetch_replicas": False, "remat": "none", "stack": "scan"}

@@ -21,7 +21,7 @@ from support.prefetch_cases import (
     runner,
 )
 
-from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.static_sizes import BucketRows
 from moe_jax.planning.plan_shape import misfits
 
 # name -> by node, mesh, schedule, rows of buckets; 'auto:NAME' is the schedule that plans of 'auto' name

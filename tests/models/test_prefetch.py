@@ -14,8 +14,7 @@ from support.marks import slow_but
 from support.prefetch_cases import check, gradient_step, model_config, placements_of
 from support.traced_programs import equations_in, jaxprs_in
 
-from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import BucketRows, TransferShape
 from moe_jax.planning.hecate import Calibration
 
 FEW = BucketRows(own=16, node=16, far=8)

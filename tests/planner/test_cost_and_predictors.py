@@ -7,7 +7,7 @@ import pytest
 from support.options import planner_config
 
 from moe_jax.cluster import Cluster
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch

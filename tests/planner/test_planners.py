@@ -16,7 +16,7 @@ from support.placements import counted_destinations, random_placement
 
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning import flexmoe, routing
 from moe_jax.planning.balancer import build_planner, names
 from moe_jax.planning.config import PlannerConfig

@@ -17,7 +17,7 @@ from moe_jax.errors import UserError
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan import split_of_transfer
 from moe_jax.replan.segments import base_cost, most_shapes, settle_memory

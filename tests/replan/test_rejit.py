@@ -21,8 +21,8 @@ from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.static_sizes import BucketRows
 from moe_jax.planning import buckets, routing
 from moe_jax.planning import plan as plan_module
 from moe_jax.planning.fastermoe import Shadowing

@@ -11,8 +11,8 @@ from support.layer_cases import EXPERTS, assert_near, draw, make_loss, make_refe
 from support.marks import slow_but
 from support.program_order import overtaking
 
-from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.static_sizes import BucketRows, bucket_layout
 
 TOKENS = 512  # of all devices: 128 choices of one device, 16 of them for a device on the mean
 ROWS = BucketRows(own=32, node=16, far=8)

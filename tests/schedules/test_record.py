@@ -10,8 +10,8 @@ from moe_jax.errors import UserError
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedule import CHOOSERS, LayerSizes, build_schedule, find_schedule, register, schedule_on, schedules
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.static_sizes import BucketRows
 
 EXPERTS, DEVICES = 8, 4
 

@@ -10,8 +10,8 @@ from support.layer_cases import roles_of
 
 from moe_jax.moe.schedules.pairwise import Pipeline
 from moe_jax.moe.schedules.s2 import collect_parts
-from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.exchange import ExpertGroup
+from moe_jax.parallel.static_sizes import bucket_layout
 
 
 def waits(mapped, arguments, kind):

@@ -22,9 +22,9 @@ from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import even_tables, local
 from moe_jax.moe.schedule import LayerSizes, find_schedule, layer_shape
 from moe_jax.moe.schedules.pairwise import choose_groups
-from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.sharding import expert_specs
+from moe_jax.parallel.static_sizes import BucketRows
 
 WIDE = {"bucket_slack": 100.0}
 ROUNDS = "rounds"  # messages between pairs name no group

@@ -25,8 +25,8 @@ from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_tokens, sum_choices, take_rows
 from moe_jax.moe.routing import Choice, Grouping, Parcel, Routing, bucket_lengths, destinations, pack, record, route
 from moe_jax.moe.schedule import LayerSizes, Routed, Sent, layout_of, register
-from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout, round_up
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.static_sizes import BucketRows, bucket_layout, round_up
 
 SHARED = 2  # choices of a token on one device that share a row
 

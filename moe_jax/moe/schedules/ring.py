@@ -17,8 +17,8 @@ from jax import lax
 from moe_jax.moe.permute import permute_tokens, unpermute_tokens
 from moe_jax.moe.routing import Choice, destinations, pack, passes_of, route
 from moe_jax.moe.schedule import LayerSizes, Routed, Schedule, register
-from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.static_sizes import bucket_layout
 from moe_jax.parallel.varying import cast_varying
 
 

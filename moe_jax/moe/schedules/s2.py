@@ -22,9 +22,9 @@ from moe_jax.moe.layer import ExpertParallel
 from moe_jax.moe.permute import permute_tokens, sum_choices
 from moe_jax.moe.routing import Parcel, counts_within, pack, regroup
 from moe_jax.moe.schedule import LayerSizes, Sent, register
-from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
 from moe_jax.parallel.exchange import ExpertGroup, by_piece, cut, join, shift_pairs
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.static_sizes import BucketLayout, BucketRows, round_up
 from moe_jax.parallel.varying import declare_equal, join_parts, take_part, with_gradient
 
 
