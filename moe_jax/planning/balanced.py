@@ -12,7 +12,7 @@ import numpy as np
 from moe_jax.planning.arrays import home_loads, loop, put
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.routing import share_rows, with_quotas
+from moe_jax.planning.routing import with_quotas
 
 SWEEPS = 8
 SPARES = 2  # replicas of a device on average, spare ones included, over which shares can follow counts not yet known
@@ -52,7 +52,7 @@ class BalancedPlanner(Planner):
         """Solve the shares for the true counts over the replicas that are there."""
         totals = loads.sum(axis=1).astype(np.float64)
         quota = level_quotas(np, totals, placement.holds, placement.homes, SWEEPS)
-        return placement.replace(shares=share_rows(placement, quota, loads), rule="shares")
+        return with_quotas(placement, quota, loads, placement.holds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

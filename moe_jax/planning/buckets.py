@@ -102,8 +102,6 @@ class Buckets:
 
         The first planned buckets are all by prediction: one that was larger without a plan gets smaller.
         """
-        if needed.within(self.there(shape)):
-            return shape
         headroom = 1.0 if self.chance else HEADROOM
         larger = needed.each(lambda size: math.ceil(headroom * size)).each(min, self.most(shape))
         larger = larger.rounded(self.multiple)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.parallel.static_sizes import PARTS, TransferShape
+from moe_jax.parallel.static_sizes import PARTS, BucketRows, TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner
 from moe_jax.planning.block_schedule import Times, shares
@@ -180,7 +180,7 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
         return Plan(**common, fits_pending=fits_pending, shape=shape, why="")
     larger, why = shape, ""
     idle = any(is_idle(shape[name], own) for name, own in placement.items())
-    if not fitting or idle or any(is_short(own, shape[name], placement[name]) for name, own in asked.items()):
+    if not fitting or idle or any(rows_lacking(own, shape[n], placement[n], TOO_OFTEN) for n, own in asked.items()):
         larger = {name: enlarge(own, placement[name], shape[name]) for name, own in asked.items()}
     if not fitting or idle:
         moved = any(own.moves(running[n]) or own.program != shape[n].program for n, own in placement.items())
@@ -189,12 +189,6 @@ def make_plan(asked: Mapping[str, Asked], running: Placements, shape: Shapes, pe
         why = "the placement needs more room" if not fitting else "a transfer is idle"
     why = (why or "buckets are predicted to overflow") if larger != shape else ""
     return Plan(**common, fits_pending=False, shape=larger, why=why)
-
-
-def is_short(asked: Asked, shape: PlanShape, placement: Placement) -> bool:
-    """Say whether buckets need more rows by prediction than they have, or overflow much too often."""
-    rows = rows_needed(asked, shape, placement, TOO_OFTEN)
-    return rows is not None and not rows.within(asked.buckets.there(shape))
 
 
 def is_idle(shape: PlanShape, placement: Placement) -> bool:
@@ -209,13 +203,17 @@ def refined(planner: Planner, shape: PlanShape, placement: Placement, loads: np.
     return planner.refine(loads, placement, dataclasses.replace(cost, late=shape.late))
 
 
-def rows_needed(asked: Asked, shape: PlanShape, placement: Placement, more_often: float = 1.0):
-    """Return the rows that buckets need (`Buckets.needed`), None where capacities rule."""
+def rows_lacking(asked: Asked, shape: PlanShape, placement: Placement, more_often: float = 1.0) -> BucketRows | None:
+    """Return the rows that buckets need by prediction (`Buckets.needed`).
+
+    None where they have them, or capacities rule.
+    """
     if asked.buckets is None:
         return None
     loads, error = np.rint(asked.loads).astype(np.int64), min(1.0, float(np.max(asked.error, initial=0.0)))
     after = refined(asked.trial, shape, placement, loads / asked.exchanges, asked.cost)
-    return asked.buckets.needed(shape, after, loads, error, more_often)
+    rows = asked.buckets.needed(shape, after, loads, error, more_often)
+    return None if rows.within(asked.buckets.there(shape)) else rows
 
 
 def enlarge(asked: Asked, placement: Placement, shape: PlanShape) -> PlanShape:
@@ -226,7 +224,7 @@ def enlarge(asked: Asked, placement: Placement, shape: PlanShape) -> PlanShape:
         if first and shape.ahead is not None:
             shape = dataclasses.replace(shape, **split_of_transfer(asked.cost, shape.ahead))
         shape = with_rule(asked.planner, shape, asked.cost, asked.groups)
-    needed = rows_needed(asked, shape, placement)
+    needed = rows_lacking(asked, shape, placement)
     return shape if needed is None else asked.buckets.enlarged(shape, needed)
 
 

@@ -169,17 +169,22 @@ def edges(xp, share):
     return xp.rint(upto / upto[..., -1:] * SHARE_ONE)
 
 
-def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Write quotas [L, E, D] of replicated experts as rows (layer, expert, device, share, source node), int32 [m, 5].
+def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, holds: np.ndarray | None = None) -> Placement:
+    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
 
-    A node's tokens of loads [L, S, E] first use the quota of the node's own holders; what is over goes to nodes with
-    quota left, in proportion (`node_edges`). Beyond `FEW_NODES` nodes, where that is a row for each holder and node, a
-    node keeps its tokens if its own holders have quota for all of them, and all other nodes share what is left of the
-    quotas, by the same rows.
+    Shares are written for replicated experts. A node's tokens first use the quota of the node's own holders; what is
+    over goes to nodes with quota left, in proportion (`node_edges`). Beyond `FEW_NODES` nodes, where that is a row for
+    each holder and node, a node keeps its tokens if its own holders have quota for all of them, and all other nodes
+    share what is left of the quotas, by the same rows.
+
+    Args:
+      holds: bool [L, E, D], holders of which some may have no quota; None: those with a quota.
     """
+    holds = quota > 0 if holds is None else holds
+    placement = bare.replace(replicas=np.argwhere(holds & ~bare.homes), shares=None, rule="shares")
     nodes, pairs = placement.nodes, np.argwhere(placement.replicated)
     if not len(pairs):
-        return np.zeros((0, 5), np.int32)
+        return placement
     layer, expert = pairs.T
     supply = loads.reshape(len(loads), nodes, -1, placement.experts).sum(axis=2)[layer, :, expert]  # [p, Nn]
     mine, at_home, whole = quota[layer, expert], placement.homes[layer, expert], supply.sum(axis=1, keepdims=True)
@@ -188,7 +193,7 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     mine = np.where(total > 0, mine * (whole / np.where(total > 0, total, 1.0)), at_home * whole)
     if nodes <= FEW_NODES:
         tables = [unit_rows(pairs, node_edges(np, supply, mine, at_home, node), node) for node in range(nodes)]
-        return np.concatenate(tables)
+        return placement.replace(shares=np.concatenate(tables))
     mine = np.where(whole > 0, mine, at_home).reshape(len(pairs), nodes, -1)
     demand = mine.sum(axis=2)
     keeps = (demand > 0) & (supply <= demand)
@@ -197,7 +202,8 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     left = mine * (left / np.where(demand > 0, demand, 1.0))[:, :, None]
     p, node = np.nonzero(keeps)
     kept = unit_rows(pairs[p], edges(np, mine[keeps]), node, node * placement.devices_per_node)
-    return np.concatenate([unit_rows(pairs, edges(np, left.reshape(len(pairs), -1)), -1), kept])
+    shares = [unit_rows(pairs, edges(np, left.reshape(len(pairs), -1)), -1), kept]
+    return placement.replace(shares=np.concatenate(shares))
 
 
 def unit_rows(pairs: np.ndarray, upto: np.ndarray, source, first=0) -> np.ndarray:
@@ -210,17 +216,6 @@ def unit_rows(pairs: np.ndarray, upto: np.ndarray, source, first=0) -> np.ndarra
     row, nth = np.nonzero(units)
     source, first = (np.broadcast_to(of, len(pairs))[row] for of in (source, first))
     return np.column_stack([pairs[row], first + nth, units[row, nth], source])
-
-
-def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, holds: np.ndarray | None = None) -> Placement:
-    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
-
-    Args:
-      holds: bool [L, E, D], holders of which some may have no quota; None: those with a quota.
-    """
-    holds = quota > 0 if holds is None else holds
-    placement = bare.replace(replicas=np.argwhere(holds & ~bare.homes), rule="shares")
-    return placement.replace(shares=share_rows(placement, quota, loads))
 
 
 def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
