@@ -81,6 +81,8 @@ def attend_cached(
     return mixed.astype(dtype).reshape(rows, 1, heads, -1)
 
 
+# YaRN (Peng et al. 2023, section 3.2): pairs that turn more than `fast` times in a text of the original length keep
+# their frequency, those that turn less than `slow` times are slowed down by the factor, and between them a share is.
 def rotate(x, positions, base: float = 10000.0, factor: float = 1.0, yarn: tuple[float, ...] = ()):
     """Rotate pairs of features (i, i + Dh / 2) by position / factor * base^(-2 i / Dh). Source: RoFormer.
 
@@ -92,7 +94,10 @@ def rotate(x, positions, base: float = 10000.0, factor: float = 1.0, yarn: tuple
     acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
     frequency = base ** (-jnp.arange(half, dtype=acc_dtype) / half)
     if yarn:
-        slowed = _slowed_pairs(half, base, *yarn[:3]).astype(acc_dtype)
+        original_length, *turns = yarn[:3]
+        first, last = (half * math.log(original_length / (n * 2 * math.pi)) / math.log(base) for n in turns)
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+        slowed = jnp.clip((jnp.arange(half) - first) / (last - first or 0.001), 0, 1).astype(acc_dtype)
         frequency = frequency * (1 - slowed + slowed / factor)
     elif factor != 1:
         frequency = frequency / factor
@@ -104,17 +109,6 @@ def rotate(x, positions, base: float = 10000.0, factor: float = 1.0, yarn: tuple
         cos, sin = scale * cos, scale * sin
     first, second = x[..., :half].astype(acc_dtype), x[..., half:].astype(acc_dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-# YaRN (Peng et al. 2023, section 3.2): pairs that turn more than `fast` times in a text of the original length keep
-# their frequency, those that turn less than `slow` times are slowed down by the factor, and between them a share is.
-def _slowed_pairs(half: int, base: float, original_length: float, fast: float, slow: float):
-    """Return float [half], the share of each pair's frequency that is divided by the factor."""
-    first, last = (
-        half * math.log(original_length / (turns * 2 * math.pi)) / math.log(base) for turns in (fast, slow)
-    )  # fmt: skip
-    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
-    return jnp.clip((jnp.arange(half) - first) / (last - first or 0.001), 0, 1)
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:

@@ -20,11 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
 from moe_jax.models.config import LoraConfig, ModelConfig, Segment, segments_of, with_experts
-from moe_jax.models.lora import adapters_of, factor_model_dims, init_adapters, joined, scaled
-from moe_jax.models.transformer import Transformer, abstract_transformer
+from moe_jax.models.lora import adapters_of, factor_dims, init_adapters, joined
+from moe_jax.models.transformer import Transformer, abstract_transformer, matrix_dims
 from moe_jax.moe.bank import init_bank, init_expert
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
 from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.experts import LORA_B
 from moe_jax.moe.passes import FirstPassOnly
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.routing import Tables, even_tables, record
@@ -262,12 +263,7 @@ class LanguageModel:
             return base
         wires = {"dense": self.wires(), "bank": jax.tree.map(lambda _: self.config.dtype, base["bank"])}
         frozen = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), base, wires)
-        return joined(frozen, self.init_adapters(jax.random.fold_in(key, 1), base))
-
-    def init_adapters(self, key, base: dict) -> dict:
-        """Return fresh adapters {'dense', 'bank'} of parameters with the shapes of `base`, which add nothing yet."""
-        devices = {name: own.devices for name, own in self.even_placements.items()}
-        return init_adapters(self.lora, key, base, self.expert_segments, devices)
+        return joined(frozen, init_adapters(self.lora, jax.random.fold_in(key, 1), base, self.even_placements))
 
     def shapes(self) -> dict:
         """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed, and no device is asked for."""
@@ -279,8 +275,11 @@ class LanguageModel:
 
     def scaled(self, tree: dict, inverse: bool = False) -> dict:
         """Return the tree with alpha / rank in the factors B, or without; the tree itself where there are none."""
-        factor = self.lora.alpha / max(self.lora.rank, 1)
-        return scaled(tree, 1 / factor if inverse else factor) if self.lora.rank else tree
+        if not self.lora.rank:
+            return tree
+        factor = self.lora.alpha / self.lora.rank
+        factor = 1 / factor if inverse else factor
+        return jax.tree.map_with_path(lambda at, own: own * factor if at[-1].key.endswith(LORA_B) else own, tree)
 
     def _described(self) -> dict[tuple[str, ...], dict[str, Any]]:
         """Return {path of a dense leaf: what its module says of it}."""
@@ -304,10 +303,10 @@ class LanguageModel:
         wires = flatten_dict(self.wires())
         shapes_of_dense = {path: leaf.shape for path, leaf in flatten_dict(shapes["dense"]).items()}
         for path in shapes_of_dense.keys() - flat.keys():  # adapters
-            name, own = path[-1].rpartition("_lora_")[0], path[-1].endswith("b")
+            name, own = path[-1].rpartition("_lora_")[0], path[-1].endswith(LORA_B)
             adapted = (*path[:-1], name)
-            ndim = len(shapes_of_dense[adapted]) - 1
-            model_dims[path] = factor_model_dims(name, ndim, model_dims[adapted])[own]
+            dim, dims = model_dims[adapted], factor_dims(name, len(shapes_of_dense[adapted]) - 1)[own]
+            model_dims[path] = dims.index(dim) if dim in matrix_dims(name)[own] else -1
             wires[path] = self.config.param_dtype
         model_dims = {path: model_dims[path] for path in shapes_of_dense}
         stacked = {path: path[0] == "units" for path in shapes_of_dense}

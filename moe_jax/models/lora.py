@@ -21,11 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
-from moe_jax.models.config import LoraConfig, Segment
+from moe_jax.models.config import LoraConfig
 from moe_jax.models.transformer import MODULES, matrix_dims
 from moe_jax.moe.bank import init_bank
 from moe_jax.moe.experts import LORA_A, LORA_B
 from moe_jax.parallel.sharding import gather_tree
+from moe_jax.planning.placement import Placement
+
+RANK = -2  # in place of a dim: that of the adapter itself
 
 
 def is_adapter(name: str) -> bool:
@@ -88,35 +91,25 @@ def find_sites(config: LoraConfig, base: dict) -> dict[tuple[str, ...], tuple[st
     return found
 
 
-def factor_shapes(name: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of A and B of the leaf NAME, `shape` without what it is stacked over.
+def factor_dims(name: str, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return which dims of the leaf NAME, `ndim` without what it is stacked over, A has and B has, and where `RANK` is.
 
     Dims that are neither in nor out (queries, keys and values in one leaf) are A's and B's too, so that each of those
     matrices has adapters of its own: of qkv [M, 3, H, Dh] A is [M, 3, rank] and B [3, rank, H, Dh].
     """
     inner, outer = matrix_dims(name)
-    a = tuple(size for dim, size in enumerate(shape) if dim not in outer)
-    b = [size for dim, size in enumerate(shape) if dim not in inner]
-    b.insert(len(b) - len(outer), rank)
-    return (*a, rank), tuple(b)
-
-
-def factor_model_dims(name: str, ndim: int, dim: int) -> tuple[int, int]:
-    """Return the dim of A and of B that the MP group splits where it splits `dim` of the leaf, -1 for none."""
-    inner, outer = matrix_dims(name)
-    in_b = [own for own in range(ndim) if own not in inner]
-    in_b.insert(len(in_b) - len(outer), -2)  # the rank
-    return (dim if dim in inner else -1), (in_b.index(dim) if dim in outer else -1)
+    of_b = [dim for dim in range(ndim) if dim not in inner]
+    of_b.insert(len(of_b) - len(outer), RANK)
+    return (*(dim for dim in range(ndim) if dim not in outer), RANK), tuple(of_b)
 
 
 def merge(name: str, weight, a, b):
     """Return W + A B of one matrix or several side by side, in the widest of their dtypes; B holds alpha / rank."""
     letters = "".join(chr(ord("a") + dim) for dim in range(weight.ndim))
-    inner, outer = ([letters[dim] for dim in dims] for dims in matrix_dims(name))
-    of_a = "".join(letter for letter in letters if letter not in outer) + "z"
-    of_b = [letter for letter in letters if letter not in inner]
-    of_b.insert(len(of_b) - len(outer), "z")
-    product = jnp.einsum(f"{of_a},{''.join(of_b)}->{letters}", a, b, precision=lax.Precision.HIGHEST)
+    of_a, of_b = (
+        "".join("z" if dim == RANK else letters[dim] for dim in dims) for dims in factor_dims(name, weight.ndim)
+    )
+    product = jnp.einsum(f"{of_a},{of_b}->{letters}", a, b, precision=lax.Precision.HIGHEST)
     return weight + product
 
 
@@ -149,27 +142,21 @@ def gather_merged(tree: dict, dims: dict, axes: tuple[str, ...], parts: int, wir
     return merged(joined(base, gather_tree(own, adapters_of(dims), axes, parts, adapters_of(wires))))
 
 
-def scaled(tree: dict, factor: float) -> dict:
-    """Return the tree with every B times `factor`."""
-    if isinstance(tree, dict):
-        return {n: own * factor if n.endswith(LORA_B) else scaled(own, factor) for n, own in tree.items()}
-    return tree
-
-
-def init_adapters(config: LoraConfig, key, base: dict, segments: tuple[Segment, ...], devices: dict[str, int]) -> dict:
-    """Return fresh adapters {'dense', 'bank'} of parameters with the shapes of `base`; traced.
+def init_adapters(config: LoraConfig, key, base: dict, placements: dict[str, Placement]) -> dict:
+    """Return fresh adapters {'dense', 'bank'} of parameters with the shapes of `base`, which add nothing yet; traced.
 
     Values of A depend on the key, on which leaves are adapted and, of an expert's, on layer and expert, never on the
     mesh. They have the variance of those that peft starts from, 1 / (3 in).
 
     Args:
-      devices: {segment: of its expert-parallel group}.
+      placements: {segment: even homes of its experts}, `LanguageModel.even_placements`.
     """
     sites, out = find_sites(config, base), {}
-    experts = {segment.name: segment for segment in segments}
 
     def factors(key, name, shape, dtype):
-        of_a, of_b = factor_shapes(name, shape, config.rank)
+        of_a, of_b = (
+            tuple(config.rank if dim == RANK else shape[dim] for dim in dims) for dims in factor_dims(name, len(shape))
+        )
         scale = (3 * math.prod(shape[dim] for dim in matrix_dims(name)[0])) ** -0.5
         a = scale * jax.random.normal(key, of_a, jnp.float32)
         return {name + LORA_A: a.astype(dtype), name + LORA_B: jnp.zeros(of_b, dtype)}
@@ -177,13 +164,11 @@ def init_adapters(config: LoraConfig, key, base: dict, segments: tuple[Segment, 
     for number, (path, (_, shape)) in enumerate(sorted(sites.items())):
         *inside, name = path
         dtype = jnp.promote_types(functools.reduce(lambda node, step: node[step], path, base).dtype, jnp.float32)
-        make, own_key = (
-            functools.partial(factors, name=name, shape=shape[1:], dtype=dtype),
-            jax.random.fold_in(key, number),
-        )
+        make = functools.partial(factors, name=name, shape=shape[1:], dtype=dtype)
+        own_key = jax.random.fold_in(key, number)
         if path[0] == "bank":
-            own = experts[path[1]]
-            made = init_bank(make, own_key, own.config.moe_layers, own.moe.num_experts, devices[own.name])
+            own = placements[path[1]]
+            made = init_bank(make, own_key, own.layers, own.experts, own.devices)
         else:
             made = jax.vmap(make)(jax.random.split(own_key, shape[0]))
         tree: Any = made

@@ -159,10 +159,11 @@ class Direction(abc.ABC):
       saved: {key: value} that the forward left, of the same turn or, outside the loop, of windows outside; the forward
         itself has none.
       transfers: {'ahead', 'late': how many replicas come and how}, of those there are.
-      last_half: which half of a layer this direction runs last.
+      last_half: which half of a layer this direction runs last; order: of the stages of a window, 1 or -1.
     """
 
     last_half: int
+    order: int
 
     def __init__(self, how: Stages, params, grad_sink, constants: StackConstants):
         self.how, self.params, self.constants = how, params, constants
@@ -179,7 +180,7 @@ class Direction(abc.ABC):
 
     def stages_of(self, window: Window) -> tuple[str, ...]:
         """Return the stages of a window in the order in which they run."""
-        return OF_WINDOW.get(window.stage, (window.stage,))
+        return OF_WINDOW.get(window.stage, (window.stage,))[:: 1 if window.stage == "recompute" else self.order]
 
     def key_read(self, stage: str, window: Window) -> Key:
         """Return the key of the live value that a stage of a window goes on from."""
@@ -385,7 +386,7 @@ class Direction(abc.ABC):
 class Forward(Direction):
     """The forward direction; `save_residuals` says whether a backward follows."""
 
-    last_half = 1
+    last_half, order = 1, 1
     save_residuals = False
 
     def run(self, x: tuple, save_residuals: bool):
@@ -448,7 +449,7 @@ class Backward(Direction):
       unwritten: keys of whole gradients that `fence_pair` will write.
     """
 
-    last_half = 0
+    last_half, order = 0, -1
 
     def __init__(self, how: Stages, params, sums, constants: StackConstants, dstats: list):
         super().__init__(how, params, sums[0], constants)
@@ -481,10 +482,6 @@ class Backward(Direction):
                 values = (gradients[name][layer] for layer in range(self.layers))
                 gradients[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
         return dx, {name: gradients[name] for name in whole}, gradients["home"]
-
-    def stages_of(self, window: Window) -> tuple[str, ...]:
-        stages = super().stages_of(window)
-        return stages if window.stage == "recompute" else stages[::-1]
 
     def key_read(self, stage: str, window: Window) -> Key:
         if stage.endswith("_again"):

@@ -29,7 +29,7 @@ from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import Segment
 from moe_jax.models.language_model import Teacher, has_later_passes
-from moe_jax.models.lora import joined
+from moe_jax.models.lora import init_adapters, joined
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import check_router
 from moe_jax.moe.routing import Tables
@@ -237,7 +237,9 @@ class Session(Program):
         def make(start):  # traced: each device makes its own part
             made = self.model.init(start) if params is None else start
             if params is not None and self.model.lora.rank:
-                made = joined(start, self.model.init_adapters(jax.random.fold_in(key, 1), start))
+                made = joined(
+                    start, init_adapters(self.model.lora, jax.random.fold_in(key, 1), start, self.model.even_placements)
+                )
             return first_state(made, self.model, self.optimizer, self.state_shardings)
 
         # parameters that were read become the state's own: a base that fills half of a device is not there twice

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.models.cross_entropy import chunked_cross_entropy
+from moe_jax.models.loss import chunked_cross_entropy
 
 DIM = 8
 
@@ -36,7 +36,7 @@ def test_chunked_cross_entropy(chunk, ends):
 
         def chunked(x, table, weights):
             parts = [tuple(jnp.split(array, ends)) for array in (x, targets, weights)]
-            return chunked_cross_entropy(parts[0], table, *parts[1:], chunk)
+            return chunked_cross_entropy(parts[0], table, *parts[1:], chunk)[0]
 
         got = jax.jit(jax.value_and_grad(chunked, (0, 1)))(x, table, weights)
         wanted = jax.jit(jax.value_and_grad(plain, (0, 1)))(x, table, weights)
@@ -47,7 +47,11 @@ def test_chunked_cross_entropy_never_holds_all_logits():
     """Neither forward nor backward has an array of [tokens, vocabulary]: only of [chunk, vocabulary]."""
     x, table, targets, weights = entropy_case()
     arrays = [jnp.asarray(a, jnp.float32) for a in (x, table, weights)]
-    step = jax.grad(lambda x, table, weights: chunked_cross_entropy((x,), table, (targets,), (weights,), 3), (0, 1))
+
+    def chunked(x, table, weights):
+        return chunked_cross_entropy((x,), table, (targets,), (weights,), 3)[0]
+
+    step = jax.grad(chunked, (0, 1))
     text = jax.jit(step).lower(*arrays).as_text()
     assert f"tensor<3x{VOCAB}xf32>" in text
     for tokens_alive in (TARGETS, 9):
