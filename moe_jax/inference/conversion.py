@@ -44,7 +44,7 @@ from moe_jax.inference.tensor_places import BACK, FFN, TensorPlace, file_shapes,
 from moe_jax.models import LanguageModel
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import shapes_and_layout
-from moe_jax.models.language_model import flatten, is_bank
+from moe_jax.models.language_model import flatten, segment_of
 from moe_jax.models.lora import is_adapter
 from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe.config import MoEConfig
@@ -316,7 +316,7 @@ class Adapters:
         """Return what adapts the tensor [out, in] of a place: (A [rank, in], B [out, rank]), None without any."""
         if place.leaf + LORA_A not in self._arrays:
             return None
-        rank, stacked = self.lora.rank, 2 if is_bank(place.leaf) else 1
+        rank, stacked = self.lora.rank, 2 if segment_of(place.leaf) else 1
         inner, _ = matrix_dims(place.leaf.rsplit("/", 1)[-1])
         of_b = tuple(at for dim, at in enumerate(place.index) if dim - stacked not in inner)
         a, b = self._arrays[place.leaf + LORA_A][place.index], self._arrays[place.leaf + LORA_B][of_b]

@@ -16,7 +16,7 @@ import numpy as np
 from moe_jax.inference.families import Family
 from moe_jax.models.config import ModelConfig, segments_of
 from moe_jax.models.counts import leaf_shapes
-from moe_jax.models.language_model import is_bank, segment_of
+from moe_jax.models.language_model import segment_of
 from moe_jax.models.transformer import matrix_dims
 from moe_jax.moe.config import MoEConfig
 from moe_jax.storage.leaf_store import Index
@@ -128,8 +128,7 @@ def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]
     segments = {segment.name: segment for segment in segments_of(model, moe)}
     shapes = {}
     for name, shape in leaf_shapes(model, moe, model.vocab_size).items():
-        if is_bank(name):
-            segment = segments[segment_of(name)]
+        if segment := segments.get(segment_of(name)):
             shape = (segment.config.moe_layers, segment.moe.num_experts, *shape[1:])
         shapes[f"params/{name}"] = shape
     return shapes

@@ -50,14 +50,10 @@ def flatten(tree, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def is_bank(name: str) -> bool:
-    """Say whether a leaf is part of the expert bank (or of a moment of it)."""
-    return BANK in name.split("/")
-
-
-def segment_of(name: str) -> str:
-    """Return the segment that a leaf of the bank is of."""
-    return name.split("/")[name.split("/").index(BANK) + 1]
+def segment_of(name: str) -> str | None:
+    """Return the segment whose experts a leaf of the bank (or of a moment of it) is of; None of all other leaves."""
+    steps = name.split("/")
+    return steps[steps.index(BANK) + 1] if BANK in steps else None
 
 
 @record

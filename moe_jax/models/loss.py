@@ -19,15 +19,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.errors import UserError
 from moe_jax.models.attention import check_document_mask, resolve_attention
 from moe_jax.models.config import Segment
-from moe_jax.models.language_model import (
-    Batch,
-    LanguageModel,
-    Layout,
-    StepStats,
-    Teacher,
-    own_layers,
-    own_specs,
-)  # fmt: skip
+from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats, Teacher, own_layers, own_specs
 from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import start_sums, with_grad_sink

@@ -32,8 +32,8 @@ Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 #
 # In the backward d and one of these names is its cotangent, which goes the other way: made by the stages that read the
 # value, which add to each other, taken by the one that made it. dahead is of both halves. Further
-# dmix, dgate  l   gradients of parameters, as `Stages.gathered`      attention, route       `close`, at the last half
-#                  returned them
+# dmix, dgate  l   gradients of parameters, as `gathered` returned    attention, route       `close`, at the last half
+#                  them
 # dhome        l   gradient of home experts {name: [Hs, ...]}         unpack, experts,       `close`, after the stage in
 #                                                                     late: route, Agg       `whole_after`
 # travelled    l   the same as the bank has it, not in its sum yet    `write`                `add_home`
@@ -61,7 +61,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
-from moe_jax.models.lora import adapters_of, base_of, joined
+from moe_jax.models.lora import adapters_of, base_of, gather_merged, joined
 from moe_jax.models.residuals import residuals_of
 from moe_jax.models.stages import StackConstants, Stages, join_floats
 from moe_jax.moe.bank import add_rows
@@ -358,7 +358,7 @@ class Direction(abc.ABC):
         return found
 
     def gathered(self, params: dict, layer: int) -> dict:
-        """Return one layer's parameters, {'mix', 'gate'} or one of the two, as its stages take them.
+        """Return one layer's parameters, {'mix', 'gate'} or one of the two, with whole leaves, as its stages take them.
 
         Where two halves use them they vary over the data-parallel devices, so that their gradients are added before
         they are summed over devices.
@@ -366,8 +366,9 @@ class Direction(abc.ABC):
         if self.constants.params is not None:
             frozen = self.of_layer(self.constants.params, layer)
             params = {name: joined(frozen[name], own) for name, own in params.items()}
-        whole = self.how.gathered(params)
-        return cast_varying(whole, varying_axes(self.constants.token_ids)) if self.how.block_schedule.halves else whole
+        how, axes, parts = self.how, self.how.roles.dense, self.how.roles.size(self.how.roles.dense)
+        whole = {n: gather_merged(own, how.dims[n], axes, parts, how.wires[n]) for n, own in params.items()}
+        return cast_varying(whole, varying_axes(self.constants.token_ids)) if how.block_schedule.halves else whole
 
     def index(self, layer: int):
         """Return the absolute layer, an int outside the loop; clipped, as all turns send moves of layers beyond."""

@@ -16,7 +16,6 @@ from flax import nnx
 from jax import lax
 
 from moe_jax.models.config import Segment
-from moe_jax.models.lora import gather_merged
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.residuals import checkpointed
 from moe_jax.models.transformer import add_shared
@@ -104,11 +103,6 @@ class Stages:
         if max(dims.values()) < 0 or self.segment.config.stack == "scan":
             return self.whole_experts(bank, dims)
         return tuple(self.whole_experts({n: leaf[rows] for n, leaf in bank.items()}, dims) for rows in tables.home_row)
-
-    def gathered(self, params: dict) -> dict:
-        """Return one layer's parameters, {'mix', 'gate'} or one of the two, with whole leaves."""
-        axes, parts = self.roles.dense, self.roles.size(self.roles.dense)
-        return {n: gather_merged(own, self.dims[n], axes, parts, self.wires[n]) for n, own in params.items()}
 
     def bind(self, stage: str, constants: StackConstants, packing) -> Callable:
         """Return run(read) of a stage, which keeps for its backward what `ModelConfig.remat` says."""

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.models.language_model import flatten, is_bank, segment_of
+from moe_jax.models.language_model import flatten, segment_of
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.placement import Placement, bank_rows
 
@@ -29,7 +29,8 @@ Homes = dict[str, np.ndarray]  # {segment: int [L, E]}
 
 def home_of(name: str, home: Homes) -> np.ndarray | None:
     """Return the homes int [L, E] of the experts in the leaf of this name, None where it is not of the bank."""
-    return home[segment_of(name)] if is_bank(name) else None
+    segment = segment_of(name)
+    return None if segment is None else home[segment]
 
 
 def file_shape(leaf, home: np.ndarray | None) -> tuple[int, ...]:
@@ -162,7 +163,7 @@ def reshard(
       share: jitted move -> what runs it; the move is the same object for banks of the same shapes and shardings.
     """
     leaves, tree = jax.tree.flatten(state)
-    at = [index for index, name in enumerate(flatten(state)) if is_bank(name) and segment_of(name) == segment]
+    at = [index for index, name in enumerate(flatten(state)) if segment_of(name) == segment]
     bank = [leaves[index] for index in at]
     kinds = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in bank)
     # row r of the new bank holds what row source[r] of the old one held; unused rows take unused ones

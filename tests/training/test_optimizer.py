@@ -10,7 +10,7 @@ from support.marks import slow_but
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, ModelConfig
-from moe_jax.models.language_model import is_bank
+from moe_jax.models.language_model import segment_of
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement, bank_rows
@@ -184,7 +184,7 @@ def test_every_mesh_gives_the_same_numbers(name, tmp_path):
     narrow = [leaf for leaf, values in ours.items() if values.dtype.name == "bfloat16"]
     assert all("/mu/" in leaf for leaf in narrow) and bool(narrow) == bool(config.first_moment_dtype)
     for leaf, want in ours.items():
-        assert want.shape[:2] == (LAYERS, EXPERTS) or not is_bank(leaf), leaf
+        assert want.shape[:2] == (LAYERS, EXPERTS) or not segment_of(leaf), leaf
         got, want = theirs[leaf].astype(np.float32), want.astype(np.float32)
         np.testing.assert_allclose(got, want, atol=TOLERANCES[name] * np.abs(want).max(), rtol=0, err_msg=leaf)
     start, end = one.params(0, 0.1)["bank"]["segment_0"]["w_in"], ours["params/bank/segment_0/w_in"]
