@@ -358,9 +358,12 @@ def _losses_fwd(chunk, alpha, x, table, targets, weights, teacher):
     dtable = jnp.zeros(held.shape, jnp.promote_types(table.dtype, sum_dtype))
     dtable, sums, dx = *cast_varying((dtable, [jnp.zeros((), sum_dtype)] * number), varying_axes(x)), []
     for rows in zip(x, targets, weights, *(() if teacher is None else (teacher[:1],)), strict=True):
-        chunks, tokens = in_chunks(chunk, rows), rows[0].shape[0]
+        tokens, size = rows[0].shape[0], min(chunk, rows[0].shape[0])
+        if pad := -tokens % size:  # with zeros, of weight 0
+            rows = tuple(jnp.pad(array, ((0, pad), *((0, 0) for _ in array.shape[1:]))) for array in rows)
+        chunks = tuple(array.reshape(-1, size, *array.shape[1:]) for array in rows)
         # summed over a chunk's tokens after the loop: in each of its turns that is two kernels more on a GPU
-        by_place = cast_varying([jnp.zeros(chunks[0].shape[1], sum_dtype)] * number, varying_axes(x))
+        by_place = cast_varying([jnp.zeros(size, sum_dtype)] * number, varying_axes(x))
         (by_place, dtable), of_x = lax.scan(piece, (by_place, dtable), chunks)
         sums = [total + jnp.sum(own) for total, own in zip(sums, by_place, strict=True)]
         dx.append(of_x.reshape(-1, of_x.shape[-1])[:tokens])
@@ -374,14 +377,3 @@ def _losses_bwd(chunk, alpha, residuals, d):
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd)
-
-
-def in_chunks(chunk: int, rows: tuple) -> tuple:
-    """Return arrays [t, ...] as [t / chunk, chunk, ...], padded with zeros where t is no multiple of min(chunk, t)."""
-    tokens = rows[0].shape[0]
-    chunk = min(chunk, tokens)
-    pieces = -(-tokens // chunk)
-    pad = pieces * chunk - tokens
-    if pad:
-        rows = tuple(jnp.pad(a, ((0, pad), *((0, 0) for _ in a.shape[1:]))) for a in rows)
-    return tuple(a.reshape(pieces, chunk, *a.shape[1:]) for a in rows)
