@@ -37,30 +37,30 @@ AT_ONCE = {
 }
 
 
-def compiler_options(platform: str, processes: int = 1, deterministic: bool = False, at_once: bool = False) -> dict:
-    """Return {option: text} for devices of a platform ('cpu', 'gpu', 'cuda', ...) in a job of so many processes;
-    `deterministic`: the same program must give the same bits every time; `at_once`: experts travel next to rows.
-    """
-    if platform not in ("gpu", "cuda"):
-        return {}
-    asked = (ALONE, processes > 1), (DETERMINISTIC, deterministic), (AT_ONCE, at_once)
-    return {name: value for options, wanted in asked if wanted for name, value in options.items()}
-
-
 # XLA's scheduler reckons with 95% of what four fifths of a GPU's memory leave beside a program's inputs. A program that
 # needs more gets its collectives one after the other, with nothing next to them: of a state of 44 GB on an H100 with
 # room for 76 all overlap was lost. So it is told what jax takes.
-def scheduler_memory(device, held: int) -> dict[str, str]:
-    """Return the option by which XLA's scheduler reckons with the memory that jax takes; {} where that is no more.
+def compiler_options(
+    device, processes: int = 1, deterministic: bool = False, at_once: bool = False, held: int = 0
+) -> dict[str, str]:
+    """Return {option: text} for devices like this one, real or described, in a job of so many processes; {} for CPUs.
 
     Args:
-      device: real or described; held: bytes of its inputs.
+      deterministic: the same program must give the same bits every time.
+      at_once: experts travel next to rows.
+      held: bytes of the program's inputs, beside which XLA's scheduler may reckon with all the memory that jax takes.
     """
-    name = device_named(device.device_kind) if device.platform in ("gpu", "cuda") else None
-    target = None if name is None else read_device(name)
-    free = 0 if target is None else 0.8 * target.whole_memory - held
-    percent = 0 if free <= 0 else round(95 * (target.usable_memory - held) / free)
-    return {"xla_gpu_memory_limit_slop_factor": str(percent)} if percent > 95 else {}
+    if device.platform not in ("gpu", "cuda"):
+        return {}
+    asked = (ALONE, processes > 1), (DETERMINISTIC, deterministic), (AT_ONCE, at_once)
+    options = {name: value for options, wanted in asked if wanted for name, value in options.items()}
+    if (name := device_named(device.device_kind)) is not None:
+        target = read_device(name)
+        free = 0.8 * target.whole_memory - held
+        percent = 0 if free <= 0 else round(95 * (target.usable_memory - held) / free)
+        if percent > 95:
+            options["xla_gpu_memory_limit_slop_factor"] = str(percent)
+    return options
 
 
 # jax's persistent cache is on by default on GPUs, in the user's own folder: jax runs what its files hold, so no other

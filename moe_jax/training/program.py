@@ -37,7 +37,7 @@ from moe_jax.parallel.mesh import Roles, build_mesh, to_devices
 from moe_jax.planning.plan_shape import Shapes, table_shapes
 from moe_jax.registry import ROUTERS
 from moe_jax.replan.segments import build_model, group_tokens, stated_buckets
-from moe_jax.training.compiling import compile_for_all, compiler_options, find_target, scheduler_memory
+from moe_jax.training.compiling import compile_for_all, compiler_options, find_target
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.frozen_models import mesh_experts, teacher_model
 from moe_jax.training.optimizer import build_optimizer
@@ -130,12 +130,9 @@ class Program:
         """Return the options that the training step is compiled with on these devices."""
         train, (data, expert) = self.config.train, map(self.roles.size, (self.roles.data, self.roles.expert))
         at_once = train.expert_zero_stage > 1 and data > 1 and expert > 1
-        options = compiler_options(self.devices[0].platform, jax.process_count(), train.deterministic, at_once)
-        if self.devices[0].platform == "cpu":
-            return options
-        state = jax.tree.leaves(self.abstract_state())
+        state = () if self.devices[0].platform == "cpu" else jax.tree.leaves(self.abstract_state())
         held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state)
-        return options | scheduler_memory(self.devices[0], held)
+        return compiler_options(self.devices[0], jax.process_count(), train.deterministic, at_once, held)
 
     def compared(self, function: Callable) -> Callable:
         """Return a jitted function as one that all processes compare, as `compile_for_all`, at its first call.

@@ -75,9 +75,9 @@ def test_deterministic_run_tells_the_compiler():
         run = types.SimpleNamespace(devices=gpus("NVIDIA H200", 4), config=config, roles=roles, abstract_state=dict)
         options = Program.compiler_options(run)
         assert options == ({"xla_gpu_deterministic_ops": "True"} if wanted else {})
-    assert compiler_options("cpu", processes=2, deterministic=True) == {}
+    assert compiler_options(jax.devices()[0], processes=2, deterministic=True) == {}
     # in a job of several processes every compilation on GPUs times its kernels alone
-    assert compiler_options("cuda", processes=2) == {"xla_gpu_shard_autotuning": "False"}
+    assert compiler_options(*gpus("NVIDIA B9", 1), processes=2) == {"xla_gpu_shard_autotuning": "False"}
 
 
 # The cache.
