@@ -33,7 +33,7 @@ def command(argv: list[str]) -> None:
     from moe_jax.config.run_config import BOUND, bound_in, config_text, with_bindings
 
     read = functools.partial(parse_run_config, _GIN_FILES.value, search_paths=_GIN_PATHS.value)
-    (config, text, _), out, settings = read(_GIN_BINDINGS.value), Path(_OUT.value), []
+    (config, text), out, settings = read(_GIN_BINDINGS.value), Path(_OUT.value), []
     for lines in (setting.split(";") for setting in _SETTINGS.value):
         changed = read([*_GIN_BINDINGS.value, *lines])[0].by_name()
         names = [line.partition("=")[0].strip() for line in lines]
