@@ -119,27 +119,13 @@ def _read_file(name: str, place: str, folders: list[str], open_files: tuple[str,
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"gin file {name!r} cannot be read: {why} ({place}); name another file") from error
-    found = _read_text(text, name, folders, (*open_files, os.path.realpath(path)))
-    if Path(path).name not in OF_RUNS:
-        return found
-    lines, defaults, marked = text.splitlines(), RunConfig().by_name(), []
-    for binding in found:  # a run wrote the file, and marked what it was given
-        file, _, line = binding.place.rpartition(":")
-        part, _, field = binding.target.partition(".")
-        is_default = bool(field) and binding.value == getattr(defaults[part], field)
-        is_default = file == name and is_default and not lines[int(line) - 1].endswith(BOUND)
-        marked.append(dataclasses.replace(binding, is_default=is_default))
-    return marked
+    return _read_text(text, name, folders, (*open_files, os.path.realpath(path)))
 
 
 def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str, ...]) -> list[Binding]:
     """Return the bindings in a text, and in what it includes; `source` is the file's name or the flag."""
-    try:
-        import gin.config_parser
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "reading a gin config needs the package gin-config, which is not installed; run pip install gin-config"
-        ) from error
+    import gin.config_parser
+
     lines = text.splitlines() or [""]
     try:
         if "\0" in text:  # Python's tokenizer, which gin uses, raises errors of its own on it
@@ -162,6 +148,7 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
             "quotes, a macro after %"
         ) from error
     found, known = [], bindable()
+    defaults = RunConfig().by_name() if Path(source).name in OF_RUNS else {}  # what a run writes down, it marks if set
     for statement in statements:
         place = source if source in FLAGS else f"{source}:{statement.location.line_num}"
         match type(statement).__name__:
@@ -182,7 +169,7 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                         f"a scope; write {target} = {shown} ({place})"
                     )
                 if target in RENAMED:
-                    if Path(source).name not in OF_RUNS:
+                    if not defaults:
                         raise UserError(f"{target} ({place}) is {RENAMED[target]} now")
                     if statement.value is None:
                         continue  # left to the default, which is a value now
@@ -203,7 +190,9 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                     near = near or [f"{name}.{found}" for found in _near(field, known[name])]
                     hint = _did_you_mean(near, "its fields are", sorted(known[name]))
                     raise UserError(f"{name} has no field {field!r} ({place}); {hint}")
-                found.append(Binding(target, statement.value, place))
+                is_default = bool(field and defaults) and statement.value == getattr(defaults[name], field)
+                is_default = is_default and not lines[statement.location.line_num - 1].endswith(BOUND)
+                found.append(Binding(target, statement.value, place, is_default))
     return found
 
 

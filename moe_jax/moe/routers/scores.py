@@ -54,25 +54,20 @@ def _softmax_bwd(probs, cotangents):
 softmax_and_log_z.defvjp(_softmax_fwd, _softmax_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def best_scores(scores, top_k: int):
     """Return (the K highest scores [t, K], their experts int32 [t, K]) of scores [t, E], as `lax.top_k` does."""
-    values, expert_ids = lax.top_k(lax.stop_gradient(scores), top_k)
-    return _scores_of(*match_varying(scores, values, expert_ids)), expert_ids
+    values, expert_ids = lax.top_k(scores, top_k)
+    return values, expert_ids
 
 
-@jax.custom_vjp
-def _scores_of(scores, values, expert_ids):
-    """Return `values`, which are the scores at `expert_ids`."""
-    del scores, expert_ids
-    return values
+def _best_scores_fwd(scores, top_k: int):
+    values, expert_ids = best_scores(scores, top_k)
+    return (values, expert_ids), (expert_ids, scores[:0])  # carries E, and no bytes
 
 
-def _scores_of_fwd(scores, values, expert_ids):
-    return values, (expert_ids, scores[:0])  # carries E, and no bytes
-
-
-def _scores_of_bwd(residuals, d_values):
-    expert_ids, like = residuals
+def _best_scores_bwd(_, residuals, cotangents):
+    (expert_ids, like), (d_values, _) = residuals, cotangents
     (tokens, top_k), experts = expert_ids.shape, like.shape[1]
 
     def scatter(values, expert_ids):
@@ -85,10 +80,10 @@ def _scores_of_bwd(residuals, d_values):
         columns = [jnp.where(expert_ids[:, k, None] == expert, values[:, k, None], 0) for k in range(top_k)]
         return functools.reduce(jnp.add, columns)
 
-    return lax.platform_dependent(d_values, expert_ids, cpu=scatter, default=select), None, None
+    return (lax.platform_dependent(d_values, expert_ids, cpu=scatter, default=select),)
 
 
-_scores_of.defvjp(_scores_of_fwd, _scores_of_bwd)
+best_scores.defvjp(_best_scores_fwd, _best_scores_bwd)
 
 
 def within_groups(scores, config: MoEConfig, best: int):
