@@ -32,27 +32,33 @@ CONFIG_CLASSES: dict[str, type] = {
     "LoraConfig": LoraConfig,
 }
 
-# Bindings under which a started run may go on: where and how it computes, how long, and what it writes down.
-MAY_DIFFER = (
-    "MeshConfig.*", "PlannerConfig.*", "DataConfig.cache_dir",
-    "MoEConfig.schedule", "MoEConfig.transport", "MoEConfig.pairwise_groups", "MoEConfig.gather", "MoEConfig.cluster",
-    "MoEConfig.grouped_matmul", "MoEConfig.bucket_slack", "MoEConfig.overflow_chance",
-    "ModelConfig.attention", "ModelConfig.remat", "ModelConfig.overlap", "ModelConfig.prefetch",
-    "ModelConfig.refetch_replicas", "ModelConfig.sequence_parallel", "ModelConfig.stack",
-    "ModelConfig.loss_chunk",
-    # by its path: that it is the same teacher is checked (`training/frozen_models.py`)
-    "DistillationConfig.teacher", "DistillationConfig.teacher_step",
-    "train.steps", "train.decay_steps", "train.max_skipped_steps", "train.guide_scheduler",
-    "train.optimistic", "train.deterministic", "train.zero_stage", "train.expert_zero_stage",
-    "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every",
-    "train.evaluate_windows", "train.loads_every", "train.log_every", "train.profile_steps",
-)  # fmt: skip
+# Bindings under which a started run may go on: where and how it computes, how long, and what it writes down. That it is
+# the same teacher, whatever its path, is checked besides (`training/frozen_models.py`).
+MAY_DIFFER = [
+    f"{name}.{field}"
+    for name, fields in (
+        ("MeshConfig", "*"),
+        ("PlannerConfig", "*"),
+        ("DataConfig", "cache_dir"),
+        ("MoEConfig", "schedule transport pairwise_groups gather cluster grouped_matmul bucket_slack overflow_chance"),
+        ("ModelConfig", "attention remat overlap prefetch refetch_replicas sequence_parallel stack loss_chunk"),
+        ("DistillationConfig", "teacher teacher_step"),
+        ("train", "steps decay_steps max_skipped_steps guide_scheduler optimistic deterministic zero_stage"),
+        ("train", "expert_zero_stage checkpoint_every keep_checkpoints evaluate_every evaluate_windows loads_every"),
+        ("train", "log_every profile_steps"),
+    )
+    for field in fields.split()
+]
 # Bindings that --override may change besides, at a resume: the optimizer's state goes on.
-OVERRIDABLE = (
-    "train.learning_rate", "train.learning_rate_schedule", "train.warmup_steps", "train.final_learning_rate",
-    "train.batch_size", "train.grad_accum_steps", "train.weight_decay", "train.clip_norm",
-    "DataConfig.path", "DataConfig.field", "DataConfig.weights",
-)  # fmt: skip
+OVERRIDABLE = [
+    f"{name}.{field}"
+    for name, fields in (
+        ("train", "learning_rate learning_rate_schedule warmup_steps final_learning_rate"),
+        ("train", "batch_size grad_accum_steps weight_decay clip_norm"),
+        ("DataConfig", "path field weights"),
+    )
+    for field in fields.split()
+]
 # What runs that were begun before a field was there did, where that is not its default.
 BEFORE = {"DataConfig.add_special_tokens": "False"}
 # Bindings that are gone: (the default that they had, what serves instead). Files that runs wrote down have them all.
