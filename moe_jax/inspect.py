@@ -73,9 +73,12 @@ def command(argv: list[str]) -> None:
             "--profile and --host_devices need real devices; leave --target out to take those of this machine"
         )
     from moe_jax.analysis import compile_ahead
-    from moe_jax.cluster.prices import Constants, Prices, read_constants
+    from moe_jax.cluster.prices import Prices, read_constants
     from moe_jax.cluster.targets import device_named, parse_target, target_names
     from moe_jax.config.gin_files import parse_run_config
+    from moe_jax.models.config import expert_counts
+    from moe_jax.parallel.mesh import build_mesh
+    from moe_jax.replan.segments import stated_buckets
 
     if _TARGET.value:
         target = parse_target(_TARGET.value)
@@ -95,13 +98,17 @@ def command(argv: list[str]) -> None:
             )
         target = parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
     text = compile_ahead.read_text(_HLO.value) if _HLO.value else None
-    prices = Prices(target, read_constants(_CONSTANTS.value) if _CONSTANTS.value else Constants())
+    prices = Prices(target, **(read_constants(_CONSTANTS.value) if _CONSTANTS.value else {}))
     config = None
     if text is None or _GIN_FILES.value or _GIN_BINDINGS.value:  # of a saved schedule the run that it is of
         config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)[0]
         config = compile_ahead.on_target(config, target)
     if text is not None:
-        buckets = () if config is None else compile_ahead.buckets_on_target(config, target, _SKEW.value)
+        buckets = ()
+        if config is not None:  # nothing but the number and rates of the devices is needed
+            experts = expert_counts(config.model, config.moe)
+            roles = build_mesh(config.mesh, target.devices, experts, target.device_kind)
+            buckets = stated_buckets(config, roles, compile_ahead.planned_shapes(config, roles, _SKEW.value))
         write_report(text, prices, buckets)
         return
     if _TARGET.value:

@@ -18,7 +18,6 @@ import json
 import pathlib
 import subprocess
 import sys
-from typing import Any
 
 from absl import flags
 
@@ -75,15 +74,14 @@ flags.DEFINE_enum("predictor", None, PREDICTORS, "how loads are guessed; the pla
 flags.DEFINE_string("out", None, "folder for replay.json; none: print only")
 
 
-def _options() -> tuple[Any, ...]:
-    """Return planners' own options, as bound; `auto` reads those of all."""
-    from moe_jax.config.gin_files import parse_run_config  # imports jax, which nothing else here needs
-
-    return parse_run_config(gin_bindings=["PlannerConfig.name = 'auto'", *FLAGS.gin_bindings])[0].planner.options
-
-
 def _config() -> PlannerConfig:
-    """Return what the flags say of the planners, which `auto` reads all."""
+    """Return what the flags say of the planners, with their own options as bound; `auto` reads those of all."""
+    options = ()
+    if FLAGS.gin_bindings:
+        from moe_jax.config.gin_files import parse_run_config  # imports jax, which nothing else here needs
+
+        bound = ["PlannerConfig.name = 'auto'", *FLAGS.gin_bindings]
+        options = parse_run_config(gin_bindings=bound)[0].planner.options
     return PlannerConfig(
         replica_slots=FLAGS.replica_slots,
         interval=FLAGS.interval,
@@ -92,7 +90,7 @@ def _config() -> PlannerConfig:
         must_pay=FLAGS.must_pay,
         bounded=FLAGS.bounded,
         split="plan",  # a trace's exchanges are timed by their exact rows
-        options=_options() if FLAGS.gin_bindings else (),
+        options=options,
     )
 
 

@@ -9,7 +9,6 @@ import itertools
 import json
 import pathlib
 import statistics
-import typing
 from collections.abc import Callable, Mapping
 
 from moe_jax.analysis.timed import (
@@ -57,12 +56,7 @@ class CalibrationOptions:
             raise UserError(f"--layers ({self.layers}) must be 0 or at least {LEAST_LAYERS}: three fits come of them")
 
 
-class Points(typing.NamedTuple):
-    """What a fit is over: sizes x and y and seconds, of equal length."""
-
-    x: list[float]
-    y: list[float]
-    seconds: list[float]
+Points = list[tuple[float, float, float]]  # what a fit is over: sizes x and y, and seconds
 
 
 def calibrate(
@@ -104,9 +98,9 @@ def calibrate(
         """Time the cases in turn and fit them; what a call of an empty program takes is not counted."""
         seconds = clock([case.call for case in cases], options.rounds)
         each = [max(took - empty, 0.0) / case.count for took, case in zip(seconds, cases, strict=True)]
-        found = Points([case.x for case in cases], [case.y for case in cases], each)
-        second = found.y if any(found.y) else None
-        note(name, found, _fit_saa(found) if name.startswith("saa") else fit_alpha_beta(found.x, each, second))
+        sizes, others = [case.x for case in cases], [case.y for case in cases]
+        found, second = list(zip(sizes, others, each, strict=True)), others if any(others) else None
+        note(name, found, _fit_saa(found) if name.startswith("saa") else fit_alpha_beta(sizes, each, second))
 
     (nothing,) = collective_cases(Timed("none", len(devices)), devices, 0)
     (empty,) = clock([nothing.call], 3 * options.rounds)
@@ -147,8 +141,7 @@ def time_layers(
         predicted = predict(schedule, case, len(devices), alone)
         row = predicted.communication, predicted.experts + predicted.gate + predicted.rows, seconds
         rows.append((f"layer:{schedule}", *row))
-        for values, value in zip(found.setdefault(f"layer:{schedule}", Points([], [], [])), row, strict=True):
-            values.append(value)
+        found.setdefault(f"layer:{schedule}", []).append(row)
     return found, fit_layers(*zip(*rows, strict=True)) if rows else {}
 
 
@@ -158,10 +151,9 @@ def _fit_saa(points: Points) -> Fit:
     The sizes of one mesh give y a fixed ratio to x, so the rounds' part of the slope can only be fitted from the rounds
     alone.
     """
-    rows = list(zip(*points, strict=True))
-    rounds = fit_alpha_beta(*zip(*((x, seconds) for x, y, seconds in rows if not y), strict=True))
-    whole = fit_alpha_beta(*zip(*((x, seconds) for x, y, seconds in rows if y), strict=True))
-    y_over_x = next(y / x for x, y, _ in rows if y)
+    rounds = fit_alpha_beta(*zip(*((x, seconds) for x, y, seconds in points if not y), strict=True))
+    whole = fit_alpha_beta(*zip(*((x, seconds) for x, y, seconds in points if y), strict=True))
+    y_over_x = next(y / x for x, y, _ in points if y)
     return Fit(whole.alpha, min(rounds.beta, whole.beta), max(0.0, whole.beta - rounds.beta) / y_over_x, whole.r2)
 
 
@@ -193,6 +185,6 @@ def write_points(points: Mapping[str, Points], path: pathlib.Path) -> None:
     """Write name, x, y, seconds to `path`, sizes as each fit counts them."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["name", *Points._fields])
+        writer.writerow(["name", "x", "y", "seconds"])
         for name, found in points.items():
-            writer.writerows([name, *point] for point in zip(*found, strict=True))
+            writer.writerows([name, *point] for point in found)

@@ -23,9 +23,7 @@ from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.targets import Target
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
-from moe_jax.models.config import expert_counts
 from moe_jax.models.counts import flops_per_token
-from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning.placement import Placement
 from moe_jax.replan.segments import build_sessions, stated_buckets
 from moe_jax.training.compiling import compile_guided
@@ -101,8 +99,8 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
         )
     if dtype == "bfloat16" and capability and int(capability.partition(".")[0]) < 8:
         raise UserError(
-            f"target {target.name!r} ({target.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; "
-            "set ModelConfig.dtype = 'float32'"
+            f"target {target.name!r} ({target.device_kind}) has no bfloat16 matmuls, and ModelConfig.dtype is "
+            f"{dtype!r}; set ModelConfig.dtype = 'float32'"
         )
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, devices_per_node=target.per_node))
 
@@ -170,12 +168,6 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
         loads = skewed_loads(own.start, tokens, config.moe.top_k, skew)
         found[name], _ = own.planned([loads] * own.config.window, own.config.interval)
     return found
-
-
-def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
-    """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
-    roles = build_mesh(config.mesh, target.devices, expert_counts(config.model, config.moe), target.device)
-    return stated_buckets(config, roles, planned_shapes(config, roles, skew))
 
 
 def memory_of(executable) -> dict[str, int]:

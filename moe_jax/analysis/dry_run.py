@@ -91,17 +91,8 @@ class Plan:
     teacher: LanguageModel | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Needs:
-    """The bytes of a plan on each device."""
-
-    held: DeviceBytes
-    attention: str  # what 'auto' is
-    stages: str  # of ZeRO, in words
-
-
 def lay_out(run: RunConfig, devices: int | None, target: str) -> Plan:
-    """Lay a run out; arguments and errors as of `dry_run`."""
+    """Lay a run out, checked as building the run would; arguments and errors as of `dry_run`."""
     if devices is not None and devices < 1:
         raise UserError(f"--host_devices ({devices}) must be at least 1")
     described = parse_target(target) if target else None
@@ -113,33 +104,27 @@ def lay_out(run: RunConfig, devices: int | None, target: str) -> Plan:
     if count is None:  # the least that the sizes given can be built on; `expert` = -1 counts as 1
         count = mesh.data * mesh.expert_shard * max(mesh.expert, 1)
         count = count if mesh.expert != -1 else math.lcm(count, mesh.model, mesh.devices_per_node or 1)
-    roles = build_mesh(mesh, count, mesh_experts(run, count), "" if described is None else described.device)
+    roles = build_mesh(mesh, count, mesh_experts(run, count), "" if described is None else described.device_kind)
     tokenizer = build_tokenizer(run.data)
     vocab_size = padded_vocabulary(tokenizer, run.model)
-    sessions = _check_sizes(run, roles, vocab_size, described)
-    teacher = teacher_model(run, roles, tokenizer, vocab_size, described)
-    return Plan(run, roles, vocab_size, tokenizer.end_id, described, sessions, teacher)
-
-
-def _check_sizes(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> dict[str, PlanSession]:
-    """Raise the UserError that building the run would raise; return the planner of each segment, {} without any."""
     find_schedule(run.moe.schedule)
     length, sequences = run.data.sequence_length, run.train.microbatch_size
-    resolved = dataclasses.replace(run, model=resolve_attention(run.model, target))
+    resolved = dataclasses.replace(run, model=resolve_attention(run.model, described))
     check_step(build_model(resolved, roles, vocab_size), sequences, length, run.train.grad_accum_steps)
-    tokens = rows_of(run.model, roles, sequences) * length
-    sessions = {}
+    tokens, sessions = rows_of(run.model, roles, sequences) * length, {}
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         sessions = build_sessions(run, roles)
     for own, own_roles in segment_runs(run, roles).values():
         check_router(own.moe, own_roles, tokens, length, run.planner)
         x = jax.ShapeDtypeStruct((tokens, run.model.model_dim), run.model.dtype)
         make_schedule(own.moe, own_roles, x, split_tokens=run.model.sequence_parallel)
-    return sessions
+    teacher = teacher_model(run, roles, tokenizer, vocab_size, described)
+    return Plan(run, roles, vocab_size, tokenizer.end_id, described, sessions, teacher)
 
 
-def count_bytes(plan: Plan) -> Needs:
-    """Return what each device holds, with as many replicas as the planner may have."""
+def count_bytes(plan: Plan) -> tuple[DeviceBytes, str, str]:
+    """Return what each device holds, with as many replicas as the planner may have, what attention is, and the stages
+    of ZeRO in words."""
     run, roles, target = plan.run, plan.roles, plan.target
     resolved, moe = resolve_attention(run.model, target), run.moe
     if target is not None:
@@ -163,7 +148,7 @@ def count_bytes(plan: Plan) -> Needs:
     if plan.teacher is not None:  # it reads the batches and chunks of its student
         config = dataclasses.replace(plan.teacher.config, loss_chunk=run.model.loss_chunk)
         taught = dataclasses.replace(sizes, model=dataclasses.replace(plan.teacher, config=config), ema=False)
-    return Needs(device_bytes(sizes, placed, state, taught), resolved.attention, stages)
+    return device_bytes(sizes, placed, state, taught), resolved.attention, stages
 
 
 def verdict(plan: Plan, needed: int, given: RunConfig) -> str:
@@ -179,7 +164,7 @@ def verdict(plan: Plan, needed: int, given: RunConfig) -> str:
     if target is None or not target.whole_memory:
         return f"{line}device(s); --target=h200:4x8 and the like say whether such GPUs have it"
     share = f"{_gib(target.usable_memory)} of {_gib(target.whole_memory)} GiB are jax's ({MEMORY_SHARE})"
-    line += f"{target.device}, {share}"
+    line += f"{target.device_kind}, {share}"
     if needed <= target.usable_memory:
         return f"fits: {line}"
     most, raised = target.usable_memory, ""
@@ -190,7 +175,7 @@ def verdict(plan: Plan, needed: int, given: RunConfig) -> str:
     for changes in _changes(given):
         try:
             changed = lay_out(with_bindings(given, changes), None, f"{target.name}:{target.nodes}x{target.per_node}")
-            needs = count_bytes(changed).held.total
+            needs = count_bytes(changed)[0].total
         except UserError:  # it does not go with the rest of this run
             continue
         if needs <= most:
@@ -239,12 +224,12 @@ def dry_run(
     """
     plan = lay_out(run, devices, target)
     given, run, roles, described, teacher = run, plan.run, plan.roles, plan.target, plan.teacher
-    needs = count_bytes(plan)
+    held, attention, stages = count_bytes(plan)
     shown = config_text(run, bound).splitlines()
     if not everything:
         shown = [line for line in shown if line.endswith(BOUND)] + [f"{len(shown)} bindings in all: --all"]
     sections = {
-        "Memory": [verdict(plan, needs.held.total, given)],
+        "Memory": [verdict(plan, held.total, given)],
         "Config": shown,
         "Choices": _choice_lines(run, roles, described, plan.end_id, plan.sessions),
         "Mesh": _mesh_lines(run, roles, given=devices is not None or plan.target is not None),
@@ -252,7 +237,7 @@ def dry_run(
         "Schedule": _schedule_lines(run, roles),
         "Parameters": _parameter_lines(run, plan.vocab_size),
         "Teacher": _teacher_lines(run, teacher) if teacher else [],
-        "Bytes on each device": _byte_lines(run, needs),
+        "Bytes on each device": _byte_lines(run, held, attention, stages),
         "FLOPs": _flop_lines(run, roles, plan.vocab_size, teacher),
     }
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines) + "\n"
@@ -272,7 +257,7 @@ def _choice_lines(
             line += f" is 'blocks' on CPU devices, {on_gpus}"
         else:
             resolved = resolve_attention(wanted, target).attention
-            line += f" is {resolved!r} on {target.device}{reason and f': {reason}'}"
+            line += f" is {resolved!r} on {target.device_kind}{reason and f': {reason}'}"
     lines = [line]
     if wanted.document_mask:
         apart = f"a document ends with the id {end_id}" if run.data.kind == "text" else "a document is a conversation"
@@ -296,11 +281,11 @@ def _choice_lines(
 
 def compare_halves(config: RunConfig, roles: Roles, target: Target) -> tuple[float, float]:
     """Return the modelled seconds of one layer of a segment under even loads, forward and backward: in one piece, and
-    in two halves with their launches, as `timeline.Constants` has them. config, roles: `segment_runs`.
+    in two halves with their launches, as `Prices` has them. config, roles: `segment_runs`.
     """
     prices = Prices(target)
     times = layer_times(config, roles, base_cost(config, roles, cluster_of(prices)))
-    launches, recompute = MORE_KERNELS * prices.launch, config.model.recomputes
+    launches, recompute = MORE_KERNELS * prices.assumed("launch"), config.model.recomputes
     in_one_piece, in_halves = (
         float(stage_seconds(Prefetch(halves=halves), times, recompute)) for halves in (False, True)
     )
@@ -411,8 +396,8 @@ def billions(number: float) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
-def _byte_lines(run: RunConfig, needs: Needs) -> list[str]:
-    train, dtype, held = run.train, run.model.param_dtype, needs.held
+def _byte_lines(run: RunConfig, held: DeviceBytes, attention: str, stages: str) -> list[str]:
+    train, dtype = run.train, run.model.param_dtype
     first_moment = f", first moment {train.first_moment_dtype}" if train.first_moment_dtype else ""
     rows = [
         ("parameters", held.parameters, f"{run.model.dtype}, adapters {dtype}" if run.lora.rank else dtype),
@@ -420,13 +405,13 @@ def _byte_lines(run: RunConfig, needs: Needs) -> list[str]:
         ("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}"),
         ("gradients", held.gradients, dtype),
         ("cast and gathered", held.compute_weights, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
-        ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {needs.attention!r}"),
+        ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {attention!r}"),
         ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
         ("teacher", held.teacher, "its parameters and one layer's forward, estimate"),
         ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]
-    lines = [needs.stages]
+    lines = [stages]
     for name, size, note in rows:
         if size or name not in ("averaged parameters", "teacher"):
             binary = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

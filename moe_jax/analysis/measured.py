@@ -153,7 +153,7 @@ def modelled_instructions(module: Module, prices: Prices) -> dict[str, dict]:
             group = FUSION if opcode.startswith("fusion") else KERNEL
         if group != LOOP and not executions[name]:
             continue
-        alone = {"while": 0.0, "conditional": prices.conditional}  # without what they run
+        alone = {"while": 0.0, "conditional": prices.assumed("conditional")}  # without what they run
         found[name] = {
             "group": group,
             "scope": scope_of(instruction.op_name),

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moe_jax.cluster.costs import Buckets
+from moe_jax.cluster.fits import LEVELS
 from moe_jax.cluster.hlo import EXCHANGE, Module
-from moe_jax.cluster.prices import Constants, Prices
-from moe_jax.cluster.tables import LEVELS
+from moe_jax.cluster.prices import MEASURED, Prices
 from moe_jax.cluster.timeline import Flight, Timeline, play
 
 MOST_NAMES = 8  # of what computes next to a transfer
@@ -51,7 +51,7 @@ def build_report(timeline: Timeline, prices: Prices, facts: Mapping[str, Any]) -
         **facts,
         "target": described,
         "model": {
-            **dataclasses.asdict(prices.constants),
+            **{name: getattr(prices, name) for name in ("level", *MEASURED)},
             "prices": prices.described(),
             "states": "kernel = max(its products, bytes / (share x memory_bandwidth), launch); collective = start-up + "
             "max(inside nodes, bytes across / node links), one at a time on each kind of link; exposed = wait at its "
@@ -65,7 +65,7 @@ def build_report(timeline: Timeline, prices: Prices, facts: Mapping[str, Any]) -
             "flops": dict(sorted(timeline.flops.items())),
             "kernels": timeline.kernels,
             "shortest_kernels": timeline.shortest,
-            "launch": prices.launch,
+            "launch": prices.assumed("launch"),
             "conditionals": sum(branch["executions"] for branch in timeline.skipped.values()),
             **mfu,
         },
@@ -122,7 +122,7 @@ def what_if(module: Module, prices: Prices) -> dict:
     """
     levels, cores, target = {}, [], prices.target
     for level in LEVELS:
-        line = play(module, Prices(target, dataclasses.replace(prices.constants, level=level)))
+        line = play(module, dataclasses.replace(prices, level=level))
         levels[level] = {**_seconds_of(line), "compute_seconds": line.compute_seconds}
     for taken in TAKEN_CORES if target.cores else ():
         line = play(module, prices, taken=taken / target.cores)
@@ -210,7 +210,7 @@ def report_text(report: dict) -> str:
 def _step_lines(report: dict) -> list[str]:
     """Return what a report says of the program as a whole."""
     target, model, step, pipeline = report["target"], report["model"], report["step"], report["pipeline"]
-    lines = [f"target   {target['nodes']} x {target['per_node']} {target['device']}"]
+    lines = [f"target   {target['nodes']} x {target['per_node']} {target['device_kind']}"]
     if report.get("compile_seconds") is not None:
         guided = "twice, the scheduler guided by modelled seconds, " if report.get("guided_scheduler") else ""
         seconds = f"{report['compile_seconds']:.1f} s (lowering {report['lower_seconds']:.1f} s)"
@@ -219,11 +219,8 @@ def _step_lines(report: dict) -> list[str]:
         lines.append("program  the common one of optimistic steps; one that overflows costs it and the complete one")
     if report.get("resolved"):
         lines.append("resolved: " + ", ".join(f"{name} = {value!r}" for name, value in report["resolved"].items()))
-    assumed = [
-        f"{field.name} {model[field.name]}"
-        for field in dataclasses.fields(Constants)
-        if model[field.name] != field.default
-    ]
+    assumed = [f"level {model['level']}"] if model["level"] != "middle" else []
+    assumed += [f"{name} {model[name]}" for name in MEASURED if model[name] is not None]
     if assumed:
         lines.append("constants of the cost model: " + ", ".join(assumed))
     lines += [f"price of {what}: {basis}" for what, basis in model["prices"].items()]

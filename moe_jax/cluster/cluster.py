@@ -207,7 +207,7 @@ def cluster_of(prices: Prices) -> Cluster:
         memory_bytes=target.memory_bytes,
         kind=target.name,
         prices=prices,
-        device=target.device,
+        device=target.device_kind,
         source=target.source,
     )
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import typing
 from collections import Counter
 
 import numpy as np
@@ -27,20 +26,6 @@ import numpy as np
 from moe_jax.cluster.cluster import Cluster, cluster_of
 from moe_jax.cluster.fits import Fit, fit_name
 from moe_jax.cluster.prices import Prices
-
-
-class Group(typing.NamedTuple):
-    """The devices of one collective, and which collective it is."""
-
-    members: int
-    in_node: int  # of them on the node that has most
-    kind: str = "all-to-all"  # of `KINDS`
-    stride: int = 1  # how far members stand apart, as fits are named
-
-    @property
-    def passes(self) -> int:
-        """How often what a device sends of its bytes passes it: an all-reduce is a reduce-scatter and an all-gather."""
-        return 2 if self.kind == "all-reduce" else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,27 +36,34 @@ class Links:
     """
 
     cluster: Cluster
-    group: Group
+    members: int  # of the collective's group
+    in_node: int  # of them on the node that has most
     asked_by: str = ""
+    kind: str = "all-to-all"  # of `KINDS`
+    stride: int = 1  # how far members stand apart, as fits are named
 
     @classmethod
     def of(cls, cluster: Cluster, members: int, asked_by: str = "", stride: int = 1) -> Links:
         """Return those of an all-to-all over so many members, neighbours in a cluster."""
-        in_node = min(cluster.devices_per_node or members, members)
-        return cls(cluster, Group(members, in_node, stride=stride), asked_by)
+        return cls(cluster, members, min(cluster.devices_per_node or members, members), asked_by, stride=stride)
+
+    @property
+    def passes(self) -> int:
+        """How often what a device sends of its bytes passes it: an all-reduce is a reduce-scatter and an all-gather."""
+        return 2 if self.kind == "all-reduce" else 1
 
     @property
     def fit(self) -> Fit | None:
         """What the user's calibration has for an all-to-all of this group."""
-        if not self.cluster.fits or self.group.kind != "all-to-all":
+        if not self.cluster.fits or self.kind != "all-to-all":
             return None
-        return dict(self.cluster.fits).get(fit_name("all_to_all", self.group.members, stride=self.group.stride))
+        return dict(self.cluster.fits).get(fit_name("all_to_all", self.members, stride=self.stride))
 
     @property
     def measured(self) -> Fit | None:
         """What a public table has for this collective inside a node."""
-        prices, group = self.cluster.prices, self.group
-        return None if prices is None else prices.collective(group.kind, group.in_node)
+        prices = self.cluster.prices
+        return None if prices is None else prices.collective(self.kind, self.in_node)
 
     def seconds(self, inside, across, shared: tuple = (None, None)) -> np.ndarray:
         """Return the time of one collective by the most bytes over a link of each kind; nothing to send takes none.
@@ -84,10 +76,10 @@ class Links:
           UserError: a link's speed is absent; a device's own must be known where nodes share no card.
         """
         inside, across = np.broadcast_arrays(np.asarray(inside, np.float64), np.asarray(across, np.float64))
-        cluster, group, by_device, (by_switch, by_card) = self.cluster, self.group, inside + across, shared
+        cluster, by_device, (by_switch, by_card) = self.cluster, inside + across, shared
         fit, measured = self.fit, self.measured
         if fit is not None:
-            handed = by_device * group.members / max(1, group.members - 1)
+            handed = by_device * self.members / max(1, self.members - 1)
             return np.where(by_device > 0, np.maximum(0.0, fit.seconds(handed)), 0.0)
         times = []
         if by_card is not None:
@@ -98,9 +90,9 @@ class Links:
         if by_switch is not None:
             times.append(by_switch / cluster.need("switch_bandwidth", self.asked_by))
         if measured is not None:
-            near = group.in_node  # one device sends (n - 1) / n of Z, in an all-reduce twice that, in a permute all
-            sent = 1.0 if group.kind == "collective-permute" else (near - 1) / near * group.passes
-            times.append(measured._replace(start=0.0).seconds(inside / sent))
+            near = self.in_node  # one device sends (n - 1) / n of Z, in an all-reduce twice that, in a permute all
+            size = inside / (1.0 if self.kind == "collective-permute" else (near - 1) / near * self.passes)
+            times.append(dataclasses.replace(measured, alpha=0.0).seconds(np.sqrt(size), size))
         elif by_card is None or cluster.intra_bandwidth is not None:
             times.append(by_device / cluster.need("intra_bandwidth", self.asked_by))
         started = np.where(across > 0, self.start_up(True), self.start_up(False))
@@ -112,17 +104,17 @@ class Links:
         Args:
           leaves: whether it leaves its node; a flat cluster has none, and its devices' links are those inside.
         """
-        cluster, group, measured = self.cluster, self.group, self.measured
+        cluster, measured = self.cluster, self.measured
         if (fit := self.fit) is not None:
             return fit.alpha
-        rounds = group.passes * math.ceil(math.log2(max(group.members, 1)))
+        rounds = self.passes * math.ceil(math.log2(max(self.members, 1)))
         inside, outside = (0, rounds) if leaves else (rounds, 0)
-        if group.kind in ("all-to-all", "collective-permute"):
-            inside, outside = group.in_node - 1, group.members - group.in_node
-        if group.kind == "collective-permute":
+        if self.kind in ("all-to-all", "collective-permute"):
+            inside, outside = self.in_node - 1, self.members - self.in_node
+        if self.kind == "collective-permute":
             inside, outside = (0, 1) if leaves else (1, 0)
         if not leaves and measured is not None:
-            return measured.start
+            return measured.alpha
         steps = 0.0 if measured is not None else inside * (cluster.intra_step or 0.0)
         if cluster.flat:
             return (cluster.intra_latency or 0.0) + (inside + outside) * (cluster.intra_step or 0.0)
@@ -158,7 +150,7 @@ class Links:
 
         For searches, which know what every device receives but not from whom.
         """
-        cluster, devices = self.cluster, self.group.members
+        cluster, devices = self.cluster, self.members
         per_node = min(cluster.devices_per_node or devices, devices)
         others, most = max(1, devices - 1), received.max(axis=-1)
         by_switch = by_card = None
@@ -230,7 +222,7 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], prices:
         widest = near = 2
     else:
         moves = any(len(group) > 1 for group in groups)
-        times = Group(1, 1, kind).passes
+        times = 2 if kind == "all-reduce" else 1
         for group in groups:
             n, nodes = len(group), Counter(device // per_node for device in group)
             if n == 1:
@@ -253,5 +245,5 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], prices:
     # a device reaches one adapter at a time; `outside` are its own bytes
     cluster, by_card = cluster_of(prices), max(leaving / target.adapters, outside)
     shared = (None, by_card if leaving else None)
-    seconds = Links(cluster, Group(widest, near, kind), "a program").seconds(inside, outside, shared)
+    seconds = Links(cluster, widest, near, "a program", kind).seconds(inside, outside, shared)
     return inside, leaving, float(seconds)

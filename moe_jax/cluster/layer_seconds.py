@@ -16,12 +16,11 @@ import typing
 from collections.abc import Sequence
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.collectives import Group, Links
+from moe_jax.cluster.collectives import Links
 from moe_jax.cluster.fits import fit_name
 from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
 
-TRANSPORTS = ("all_to_all", "two_level", "coordinated")  # as `MoEConfig.transport` names them
 FORMULAS = ("deepspeed", "s1", "deduplicated", "s2", "pairwise", "ring", "dp")  # other schedules have no price
 
 
@@ -141,15 +140,6 @@ class LayerShape:
         """Devices that have a part of each bucket."""
         return self.mp_size if self.cuts_buckets else 1
 
-    def whole_gather(self) -> list[Transfer]:
-        """Return the MP group's all-gather of its tokens, once each way, where tokens come or leave as others expect.
-
-        Schedules that work on parts of the tokens gather replicated ones at their end; those that gate the whole group
-        gather tokens that come in parts.
-        """
-        gathers = self.gates_group == self.split_tokens
-        return [Transfer("all_gather", "model", self.tokens * self.model_dim)] if gathers else []
-
 
 _BOTH = "expert+expert_shard"
 _PARM = "MoEConfig.schedule 'parm'"  # who asks
@@ -160,11 +150,17 @@ def _plain_transfers(shape: LayerShape, gather: str) -> tuple[list[Transfer], li
 
     Buckets of three lengths (`parallel/static_sizes.py`, own >= node >= far) go in pieces: the first C = far rows of
     each to all devices, what those for the own node have more inside it, what the own one has more among its shards.
+
+    `whole` is the MP group's all-gather of its tokens, once each way, where tokens come or leave as others expect:
+    schedules that work on parts of the tokens gather replicated ones at their end; those that gate the whole group
+    gather tokens that come in parts.
     """
     schedule = shape.schedule
     if schedule == "dp":
         return [], []
-    unit, whole = shape.model_dim * shape.esp_size, shape.whole_gather()
+    unit, whole = shape.model_dim * shape.esp_size, []
+    if shape.gates_group == shape.split_tokens:
+        whole = [Transfer("all_gather", "model", shape.tokens * shape.model_dim)]
     in_node, own = shape.members_in_node * shape.more_in_node, shape.more_own
     x = shape.ep_size * shape.rows * shape.model_dim * shape.esp_size
     near = [
@@ -219,7 +215,7 @@ def layer_transfers(
     """
     schedule = shape.schedule
     forward, backward = (
-        [part for move in shape.present(way) for part in _carried(move, shape, transport)]
+        [part for move in shape.present(way) for part in carried(move, shape, transport)]
         for way in _plain_transfers(shape, gather)
     )
     if not shape.sent_bytes or schedule == "pairwise":
@@ -263,8 +259,8 @@ def index_transfers(shape: LayerShape, transport: str = "all_to_all") -> list[Tr
     return shape.present(out)
 
 
-def _carried(move: Transfer, shape: LayerShape, transport: str) -> list[Transfer]:
-    """Return what a transfer is under a transport."""
+def carried(move: Transfer, shape: LayerShape, transport: str) -> list[Transfer]:
+    """Return what a transfer is under a transport, one of `MoEConfig.transport`."""
     if transport == "coordinated" and shape.schedule != "pairwise":
         return shape.present(_by_place(move, shape))
     if transport == "two_level" and move.collective == "all_to_all" and move.group in (_BOTH, "expert"):
@@ -404,63 +400,37 @@ def transfer_seconds(transfers: Sequence[Transfer], shape: LayerShape, cluster: 
             seconds = fit.seconds(rounds.elements * size, gathers.elements * gathers.calls)
         else:
             swap = Transfer("all_to_all", _BOTH, rounds.elements * size)
-            group, *sent = _on_links(swap, shape, cluster, requested_by)
-            mp_group, *last = _on_links(gathers, shape, cluster, requested_by)
-            group = group._replace(kind="collective-permute")
+            links, *sent = _on_links(swap, shape, cluster, requested_by)
+            of_mp, *last = _on_links(gathers, shape, cluster, requested_by)
+            links = dataclasses.replace(links, kind="collective-permute")
             shared = (own + (gathers.calls - 1) * next_to for own, next_to in zip(sent, last, strict=True))
-            seconds = (rounds.calls - 1) * Links(cluster, group).start_up(sent[1] > 0)
-            seconds += float(Links(cluster, group, requested_by).uniform(*shared))
-            seconds += float(Links(cluster, mp_group, requested_by).uniform(*last))
+            seconds = (rounds.calls - 1) * links.start_up(sent[1] > 0)
+            seconds += float(links.uniform(*shared))
+            seconds += float(of_mp.uniform(*last))
     for move in rest:
         if cluster.fits:
             size, stride = shape.span(move.group)
             fit = cluster.fit(fit_name(move.collective, size, stride=stride), requested_by)
             one = max(0.0, fit.seconds(move.elements * (move.item or 1)))
         else:
-            one = _seconds_of(move, shape, cluster, requested_by)
+            links, inside, across = _on_links(move, shape, cluster, requested_by)
+            one = float(links.uniform(inside, across))
         seconds += move.calls * one
     return seconds
 
 
-def _seconds_of(move: Transfer, shape: LayerShape, cluster: Cluster, requested_by: str) -> float:
-    """Return the time of one call of a transfer, by links."""
-    group, inside, across = _on_links(move, shape, cluster, requested_by)
-    return float(Links(cluster, group, requested_by).uniform(inside, across))
-
-
-def _on_links(move: Transfer, shape: LayerShape, cluster: Cluster, requested_by: str) -> tuple[Group, float, float]:
-    """Return the group of a transfer, and the bytes of one call that a device sends to its own node and to others."""
+def _on_links(move: Transfer, shape: LayerShape, cluster: Cluster, requested_by: str) -> tuple[Links, float, float]:
+    """Return the links of a transfer, and the bytes of one call that a device sends to its own node and to others."""
     size, stride = shape.span(move.group)
     per_node = size * stride if cluster.flat else cluster.need("devices_per_node", requested_by)
     near, handed = max(1, min(size, per_node // stride)), move.elements * (move.item or 1)
     if move.collective == "permute":  # one other device, as far away as any
-        return Group(size, near, "collective-permute"), *((handed, 0.0) if near == size else (0.0, handed))
+        links = Links(cluster, size, near, requested_by, "collective-permute")
+        return (links, handed, 0.0) if near == size else (links, 0.0, handed)
     if move.collective == "all_to_all":
-        return Group(size, near, stride=stride), handed * (near - 1) / size, handed * (size - near) / size
+        links = Links(cluster, size, near, requested_by, stride=stride)
+        return links, handed * (near - 1) / size, handed * (size - near) / size
     times = 2 if move.collective == "all_reduce" else 1
     across = times * handed * (size - near) / (size * near)  # a ring over the nodes, each device with its part
     inside = times * handed * (size - 1) / size - across
-    return Group(size, near, move.collective.replace("_", "-")), inside, across
-
-
-def transport_seconds(cluster: Cluster, devices: int, slicing: int, shards: int, sent: float) -> dict[str, float]:
-    """Return {transport: seconds} of one exchange, by links, or by an all-to-all's fit where there is one.
-
-    Args:
-      devices: of an EP&ESP group, which fill whole nodes; slicing: those of it in an MP group, a divisor of a node;
-        shards: N_ESP, a divisor of `slicing`; sent: bytes of one device's rows, to all shards of their experts.
-
-    Raises:
-      UserError: the cluster lacks a start-up, a step or a bandwidth.
-    """
-    asked_by = "the time of each MoEConfig.transport"
-    near = min(cluster.need("devices_per_node", asked_by), devices)
-    for place, is_there in (("inter", near < devices), ("intra", near > 1)):
-        for figure in ("latency", "step") if is_there else ():
-            cluster.need(f"{place}_{figure}", asked_by)
-    sizes = {"ep_size": devices // shards, "esp_size": shards, "mp_size": slicing, "members_in_node": near // shards}
-    shape, whole = LayerShape(tokens=0, model_dim=0, rows=0, **sizes), Transfer("all_to_all", _BOTH, sent)
-    return {
-        name: sum(_seconds_of(move, shape, cluster, asked_by) for move in _carried(whole, shape, name))
-        for name in TRANSPORTS
-    }
+    return Links(cluster, size, near, requested_by, move.collective.replace("_", "-")), inside, across

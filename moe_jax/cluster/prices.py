@@ -1,7 +1,7 @@
 """What a device takes: seconds of matmuls, grouped matmuls, attention, other kernels and collectives, and their basis.
 
-Inputs: a `Target` (data sheet and the names of its tables) and `Constants` (a level for what nobody measured, and what
-a user measured). Outputs: seconds. A figure is the user's own ('calibrated'), else of a public table ('measured'), else
+Inputs: a `Target` (data sheet and the names of its tables), a level for what nobody measured, and what a user measured.
+Outputs: seconds. A figure is the user's own ('calibrated'), else of a public table ('measured'), else
 the data sheet's with a share that is assumed to be reached. `collectives.py` asks here for what links take.
 """
 
@@ -12,30 +12,14 @@ import json
 import sys
 from pathlib import Path
 
-from moe_jax.cluster import tables
-from moe_jax.cluster.tables import Line, assumed, fitted
+from moe_jax.cluster import fits
+from moe_jax.cluster.fits import Fit, assumed, fitted
 from moe_jax.cluster.targets import Target
 from moe_jax.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constants:
-    """The level of assumed prices, and a user's own measurements in place of tables; None: not measured."""
-
-    level: str = "middle"
-    matmul_efficiency: float | None = None  # of the peak FLOP/s, reached by all matmuls
-    memory_efficiency: float | None = None  # of the memory bandwidth, reached by kernels without matmuls
-    launch: float | None = None  # the least seconds of any kernel
-    conditional: float | None = None  # seconds that the device is idle at each conditional, besides its branch
-    start: float | None = None  # seconds of an empty collective inside a node
-    step: float | None = None  # that each message adds to it
-    node_start: float | None = None  # likewise of one that leaves its node
-    node_step: float | None = None
-    node_share: float | None = None  # of the adapters' bytes/s, reached between nodes
-
-
-def read_constants(path: str) -> Constants:
-    """Return the constants of a file; those that it leaves out keep their defaults.
+def read_constants(path: str) -> dict[str, float]:
+    """Return the fields of `Prices` that a file has measured.
 
     Args:
       path: JSON, {"matmul_efficiency": 0.6, ...}, or such a record under "constants" as `gpu_day.json` and a report of
@@ -50,12 +34,11 @@ def read_constants(path: str) -> Constants:
         raise UserError(f"--constants ({path!r}) cannot be read as JSON: {error}") from error
     if isinstance(record, dict) and "constants" in record:
         record = record["constants"]
-    names = [field.name for field in dataclasses.fields(Constants) if field.name != "level"]
     if not isinstance(record, dict) or not record:
-        raise UserError(f"--constants ({path!r}) holds no constants; write some of {', '.join(names)}")
+        raise UserError(f"--constants ({path!r}) holds no constants; write some of {', '.join(MEASURED)}")
     for name, value in record.items():
-        if name not in names:
-            raise UserError(f"--constants ({path!r}) names {name!r}; the model has {', '.join(names)}")
+        if name not in MEASURED:
+            raise UserError(f"--constants ({path!r}) names {name!r}; the model has {', '.join(MEASURED)}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         # integers of JSON have no bound
         least, most, rule = sys.float_info.min, 1, "a share above 0 and at most 1"
@@ -63,7 +46,7 @@ def read_constants(path: str) -> Constants:
             least, most, rule = 0, sys.float_info.max, "seconds, at least 0"
         if not is_number or not least <= value <= most:
             raise UserError(f"--constants ({path!r}): {name} ({value!r}) must be {rule}")
-    return Constants(**{name: float(value) for name, value in record.items()})
+    return {name: float(value) for name, value in record.items()}
 
 
 def arithmetic_of(item: int) -> str:
@@ -80,36 +63,38 @@ def attention_flops(kind: str, sizes: tuple[float, ...], causal: bool) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-    """Seconds on one kind of device, at one level."""
+    """Seconds on one kind of device, at one level of assumed prices; a user's own measurements come first.
+
+    Fields after the level are those measurements; None: not measured.
+    """
 
     target: Target
-    constants: Constants = Constants()
+    level: str = "middle"  # of `fits.LEVELS`
+    matmul_efficiency: float | None = None  # of the peak FLOP/s, reached by all matmuls
+    memory_efficiency: float | None = None  # of the memory bandwidth, reached by kernels without matmuls
+    launch: float | None = None  # the least seconds of any kernel
+    conditional: float | None = None  # seconds that the device is idle at each conditional, besides its branch
+    start: float | None = None  # seconds of an empty collective inside a node
+    step: float | None = None  # that each message adds to it
+    node_start: float | None = None  # likewise of one that leaves its node
+    node_step: float | None = None
+    node_share: float | None = None  # of the adapters' bytes/s, reached between nodes
 
     def assumed(self, name: str) -> float:
         """Return a row of `measured/assumed.csv`, or what the user measured of it."""
         own = {"memory_share": "memory_efficiency", "matmul_share": "matmul_efficiency"}.get(name, name)
-        given = getattr(self.constants, own, None)
-        return assumed(name, self.constants.level) if given is None else given
+        given = getattr(self, own, None)
+        return assumed(name, self.level) if given is None else given
 
     def table(self, name: str, kind: str):
-        """Return the fit of a public table for this device (`tables.fitted`); None without one, or where a user's own
+        """Return the fit of a public table for this device (`fits.fitted`); None without one, or where a user's own
         efficiency of matmuls stands for all kernels' tables."""
-        own = name != "collectives" and self.constants.matmul_efficiency is not None
+        own = name != "collectives" and self.matmul_efficiency is not None
         return None if own or not self.target.tables else fitted(name, self.target.tables, kind)
-
-    @property
-    def launch(self) -> float:
-        """The least seconds of a kernel."""
-        return self.assumed("launch")
-
-    @property
-    def conditional(self) -> float:
-        """Seconds that the device is idle at a conditional."""
-        return self.assumed("conditional")
 
     def memory(self, moved: float) -> float:
         """Return the seconds of a kernel that reads and writes so many bytes of device memory and computes little."""
-        return max(moved / (self.target.memory_bandwidth * self.assumed("memory_share")), self.launch)
+        return max(moved / (self.target.memory_bandwidth * self.assumed("memory_share")), self.assumed("launch"))
 
     def matmul(self, arithmetic: str, b: float, m: float, n: float, k: float) -> float:
         """Return the seconds of [b, m, k] x [b, k, n]; arithmetic: 'bf16' (up to 16 bits), 'tf32', 'f32', 'f64'."""
@@ -117,16 +102,16 @@ class Prices:
         if fit is None:
             return self._by_peak("matmul_share", arithmetic, 2.0 * b * m * n * k)
         # the table's start holds a launch; inside a command buffer it may be shorter
-        start = min(fit[0], self.launch) if self.constants.level == "low" else fit[0]
-        return float(start + tables.matmul_columns(b, m, n, k)[1:] @ fit[1:])
+        start = min(fit[0], self.assumed("launch")) if self.level == "low" else fit[0]
+        return float(start + fits.matmul_columns(b, m, n, k)[1:] @ fit[1:])
 
     def grouped_matmul(self, arithmetic: str, kind: str, rows: float, k: float, n: float, groups: float) -> float:
-        """Return the seconds of rows [R, K] by [G, K, N]; kind: 'forward', 'dlhs', 'drhs' (see `tables`)."""
+        """Return the seconds of rows [R, K] by [G, K, N]; kind: 'forward', 'dlhs', 'drhs' (see `fits`)."""
         fit = self.table("grouped_matmuls", kind)
         if fit is None:
             return self._by_peak("grouped_share", arithmetic, 2.0 * rows * k * n)
         slower = self.target.flops_bf16 / self.target.flops(arithmetic)
-        return max(float(tables.grouped_columns(rows, k, n, groups) @ fit) * slower, self.launch)
+        return max(float(fits.grouped_columns(rows, k, n, groups) @ fit) * slower, self.assumed("launch"))
 
     def attention(self, kind: str, sizes: tuple[float, ...], causal: bool) -> float:
         """Return the seconds of fused attention; kind: 'forward', 'backward'.
@@ -137,12 +122,12 @@ class Prices:
         fit = self.table("attention", kind)
         if fit is None:
             return self._by_peak("attention_share", "bf16", attention_flops(kind, sizes, causal))
-        return max(float(tables.attention_columns(*sizes, float(causal)) @ fit), self.launch)
+        return max(float(fits.attention_columns(*sizes, float(causal)) @ fit), self.assumed("launch"))
 
     def described(self) -> dict[str, str]:
         """Return {what: on what its seconds rest}."""
         from_table = f"measured ({', '.join(self.target.tables)}; cluster/measured)"
-        of_kernels, found = "data sheet" if self.constants.matmul_efficiency is None else "calibrated", {}
+        of_kernels, found = "data sheet" if self.matmul_efficiency is None else "calibrated", {}
         for what, table, kind in (
             ("matmuls (bf16)", "matmuls", "bf16"),
             ("matmuls (tf32)", "matmuls", "tf32"),
@@ -155,28 +140,28 @@ class Prices:
         if lines := self.table("collectives", "all-to-all"):
             larger = "; larger ones extrapolated by rounds" if self.target.per_node > max(lines) else ""
             found["exchanges inside a node"] += f", groups of {min(lines)} to {max(lines)}{larger}"
-        own, sheet = self.constants, "data sheet x {:g}, {} {:g} us, {}"
+        sheet = "data sheet x {:g}, {} {:g} us, {}"
         for what, share, name, given in (
-            ("exchanges between nodes", "node_share", "start-up", (own.node_share, own.node_start)),
-            ("other kernels", "memory_share", "launch", (own.memory_efficiency, own.launch)),
+            ("exchanges between nodes", "node_share", "start-up", (self.node_share, self.node_start)),
+            ("other kernels", "memory_share", "launch", (self.memory_efficiency, self.launch)),
         ):
             said = "assumed" if given == (None, None) else "calibrated" if None not in given else "in part calibrated"
-            start = self.launch if name == "launch" else self.assumed("node_start")
+            start = self.assumed("launch" if name == "launch" else "node_start")
             found[what] = sheet.format(self.assumed(share), name, 1e6 * start, said)
         return found
 
-    def collective(self, kind: str, members: int) -> Line | None:
-        """Return the measured line of a collective inside a node, over its Z bytes; None without a table.
+    def collective(self, kind: str, members: int) -> Fit | None:
+        """Return the measured line of a collective inside a node, over sqrt(Z) and Z; None without a table.
 
         A permute sends Z where an all-to-all of two sends half of it, and counts as such a one of 2 Z.
         """
         if kind == "collective-permute":
             pair = self.collective("all-to-all", 2)
-            return None if pair is None else Line(pair.start, pair.root * 2**0.5, pair.slope * 2)
+            return None if pair is None else Fit(pair.alpha, pair.beta * 2**0.5, pair.gamma * 2)
         if members < 2:
             return None
         lines = self.table("collectives", "all-gather" if kind == "collective-broadcast" else kind)
-        return None if lines is None else tables.collective_line(lines, members, kind)
+        return None if lines is None else fits.collective_line(lines, members, kind)
 
     def reached(self, arithmetic: str) -> float:
         """Return the FLOP/s that a large matmul reaches."""
@@ -184,5 +169,8 @@ class Prices:
         return 8 * size**3 / self.matmul(arithmetic, 4, size, size, size)
 
     def _by_peak(self, share: str, arithmetic: str, flops: float) -> float:
-        given = self.constants.matmul_efficiency
-        return max(flops / (self.target.flops(arithmetic) * (given or self.assumed(share))), self.launch)
+        given = self.matmul_efficiency
+        return max(flops / (self.target.flops(arithmetic) * (given or self.assumed(share))), self.assumed("launch"))
+
+
+MEASURED = tuple(field.name for field in dataclasses.fields(Prices))[2:]  # what a user may have measured

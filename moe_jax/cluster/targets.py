@@ -24,7 +24,7 @@ class Target:
     """One kind of device, and how many of them a run has on how many nodes."""
 
     name: str  # of its file
-    device: str  # what it is called
+    device_kind: str  # what it is called, and calls itself as a `jax.Device`
     intra_bandwidth: float  # bytes/s one way of one device's link inside its node
     node_bandwidth: float  # bytes/s one way between a node and the network, by all its adapters together
     adapters: int  # network adapters of a node; a device reaches one at a time
@@ -39,39 +39,20 @@ class Target:
     dropped_by_cuda: int | None = None  # the first CUDA version that no longer compiles for this device
     nodes: int = 1
     per_node: int = 1
-    config: str = ""  # XLA's description of the device
+    config: str = ""  # XLA's description of the device, which has the next three
+    compute_capability: str = ""  # such as '9.0'; '' where the description lacks it
+    cores: int = 0  # streaming multiprocessors; 0 where the description lacks them
+    whole_memory: int = 0  # bytes of the device's memory as XLA counts them; 0 where the description lacks them
 
     @property
     def devices(self) -> int:
         return self.nodes * self.per_node
 
-    platform = "cuda"  # like the next two what a `jax.Device` says of itself
-
-    @property
-    def device_kind(self) -> str:
-        return self.device
-
-    @property
-    def compute_capability(self) -> str:
-        """Such as '9.0'; '' where the description lacks it."""
-        found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", self.config)
-        return f"{found.group(1)}.{found.group(2) or 0}" if found else ""
+    platform = "cuda"  # like `device_kind` and `compute_capability` what a `jax.Device` says of itself
 
     def flops(self, arithmetic: str) -> float:
         """Return the peak FLOP/s of 'bf16', 'tf32', 'f32' or 'f64'."""
         return getattr(self, f"flops_{arithmetic}")
-
-    @property
-    def cores(self) -> int:
-        """Streaming multiprocessors of the device; 0 where the description lacks them."""
-        found = re.search(r"core_count: (\d+)", self.config)
-        return int(found.group(1)) if found else 0
-
-    @property
-    def whole_memory(self) -> int:
-        """Bytes of the device's memory as XLA counts them; 0 where the description lacks them."""
-        found = re.search(r"device_memory_size: (\d+)", self.config)
-        return int(found.group(1)) if found else 0
 
     @property
     def usable_memory(self) -> float:
@@ -82,8 +63,8 @@ class Target:
         """Raise a UserError if the CUDA wheels of this major version no longer compile for this device."""
         if self.dropped_by_cuda is not None and cuda >= self.dropped_by_cuda:
             raise UserError(
-                f"target {self.name!r} ({self.device}) was dropped by CUDA {self.dropped_by_cuda}, and the wheels here "
-                f"are of CUDA {cuda}; give the command in an environment with the wheels of jax[cuda"
+                f"target {self.name!r} ({self.device_kind}) was dropped by CUDA {self.dropped_by_cuda}, and the wheels "
+                f"here are of CUDA {cuda}; give the command in an environment with the wheels of jax[cuda"
                 f"{self.dropped_by_cuda - 1}], which compile for it, or choose one of "
                 f"{', '.join(name for name in target_names() if name != self.name)}"
             )
@@ -115,7 +96,17 @@ def read_device(name: str) -> Target:
             fields[found.group(1)] = ast.literal_eval(found.group(2))
         elif not line.startswith("#"):
             rest.append(line)
-    return Target(name=name, config="\n".join(rest).strip() + "\n", **fields)
+    config = "\n".join(rest).strip() + "\n"
+    capability = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", config)
+    cores, memory = (re.search(rf"{field}: (\d+)", config) for field in ("core_count", "device_memory_size"))
+    return Target(
+        name=name,
+        config=config,
+        compute_capability=f"{capability.group(1)}.{capability.group(2) or 0}" if capability else "",
+        cores=int(cores.group(1)) if cores else 0,
+        whole_memory=int(memory.group(1)) if memory else 0,
+        **fields,
+    )
 
 
 def device_named(kind: str) -> str | None:

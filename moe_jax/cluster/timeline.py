@@ -184,7 +184,7 @@ class _Player:
                     ),
                 }
                 line.skipped.setdefault(name, first)["executions"] += 1
-                self.now += self.prices.conditional
+                self.now += self.prices.assumed("conditional")
                 self.run(branches[taken], loops)
             elif opcode == "call":
                 self.run(computations[instruction.called()[0]], loops)
@@ -235,7 +235,7 @@ class _Player:
         if instruction.opcode == "while":
             return self.turns(instruction) * self.estimate(self.module.computations[instruction.attribute("body")])
         if instruction.opcode == "conditional":
-            return self.prices.conditional + min(map(self.estimate, inner))
+            return self.prices.assumed("conditional") + min(map(self.estimate, inner))
         if instruction.opcode == "call":
             return self.estimate(inner[0])
         if collective_of(instruction, self.module):
@@ -262,7 +262,7 @@ class _Player:
     def kernel(self, instruction: Instruction, computation: Computation):
         cost, seconds, scope = self.cost(instruction, computation)
         line, begin, label = self.timeline, self.now, scope or "other compute"
-        line.shortest += seconds <= self.prices.launch
+        line.shortest += seconds <= self.prices.assumed("launch")
         if self.taken and self.open:  # slower for as long as transfers are under way
             now, left, rate = begin, seconds, 1 - self.taken
             for transfer in sorted(self.open, key=lambda transfer: transfer["begin"]):

@@ -5,7 +5,6 @@ Where each number of the text is from stands in deepspeed_moe.toml.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import statistics
@@ -17,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.collectives import Group, Links
-from moe_jax.cluster.layer_seconds import preceding_seconds, transport_seconds
+from moe_jax.cluster.collectives import Links
+from moe_jax.cluster.fits import assumed
+from moe_jax.cluster.layer_seconds import LayerShape, Transfer, carried, preceding_seconds, transfer_seconds
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.models.counts import parameter_counts
 from moe_jax.moe.config import MoEConfig
@@ -26,8 +26,8 @@ from moe_jax.moe.permute import permute_tokens, unpermute_tokens
 from moe_jax.moe.routers import choose_experts
 from moe_jax.moe.routing import pack, route
 from moe_jax.papers.loads import find_loads, fit_loads
-from moe_jax.papers.systems import DEEPSPEED, Model, Setting, listed, prices_of, run
-from moe_jax.papers.table import Found, Inputs, MissingResults, Tables, curves, lines, texts_of
+from moe_jax.papers.systems import DEEPSPEED, Model, Setting, listed, run
+from moe_jax.papers.table import Found, MissingResults, Tables, curves, lines
 from moe_jax.parallel.mesh import ep_degree
 from moe_jax.parallel.static_sizes import bucket_layout
 from moe_jax.shipped import shipped
@@ -53,7 +53,7 @@ SIZES = {  # name: config, bindings
 }
 
 
-TABLES = Tables(texts_of("deepspeed_moe"), "modelled", {})
+TABLES = Tables("deepspeed_moe", "modelled", {})
 
 
 @TABLES.add()
@@ -80,8 +80,24 @@ def parallelism(inputs):
 BATCH, LENGTH = 512, 2048  # sequences of a step and their tokens: the authors' script ds_pretrain_gpt_1.3B_MoE128
 
 
-def training_rates(inputs: Inputs) -> list[float]:
-    """Return samples/s of the 6.7B model, whole and over 8 GPUs, and of 1.3B+MoE-128 under the loads and evenly."""
+def reduce_seconds(cluster: Cluster, mp: int, numbers: float) -> float:
+    """Return the seconds of an all-reduce of so many numbers over an MP group, a ring, which passes each twice."""
+    near = min(mp, cluster.devices_per_node)
+    across = 2 * ITEM * numbers * (mp - near) / (mp * near)
+    inside = 2 * ITEM * numbers * (mp - 1) / mp - across
+    return float(Links(cluster, mp, near, "a sum over MP", "all-reduce").uniform(inside, across))
+
+
+AGAIN = "activations computed again, a fourth forward (the authors' scripts checkpoint them)"
+SLICED = "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_dense)"
+
+
+@TABLES.add(experiments={cause: cause for cause in (AGAIN, SLICED)})
+def training_cost(inputs, change=""):
+    """Model the training throughput of 1.3B+MoE-128 and of the dense model of equal quality.
+
+    `rates` are samples/s of the 6.7B model, whole and over 8 GPUs, and of 1.3B+MoE-128 under the loads and evenly.
+    """
     cluster = listed("a100", 128, inputs.level)
     tokens = BATCH * LENGTH / cluster.devices
     block = {"model_dim": 4096, "length": LENGTH, "matrices": 2, "dense_hidden_dim": 4 * 4096}
@@ -92,26 +108,8 @@ def training_rates(inputs: Inputs) -> list[float]:
     steps = [(4096, dense), (4096, dense + 4 * 32 * reduce_seconds(cluster, 8, 8 * tokens * 4096))]
     for loads in (inputs.loads(1), find_loads("W0_balanced")):
         steps.append((2048, float(run(DEEPSPEED, Setting(trace=loads, **given)).iterations.mean())))
-    return [BATCH / (s + 3 * cluster.prices.matmul("bf16", 1, tokens, VOCABULARY, width)) for width, s in steps]
-
-
-def reduce_seconds(cluster: Cluster, mp: int, numbers: float) -> float:
-    """Return the seconds of an all-reduce of so many numbers over an MP group, a ring, which passes each twice."""
-    near = min(mp, cluster.devices_per_node)
-    across = 2 * ITEM * numbers * (mp - near) / (mp * near)
-    inside = 2 * ITEM * numbers * (mp - 1) / mp - across
-    return float(Links(cluster, Group(mp, near, "all-reduce"), "a sum over MP").uniform(inside, across))
-
-
-AGAIN = "activations computed again, a fourth forward (the authors' scripts checkpoint them)"
-SLICED = "the dense model sliced over 8 GPUs (the authors' ds_pretrain_gpt_6.7B_dense)"
-
-
-@TABLES.add(experiments={cause: cause for cause in (AGAIN, SLICED)})
-def training_cost(inputs, change=""):
-    """Model the training throughput of 1.3B+MoE-128 and of the dense model of equal quality."""
+    rates = [BATCH / (s + 3 * cluster.prices.matmul("bf16", 1, tokens, VOCABULARY, width)) for width, s in steps]
     names = ("6.7B dense", "6.7B dense, MP 8", "1.3B+MoE-128, the trace's loads", "1.3B+MoE-128")
-    rates = training_rates(inputs)
     rows = [(*row, row[1] / rates[0]) for row in zip(names, rates, (70, 70, 372, 372), strict=True)]
     whole, sliced, _, moe = rates
     dense = sliced if change == SLICED else whole
@@ -191,98 +189,88 @@ def pr_moe_mos(inputs):
     return Found(trained_rows(kinds), gains, (f"Seeds: {seeds}.",), curves(series, xlabel="step", ylabel=LOSS))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Served:
-    """A model that writes text; every second layer has experts, top-1, where there are any."""
-
-    name: str
-    layers: int
-    model_dim: int
-    slicing: int = 1  # devices that share the parameters outside of experts (MP)
-    experts: int = 0
-
-
 TOKENS = 8  # sequences of one MP group, each of which gets a token in a step: assumed, the texts name none
 MIN_CAPACITY = 4  # rows of an expert at least: the default of the authors' scripts
 TABLE_KERNELS, ONE_HOT_KERNELS = 5, 32  # of a gate; the second: operations of top1gating (DeepSpeed, sharded_moe.py)
 BLOCK_KERNELS = 11  # of a Megatron block, unfused, besides four matmuls: norms, attention, copies, biases
-SERVED = (  # the tutorial's table; 35B: 128 experts on a base of 175 B / 5, the paper's rule of equal quality
-    Served(name="1.3B+MoE-128", layers=24, model_dim=2048, experts=128),
-    Served(name="2.4B+MoE-128", layers=16, model_dim=3584, experts=128),
-    Served(name="24B+MoE-128", layers=30, model_dim=8192, slicing=8, experts=128),
-    Served(name="35B+MoE-128", layers=44, model_dim=8192, slicing=8, experts=128),
-)
-DENSE = (Served(name="6.7B", layers=32, model_dim=4096), Served(name="175B", layers=96, model_dim=12288, slicing=16))
+# models that write text, of the tutorial's table: layers, every second one of which has experts, top-1, where there are
+# any; M; devices that share the parameters outside of experts (MP); experts
+SERVED = {
+    "1.3B+MoE-128": (24, 2048, 1, 128),
+    "2.4B+MoE-128": (16, 3584, 1, 128),
+    "24B+MoE-128": (30, 8192, 8, 128),
+    "35B+MoE-128": (44, 8192, 8, 128),  # on a base of 175 B / 5, the paper's rule of equal quality
+    "6.7B": (32, 4096, 1, 0),
+    "175B": (96, 12288, 16, 0),
+}
+SMALLEST, _, LARGER, LARGEST, *_ = SERVED
 
 
-def token_seconds(model: Served, cluster: Cluster, one_hot: bool = False, launch: float = 0.0) -> float:
+def token_seconds(name: str, cluster: Cluster, one_hot: bool = False, launch: float = 0.0) -> float:
     """Return the seconds of one token for all sequences; weights are read from memory once, keys and values are not.
 
     Args:
+      name: of a model of `SERVED`.
       one_hot: the baseline, whose gate is made of one-hot einsums: its exchanges carry experts' full capacities, from
         all devices of an MP group alike, and its experts multiply them.
       launch: seconds of each kernel of a block that is no matmul, and then of the gates' kernels too.
     """
-    prices, mp, square = cluster.prices, model.slicing, model.model_dim**2
-    moe = model.layers // 2 if model.experts else 0
+    (layers, width, mp, experts), prices = SERVED[name], cluster.prices
+    moe, square = layers // 2 if experts else 0, width**2
     attention, ffn = (sum(prices.memory(ITEM * n * square / mp) for n in parts) for parts in ((3, 1), (4, 4)))
-    seconds = model.layers * (attention + BLOCK_KERNELS * launch) + (model.layers - moe) * ffn
-    seconds += (2 * model.layers - moe) * reduce_seconds(cluster, mp, TOKENS * model.model_dim)
-    return seconds + (moe * expert_layer_seconds(model, cluster, one_hot, launch) if moe else 0.0)
-
-
-def expert_layer_seconds(model: Served, cluster: Cluster, one_hot: bool, launch: float) -> float:
-    """Return the seconds of gate, exchanges and experts of one layer; arguments as of `token_seconds`."""
-    prices, devices, mp, width = cluster.prices, cluster.devices, model.slicing, model.model_dim
-    ep = min(model.experts, devices)
-    local, shards = model.experts // ep, devices // ep  # experts of a device, devices of an expert
-    met = local * (1 - (1 - 1 / model.experts) ** (TOKENS * devices // mp))  # that a token chose, in the mean
+    seconds = layers * (attention + BLOCK_KERNELS * launch) + (layers - moe) * ffn
+    seconds += (2 * layers - moe) * reduce_seconds(cluster, mp, TOKENS * width)
+    if not moe:
+        return seconds
+    devices = cluster.devices
+    ep = min(experts, devices)
+    local, shards = experts // ep, devices // ep  # experts of a device, devices of an expert
+    met = local * (1 - (1 - 1 / experts) ** (TOKENS * devices // mp))  # that a token chose, in the mean
     rows, multiply = TOKENS / mp, 0.0
     if one_hot:
-        capacity = max(MIN_CAPACITY, math.ceil(TOKENS / model.experts))
-        met, rows = local, model.experts * capacity
+        capacity = max(MIN_CAPACITY, math.ceil(TOKENS / experts))
+        met, rows = local, experts * capacity
         multiply = prices.matmul("bf16", local, ep * capacity, width, 4 * width / shards)
-    exchange = transport_seconds(cluster, devices, mp, shards, ITEM * rows * width * shards)
-    gate = (ONE_HOT_KERNELS if one_hot else TABLE_KERNELS) * (launch or prices.launch)
-    experts = 2 * max(prices.memory(ITEM * 4 * met * width**2 / shards), multiply)
-    return gate + experts + 2 * exchange["all_to_all" if one_hot else "coordinated"]
+    near = min(cluster.devices_per_node, devices) // shards
+    sizes = {"ep_size": ep, "esp_size": shards, "mp_size": mp, "members_in_node": near}
+    shape = LayerShape(tokens=0, model_dim=0, rows=0, **sizes)
+    rows_sent = Transfer("all_to_all", "expert+expert_shard", ITEM * rows * width * shards)  # to all shards
+    exchange = carried(rows_sent, shape, "all_to_all" if one_hot else "coordinated")
+    gate = (ONE_HOT_KERNELS if one_hot else TABLE_KERNELS) * (launch or prices.assumed("launch"))
+    computed = 2 * max(prices.memory(ITEM * 4 * met * width**2 / shards), multiply)
+    return seconds + moe * (gate + computed + 2 * transfer_seconds(exchange, shape, cluster, "an exchange"))
 
 
 LAUNCHES = "PyTorch's launches: every kernel of the baseline at the list's high price, 5 us"
+HIGH = assumed("launch", "high")
 
 
-def launch_of(level: str) -> float:
-    """Return the seconds of a launch at a level of prices; '': none."""
-    return prices_of("a100", level).launch if level else 0.0
-
-
-@TABLES.add(experiments={LAUNCHES: "high"})
-def inference(inputs, launches=""):
-    """Model how much faster and cheaper MoE models write than dense ones of equal quality; `launches`: of the dense."""
+@TABLES.add(experiments={LAUNCHES: HIGH})
+def inference(inputs, launch=0.0):
+    """Model how much faster and cheaper MoE models write than dense ones of equal quality; `launch`: of the dense."""
     rows = []
-    for dense, moe, devices in ((DENSE[0], SERVED[0], 128), (DENSE[1], SERVED[3], 256)):
-        slow = 1e3 * token_seconds(dense, listed("a100", dense.slicing, inputs.level), launch=launch_of(launches))
+    for dense, moe, devices in (("6.7B", SMALLEST, 128), ("175B", LARGEST, 256)):
+        (*_, sliced, _), (*_, slicing, _) = SERVED[dense], SERVED[moe]
+        slow = 1e3 * token_seconds(dense, listed("a100", sliced, inputs.level), launch=launch)
         fast = 1e3 * token_seconds(moe, listed("a100", devices, inputs.level))
-        cheaper = slow / fast * dense.slicing / moe.slicing  # devices that serve TOKENS sequences, over ours
-        rows.append((dense.name, dense.slicing, moe.name, devices, slow, fast, slow / fast, cheaper))
+        cheaper = slow / fast * sliced / slicing  # devices that serve TOKENS sequences, over ours
+        rows.append((dense, sliced, moe, devices, slow, fast, slow / fast, cheaper))
     return Found(rows, rows[-1][-2:])
 
 
 @TABLES.add(
-    lines("A100", "ms", "ms, baseline", by="model", yscale="log", ylabel="ms a token"), experiments={LAUNCHES: "high"}
+    lines("A100", "ms", "ms, baseline", by="model", yscale="log", ylabel="ms a token"), experiments={LAUNCHES: HIGH}
 )
-def latency(inputs, launches=""):
-    """Model the latency of a token by devices, and that of the baseline; `launches`: their price there, '': none."""
-    launch = launch_of(launches)
-    few, many = (8, 16, 32, 64, 128), (64, 128, 256)
-    cells = [(model, devices) for model in SERVED for devices in (many if model.slicing > 1 else few)]
-    rows = []
-    for model, devices in cells:
+def latency(inputs, launch=0.0):
+    """Model the latency of a token by devices, and that of the baseline; `launch`: seconds of each kernel there."""
+    few, many, rows = (8, 16, 32, 64, 128), (64, 128, 256), []
+    models = {name: many if slicing > 1 else few for name, (*_, slicing, experts) in SERVED.items() if experts}
+    for model, devices in ((name, devices) for name, counts in models.items() for devices in counts):
         cluster = listed("a100", devices, inputs.level)
         tables, base = (1e3 * token_seconds(model, cluster, *gate) for gate in ((), (True, launch)))
-        rows.append((model.name, devices, tables, base, base / tables))
-    small = [times for name, devices, *_, times in rows if name == SERVED[0].name and devices <= 32]
-    largest = [row[2] for row in rows if row[:2] == (SERVED[2].name, 256)]
+        rows.append((model, devices, tables, base, base / tables))
+    small = [times for name, devices, *_, times in rows if name == SMALLEST and devices <= 32]
+    largest = [row[2] for row in rows if row[:2] == (LARGER, 256)]
     note = f"{TOKENS} sequences for each MP group. On more than 128 GPUs experts are sliced."
     return Found(rows, [max(row[-1] for row in rows), small, largest], (note,))
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from moe_jax.cluster import Links
 from moe_jax.papers.loads import OF_64, find_loads
 from moe_jax.papers.systems import Model, Setting, machine
-from moe_jax.papers.table import Found, Inputs, Tables, bars, texts_of
+from moe_jax.papers.table import Found, Inputs, Tables, bars
 from moe_jax.planning.fastermoe import Shadowing
 
 TOP_K, ITEM = 2, 4  # choices of a token, bytes of a number
@@ -56,16 +55,10 @@ EXPERIMENTS = {
 TRAINED = {
     "iterations to the loss: the paper's of MoE-GPT (table 3, and ratios of the text) instead of the demo's": "trained"
 }
-TABLES = Tables(texts_of("fastermoe"), "modelled", EXPERIMENTS)
+TABLES = Tables("fastermoe", "modelled", EXPERIMENTS)
 
 
-class Layers(NamedTuple):
-    """MoE layers of a model: of each system its seconds [n, L] and its (3 T_comp, 4 T_comm and shadows' moves)."""
-
-    setting: Setting
-    shadowed: np.ndarray  # bool [n, L, E]
-    seconds: dict[str, np.ndarray]
-    work: dict[str, tuple[np.ndarray, np.ndarray]]
+Seconds, Work = dict[str, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 @functools.cache
@@ -81,8 +74,10 @@ def setting_of(inputs: Inputs, name: str, change: str = "") -> Setting:
 
 
 @functools.cache
-def layers_of(inputs: Inputs, name: str, change: str = "", near: bool = False) -> Layers:
-    """Return the layers of a model; `near`: under the topology gate."""
+def layers_of(inputs: Inputs, name: str, change: str = "", near: bool = False) -> tuple[Seconds, Work, np.ndarray]:
+    """Return the MoE layers of a model: by system its seconds [n, L] and its (3 T_comp, 4 T_comm and shadows' moves),
+    and which experts are shadowed, bool [n, L, E]. `near`: under the topology gate.
+    """
     setting = setting_of(inputs, name, change)
     loads = kept_near(setting) if near else setting.fitted()[0].loads
     shadowed = shadows(setting, loads, artifact=change == "rule")
@@ -92,7 +87,7 @@ def layers_of(inputs: Inputs, name: str, change: str = "", near: bool = False) -
     work = {"FastMoE": in_turn(setting, loads), "shadowing": in_turn(setting, here, moved)}
     seconds = {system: sum(parts) for system, parts in work.items()}
     seconds |= {"smart schedule": smart(setting, loads), "both": smart(setting, here, moved)}
-    return Layers(setting, shadowed, seconds, work)
+    return seconds, work, shadowed
 
 
 def prices(setting: Setting) -> tuple[float, float, float]:
@@ -178,11 +173,6 @@ def kept_near(setting: Setting) -> np.ndarray:
     return np.rint(far + near * stays / np.maximum(near.sum(axis=3, keepdims=True), 1)).astype(int)
 
 
-def models_of(inputs: Inputs, change: str = "") -> list[Layers]:
-    """Return the layers of `MODELS`."""
-    return [layers_of(inputs, name, change) for name in MODELS]
-
-
 def said(inputs: Inputs, names: Sequence[str]) -> tuple[str, ...]:
     """Return notes on how the loads of these models were made."""
     return tuple(f"{name}: {setting_of(inputs, name).fitted()[1]}" for name in names)
@@ -200,8 +190,8 @@ def of_models(figures: np.ndarray) -> list[tuple]:
 @TABLES.add()
 def figure_5(inputs):
     """Compute the DDL-Roofline, with the semi-ideal curve P x / (1 + x)."""
-    layers = layers_of(inputs, "GPT")
-    devices, tokens, (token, row, expert) = layers.setting.devices, layers.setting.tokens, prices(layers.setting)
+    setting, (seconds, works, _) = setting_of(inputs, "GPT"), layers_of(inputs, "GPT")
+    devices, tokens, (token, row, expert) = setting.devices, setting.tokens, prices(setting)
     even = 3 * token * tokens * TOP_K / devices
     reduced, embedded = 2 * (devices - 1) * expert, 2 * 2 * (devices - 1) / devices * tokens * row  # rings, section 3.2
     points = {
@@ -213,9 +203,9 @@ def figure_5(inputs):
     names = {"EP": "FastMoE", "EP, shadowing": "shadowing", "EP, smart schedule": "smart schedule"}
     names["EP, shadowing and schedule"] = "both"
     for name, system in names.items():
-        work = layers.work["shadowing" if "shadowing" in name else "FastMoE"]
-        points[name] = (work[0].mean(), work[1].mean(), layers.seconds[system].mean())
-    peak, rows = layers.setting.cluster.need("flops", "a roof") / 1e12, []
+        work = works["shadowing" if "shadowing" in name else "FastMoE"]
+        points[name] = (work[0].mean(), work[1].mean(), seconds[system].mean())
+    peak, rows = setting.cluster.need("flops", "a roof") / 1e12, []
     for name, (work, moved, ended) in points.items():
         x, rate = work / moved, peak * even / ended
         rows.append((name, x, rate, rate * (1 + x) / (peak * x)))
@@ -237,10 +227,10 @@ def figure_5(inputs):
 @TABLES.add(SPEEDUP)
 def figure_10(inputs, change=""):
     """Compare ZeRO, FastMoE and FasterMoE with ZeRO stage 3, in seconds of MoE layers."""
-    layers = models_of(inputs, change)
-    slowest = np.array([zero_seconds(one.setting, 3) for one in layers])
-    seconds = [[zero_seconds(one.setting, stage) for one in layers] for stage in (1, 2, 3)]
-    seconds += [[one.seconds[system].mean() for one in layers] for system in ("FastMoE", "both")]
+    seconds = [[zero_seconds(setting_of(inputs, name, change), stage) for name in MODELS] for stage in (1, 2, 3)]
+    by_model = [layers_of(inputs, name, change)[0] for name in MODELS]
+    slowest = np.array(seconds[-1])
+    seconds += [[layers[system].mean() for layers in by_model] for system in ("FastMoE", "both")]
     first, second, _, plain, both = speedups = slowest / np.array(seconds)
     most = both[JOHNNY].max(), both[TREVOR].max(), (both / second).max(), (both / first).max(), plain.max()
     return Found(of_models(speedups), most, said(inputs, LOADS))
@@ -249,13 +239,13 @@ def figure_10(inputs, change=""):
 @TABLES.add()
 def figure_11(inputs, change=""):
     """Show which experts of MoE-BERT-Deep are shadowed, and what a layer gains by it."""
-    layers = layers_of(inputs, "BERT-Deep", change)
-    before, after = (1e3 * layers.seconds[name] for name in ("FastMoE", "shadowing"))
+    seconds, _, shadowed = layers_of(inputs, "BERT-Deep", change)
+    before, after = (1e3 * seconds[name] for name in ("FastMoE", "shadowing"))
     gains = before / after
-    of_one = np.where(layers.shadowed.sum(axis=2) == 1, gains, 1.0)
+    of_one = np.where(shadowed.sum(axis=2) == 1, gains, 1.0)
 
     def draw(table, axes) -> None:
-        axes.imshow(layers.shadowed[:, -1].T, cmap="binary", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axes.imshow(shadowed[:, -1].T, cmap="binary", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         axes.set(xlabel="sample, last layer", ylabel="experts (black: shadowed)", ylim=(15.5, -16), yticks=(0, 15))
         latency = axes.twinx()
         latency.plot(before[:, -1], label="no optimization")
@@ -263,19 +253,20 @@ def figure_11(inputs, change=""):
         latency.set(ylabel="ms", ylim=(-before.max(), 1.1 * before.max()), yticks=(0, int(before.max())))
         latency.legend(fontsize=7)
 
-    means = [values.mean(axis=0) for values in (layers.shadowed.mean(axis=2), before, after, gains)]
+    means = [values.mean(axis=0) for values in (shadowed.mean(axis=2), before, after, gains)]
     rows = [(at, *row) for at, row in enumerate(zip(*means, of_one.max(axis=0), strict=True))]
-    return Found(rows, [layers.shadowed.mean(), of_one.max()], said(inputs, ["BERT-Deep"]), draw)
+    return Found(rows, [shadowed.mean(), of_one.max()], said(inputs, ["BERT-Deep"]), draw)
 
 
 @TABLES.add(SPEEDUP)
 def figure_12(inputs, change=""):
     """Compare the smart schedule with exchanges and experts one after the other, layer by layer."""
     rows = []
-    for name, layers in zip(MODELS, models_of(inputs, change), strict=True):
-        experts, moved = layers.work["FastMoE"]
+    for name in MODELS:
+        seconds, work, _ = layers_of(inputs, name, change)
+        experts, moved = work["FastMoE"]
         least = np.maximum(experts / 3, moved / 2) + np.maximum(2 * experts / 3, moved / 2)
-        achieved = layers.seconds["FastMoE"] / layers.seconds["smart schedule"]
+        achieved = seconds["FastMoE"] / seconds["smart schedule"]
         by_layer = zip(((experts + moved) / least).mean(axis=0), achieved.mean(axis=0), strict=True)
         rows += [(name, at, *both) for at, both in enumerate(by_layer)]
     most = (max(values) for values in zip(*((*row[2:], row[3] / row[2]) for row in rows), strict=True))
@@ -285,36 +276,31 @@ def figure_12(inputs, change=""):
 @TABLES.add(SPEEDUP)
 def figure_13(inputs, change=""):
     """Compare shadowing, the smart schedule and both with FastMoE."""
-    seconds = np.array(
-        [[of_system.mean() for of_system in model.seconds.values()] for model in models_of(inputs, change)]
-    ).T
+    by_system = [layers_of(inputs, name, change)[0].values() for name in MODELS]
+    seconds = np.array([[of_system.mean() for of_system in model] for model in by_system]).T
     _, shadowing, schedule, both = speedups = seconds[0] / seconds
     groups = shadowing[JOHNNY], shadowing[TREVOR], schedule, both[JOHNNY], both[TREVOR]
     return Found(of_models(speedups), map(max, groups), said(inputs, LOADS))
 
 
-def step_ms(inputs: Inputs, change: str = "") -> dict[str, float]:
-    """Return milliseconds of an iteration of MoE-GPT under each gate, attention included."""
-    layers = layers_of(inputs, "GPT", change)
-    setting, loads = layers.setting, layers.setting.fitted()[0].loads
+@TABLES.add(bars("time to the loss, over FasterMoE's", "time: paper", "ours"), experiments=EXPERIMENTS | TRAINED)
+def table_3(inputs, change=""):
+    """Compute an iteration of MoE-GPT under each gate, attention included; steps to the loss are the demo's."""
+    cause = "" if change == "trained" else change
+    setting, (by_system, *_) = setting_of(inputs, "GPT", cause), layers_of(inputs, "GPT", cause)
+    loads = setting.fitted()[0].loads
     tokens = setting.tokens / setting.devices
     capped = loads * np.minimum(1.0, GSHARD_CAPACITY * tokens / np.maximum(loads.sum(axis=2, keepdims=True), 1))
     even = np.full((1, 1, *loads.shape[2:]), tokens / setting.devices)  # one choice
     seconds = {
-        "FastMoE": layers.seconds["FastMoE"],
+        "FastMoE": by_system["FastMoE"],
         "GShard": sum(in_turn(setting, capped)),
         "BASE": sum(in_turn(setting, even, 2 * exchange(setting, even))),  # shuffled before and after
-        "FasterMoE": layers.seconds["both"],
-        "topology gate": layers_of(inputs, "GPT", change, near=True).seconds["both"],
+        "FasterMoE": by_system["both"],
+        "topology gate": layers_of(inputs, "GPT", cause, near=True)[0]["both"],
     }
     attention = 3 * setting.attention_seconds
-    return {gate: 1e3 * setting.model.layers * (attention + float(each.mean())) for gate, each in seconds.items()}
-
-
-@TABLES.add(bars("time to the loss, over FasterMoE's", "time: paper", "ours"), experiments=EXPERIMENTS | TRAINED)
-def table_3(inputs, change=""):
-    """Compute an iteration of MoE-GPT under each gate; steps to the loss are the demo's."""
-    ours = step_ms(inputs, "" if change == "trained" else change)
+    ours = {gate: 1e3 * setting.model.layers * (attention + float(each.mean())) for gate, each in seconds.items()}
     plain, gshard, base, fastermoe, near = ours.values()
     steps = [STEPS[gate] / STEPS["topology gate"] for gate in ("GShard", "BASE")]
     gshard_steps, base_steps = (2.38 / 1.18, 21.0 / 15.3) if change == "trained" else steps

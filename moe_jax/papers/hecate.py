@@ -14,7 +14,7 @@ import numpy as np
 import scipy.stats
 
 from moe_jax.cluster import read_cluster
-from moe_jax.cluster.tables import assumed
+from moe_jax.cluster.fits import assumed
 from moe_jax.papers.loads import fit_loads
 from moe_jax.papers.systems import (
     DEEPSPEED,
@@ -30,7 +30,7 @@ from moe_jax.papers.systems import (
     planner_of,
     run,
 )
-from moe_jax.papers.table import Found, Inputs, Tables, bars, lines, texts_of
+from moe_jax.papers.table import Found, Inputs, Tables, bars, lines
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
@@ -234,7 +234,7 @@ def loads_note(inputs: Inputs) -> tuple[str]:
     return ("32 GPUs, a sequence: " + fitted[1],)
 
 
-TABLES = Tables(texts_of("hecate"), "simulated", EXPERIMENTS, loads_note)
+TABLES = Tables("hecate", "simulated", EXPERIMENTS, loads_note)
 
 
 def end_to_end(inputs: Inputs, change: Change, grid: Sequence[Row]) -> tuple[list[tuple], np.ndarray]:

@@ -15,14 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.cluster.collectives import Group, Links
-from moe_jax.cluster.tables import assumed
+from moe_jax.cluster.collectives import Links
+from moe_jax.cluster.fits import assumed
 from moe_jax.papers.fastermoe import shadows
 from moe_jax.papers.loads import fit_loads, sharpened
 from moe_jax.papers.systems import (
     DEEPSPEED,
     FASTERMOE,
     PRO_PROPHET,
+    VOCABULARY,
     Model,
     Setting,
     Step,
@@ -31,7 +32,7 @@ from moe_jax.papers.systems import (
     machine,
     run,
 )
-from moe_jax.papers.table import Found, Inputs, Tables, bars, lines, texts_of
+from moe_jax.papers.table import Found, Inputs, Tables, bars, lines
 from moe_jax.planning.pro_prophet import ProProphet
 from moe_jax.planning.topk_all import TopKAll
 
@@ -46,9 +47,7 @@ WHOLE = "the head, and sums of dense gradients after the backward (as the engine
 COPIES = "GPUs without peer access, whose copies pass through the host: links as measured on such nodes"
 SKEW = "figure 3's skew (3 of 16 experts with half of the choices) instead of the trace's"
 SPAN = "Ours are of all 500 iterations of the trace, the text's of the first 100 of a run."
-TABLES = Tables(
-    texts_of("pro_prophet"), "simulated", {SKEW: "skew", WHOLE: "whole", COPIES: "copies"}, lambda *_: (SPAN,)
-)
+TABLES = Tables("pro_prophet", "simulated", {SKEW: "skew", WHOLE: "whole", COPIES: "copies"}, lambda *_: (SPAN,))
 PLANNER = System(planner="pro_prophet", options=(ProProphet(scheduler=False),))
 SCHEDULER = dataclasses.replace(PLANNER, hiding="pro_prophet")
 TOP_2, TOP_3 = (System(planner="topk_all", options=(TopKAll(top_k=count),)) for count in (2, 3))
@@ -87,7 +86,9 @@ def step_of(inputs: Inputs, system: System, row: Row, change: str = "") -> Step:
     first = next(name for name, sizes in SIZES.items() if sizes[1:] == SIZES[row.model][1:])
     if change == "whole":
         setting = setting_of(inputs, row)
-        outside = setting.head_seconds + setting.dense_sum_seconds
+        own, devices, bandwidth = setting.model, setting.devices, setting.cluster.bandwidth("sums of gradients")
+        dense = 4 * own.layers * own.model_dim**2 + VOCABULARY * own.model_dim  # of attention and embeddings, on a ring
+        outside = setting.head_seconds + 2 * setting.item * dense * (1 - 1 / devices) / bandwidth
         return dataclasses.replace(step_of(inputs, system, row), outside=outside)
     if row.model == first:
         return run(system, setting_of(inputs, row, change))
@@ -135,7 +136,7 @@ def released_seconds(setting: Setting) -> float:
     to the host, each at PyTorch's price of a launch, the list's high one.
     """
     cluster, devices = setting.cluster, setting.devices
-    start = Links(cluster, Group(devices, cluster.devices_per_node)).start_up(True)
+    start = Links(cluster, devices, cluster.devices_per_node).start_up(True)
     return TORCH_SEARCH + start + (devices + 1) * assumed("launch", "high")
 
 

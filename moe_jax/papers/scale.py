@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_jax.cluster.layer_seconds import preceding_seconds
 from moe_jax.papers.systems import listed
-from moe_jax.papers.table import Found, Tables, lines, texts_of
+from moe_jax.papers.table import Found, Tables, lines
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
@@ -35,7 +35,7 @@ CASES = (
     *((*BASE[:2], top_k, BASE[3]) for top_k in (1, 4, 8)),
 )
 PAYS = 0.99  # of EP's step, that a system's is shorter than
-TABLES = Tables(texts_of("scale"), "simulated", {})
+TABLES = Tables("scale", "simulated", {})
 
 
 def zipf_loads(devices: int, experts: int, choices: int, skew: float, sample: int) -> np.ndarray:

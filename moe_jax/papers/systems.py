@@ -17,9 +17,9 @@ import numpy as np
 from moe_jax.analysis.simulate import Records, simulate
 from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.cluster import cluster_of
+from moe_jax.cluster.fits import assumed, rows_of
 from moe_jax.cluster.layer_seconds import preceding_seconds
-from moe_jax.cluster.prices import Constants, Prices
-from moe_jax.cluster.tables import assumed, reached_links
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import read_device
 from moe_jax.observe.loads import LoadsTrace
 from moe_jax.papers.loads import fit_loads, with_loads_before
@@ -83,12 +83,6 @@ class Setting:
     def head_seconds(self) -> float:
         """Seconds of the head, forward and backward."""
         return 6 * self.model.model_dim * VOCABULARY * self.tokens / self.devices / self.cluster.flops
-
-    @property
-    def dense_sum_seconds(self) -> float:
-        """Seconds in which the gradients of attention and embeddings are summed over all devices, on a ring."""
-        dense = 4 * self.model.layers * self.model.model_dim**2 + VOCABULARY * self.model.model_dim
-        return 2 * self.item * dense * (1 - 1 / self.devices) / self.cluster.bandwidth("sums of gradients")
 
     def fitted(self) -> tuple[LoadsTrace, str]:
         """Return the row's loads [n, L, D, E], and how they were made of the trace."""
@@ -166,7 +160,7 @@ def machine(name: str, nodes: int | None = None, level: str = "middle") -> Clust
 
 def prices_of(device: str, level: str = "middle") -> Prices:
     """Return what work takes on a device of the one price list, at a level of prices."""
-    return Prices(read_device(device), Constants(level=level))
+    return Prices(read_device(device), level)
 
 
 def listed(device: str, devices: int, level: str) -> Cluster:
@@ -176,7 +170,10 @@ def listed(device: str, devices: int, level: str) -> Cluster:
 
 def as_reached(cluster: Cluster) -> Cluster:
     """Return the cluster with those of its links that others measured on such machines at what they reached."""
-    return dataclasses.replace(cluster, **reached_links(cluster.name))
+    reached = {
+        row["link"]: float(row["bytes_per_second"]) for row in rows_of("links") if row["cluster"] == cluster.name
+    }
+    return dataclasses.replace(cluster, **reached)
 
 
 def cost_of(system: System, setting: Setting) -> Cost:

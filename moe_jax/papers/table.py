@@ -97,11 +97,6 @@ class Claim:
         return self.paper is None or self.gap(ours) <= math.log(FIFTH)
 
     @property
-    def beside(self) -> bool:
-        """Whether it is counted apart, as this file's head says."""
-        return self.name.endswith("(beside)")
-
-    @property
     def verdict(self) -> str:
         """What the numbers say, in the words of this file's head."""
         if self.paper is None:
@@ -189,16 +184,16 @@ class Tables(dict[str, Callable[[Inputs], Table]]):
     """A paper's tables: what computes each, by its name on the command line.
 
     Args:
-      texts: what the paper's text says of each table, as `texts_of` reads it.
+      paper: whose PAPER.toml says of each table what this file's head has; it is kept as `texts`.
       kind, experiments: of all tables that say nothing else; experiments: by cause the change of it.
       remarks: what is noted last in all tables, of their inputs.
     """
 
-    def __init__(
-        self, texts: Mapping[str, dict], kind: str, experiments: Mapping[str, Any], remarks: Remarks = lambda inputs: ()
-    ):
+    def __init__(self, paper: str, kind: str, experiments: Mapping[str, Any], remarks: Remarks = lambda inputs: ()):
         super().__init__()
-        self.texts, self.kind, self.experiments, self.remarks = texts, kind, experiments, remarks
+        text = pathlib.Path(__file__).with_name(f"{paper}.toml").read_text(encoding="utf-8")
+        self.texts: dict[str, dict] = tomllib.loads(text)
+        self.kind, self.experiments, self.remarks = kind, experiments, remarks
 
     def add(self, draw: Draw | None = None, experiments: Mapping[str, Any] | None = None) -> Callable:
         """Take a function (inputs, change) -> `Found` for the table of its name; by default nothing is changed.
@@ -230,11 +225,6 @@ class Tables(dict[str, Callable[[Inputs], Table]]):
         return Table(text["title"], kind, tuple(text["columns"]), rows, claims, notes, middle.draw or draw)
 
 
-def texts_of(paper: str) -> dict[str, dict]:
-    """Return what PAPER.toml says of each table by its name, as this file's head has it."""
-    return tomllib.loads(pathlib.Path(__file__).with_name(f"{paper}.toml").read_text(encoding="utf-8"))
-
-
 def judged(paper: Mapping[str, Any], by_level: Sequence[Sequence[Figures]]) -> tuple[Claim, ...]:
     """Return a table's claims; `by_level`: ours of each claim, at each of `LEVELS`."""
     claims = []
@@ -263,7 +253,7 @@ def counted(tables: Iterable[Table]) -> str:
     """Return how many rows of a paper have which verdict, and what counts as a row."""
     claims, said = [claim for table in tables for claim in table.claims], []
     for what, beside in (("rows", False), ("numbers beside", True)):
-        verdicts = [claim.verdict for claim in claims if claim.beside == beside]
+        verdicts = [claim.verdict for claim in claims if claim.name.endswith("(beside)") == beside]
         kinds = (WITHIN, EXPLAINED, UNEXPLAINED, NO_NUMBER)
         counts = ", ".join(
             f"{sum(verdict.startswith(kind) for verdict in verdicts)} {kind.split(' by')[0]}" for kind in kinds

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from moe_jax.cluster import Cluster, Group, Links
+from moe_jax.cluster import Cluster, Links
 from moe_jax.cluster.layer_seconds import ScheduleLine
 from moe_jax.cluster.prices import arithmetic_of
 from moe_jax.errors import UserError
@@ -302,11 +302,13 @@ def _transfer_rates(
     """
     devices, devices_per_node, stride = group
     by_node, nodes = form == "by_node", devices // devices_per_node
-    near, whole = (Group(size, devices_per_node, stride=stride) for size in (devices_per_node, devices))
-    groups = [near, Group(nodes, 1, stride=devices_per_node * stride), near] if by_node else [whole, whole]
+    near, whole = (
+        Links(cluster, size, devices_per_node, ASKED_BY, stride=stride) for size in (devices_per_node, devices)
+    )
+    across_nodes = Links(cluster, nodes, 1, ASKED_BY, stride=devices_per_node * stride)
+    levels = [near, across_nodes, near] if by_node else [whole, whole]
     sent, lines = sent_by_collective(1, 1, 1, devices=devices, devices_per_node=devices_per_node, by_node=by_node), []
-    for group, (inside, across) in zip(groups, sent, strict=True):
-        links = Links(cluster, group, ASKED_BY)
+    for links, (inside, across) in zip(levels, sent, strict=True):
         start = links.start_up(across > 0)
         moved = (MANY * inside * chunk_bytes, MANY * across * chunk_bytes)
         lines.append((start, (float(links.uniform(*moved)) - start) / MANY))

@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 
 from moe_jax.cluster import Links, cluster_of
-from moe_jax.cluster.collectives import Group
-from moe_jax.cluster.prices import Constants, Prices
-from moe_jax.cluster.tables import LEVELS
+from moe_jax.cluster.fits import LEVELS
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 
 MEASURED = 21.773 / 16  # seconds of a step over its microbatches
@@ -45,14 +44,15 @@ def seconds_by_kind(prices: Prices) -> dict[str, float]:
     sizes = (SEQUENCES, HEADS, LENGTH, HEAD, HEAD)
     attention = [prices.attention(kind, sizes, causal=True) for kind in ("forward", "backward")]
     sent = TOKENS * COPIES * (1 - 1 / DEVICES) * M * ITEM
-    exchange = float(Links(cluster, Group(DEVICES, DEVICES), "AutoModel").uniform(sent, 0.0))
+    exchange = float(Links(cluster, DEVICES, DEVICES, "AutoModel").uniform(sent, 0.0))
     x, row = TOKENS * M * ITEM, M * ITEM
     # bytes of a forward: two norms, two sums, norms and rotation of q and k, SwiGLU, rows copied per expert and back
     heads = TOKENS * (HEADS + KV_HEADS) * HEAD * ITEM
     rows = 2 * (ROWS + TOKENS * COPIES) * row
     moved = 2 * 2 * x + 2 * 3 * x + 2 * 2 * heads + 3 * ROWS * F * ITEM + rows
     parameters = (M * whole + HEADS * HEAD * M) * ITEM
-    gathers = [prices.collective(kind, DEVICES) for kind in ("all-gather", "reduce-scatter")]
+    gather, scatter = (prices.collective(kind, DEVICES) for kind in ("all-gather", "reduce-scatter"))
+    size = parameters**0.5, parameters
     return {
         "projections": LAYERS * (dense(M, whole, 2) + dense(HEADS * HEAD, M, 2) + dense(M, EXPERTS, 2)),
         "attention": LAYERS * (2 * attention[0] + attention[1]),
@@ -60,14 +60,14 @@ def seconds_by_kind(prices: Prices) -> dict[str, float]:
         "exchanges": LAYERS * 6 * exchange,
         "other kernels": LAYERS * prices.memory(4 * moved) + prices.memory(6 * TOKENS * VOCAB * ITEM),
         "head": dense(M, VOCAB, 1),
-        "FSDP": LAYERS * float(2 * gathers[0].seconds(parameters) + gathers[1].seconds(parameters)),
+        "FSDP": LAYERS * float(2 * gather.seconds(*size) + scatter.seconds(*size)),
     }
 
 
 def main():
     target, answer = parse_target(f"h100:1x{DEVICES}"), {"measured_seconds": MEASURED}
     for level in LEVELS:
-        kinds = seconds_by_kind(Prices(target, Constants(level=level)))
+        kinds = seconds_by_kind(Prices(target, level))
         total = sum(kinds.values())
         answer[level] = {**{kind: round(own, 4) for kind, own in kinds.items()}, "seconds": round(total, 4)}
         answer[level]["over_measured"] = round(total / MEASURED, 3)

@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-from moe_jax.cluster import tables
+from moe_jax.cluster import fits
 
 MB, KB = 1e6, 1024
 GPUS = ("H100", "B200")
@@ -31,7 +31,7 @@ LIMITS = {
 
 def rows_of(table: str, **wanted) -> list[dict[str, str]]:
     """Return the rows of a table whose columns are as wanted."""
-    return [row for row in tables.rows_of(table) if all(row[key] == str(value) for key, value in wanted.items())]
+    return [row for row in fits.rows_of(table) if all(row[key] == str(value) for key, value in wanted.items())]
 
 
 def microseconds(rows) -> np.ndarray:
@@ -48,7 +48,7 @@ def halves(rows) -> list[tuple[list, list]]:
 def line_errors(line, rows) -> tuple[np.ndarray, np.ndarray]:
     """Return (bytes, signed errors) of rows by a line."""
     size = np.array([float(row["bytes"]) for row in rows])
-    return size, np.log(1e6 * line.seconds(size) / microseconds(rows))
+    return size, np.log(1e6 * line.seconds(np.sqrt(size), size) / microseconds(rows))
 
 
 def collective_record(gpu: str, opcode: str) -> dict:
@@ -56,11 +56,11 @@ def collective_record(gpu: str, opcode: str) -> dict:
     groups, found = {}, []
     for members in (2, 4, 8):
         groups[members] = rows_of("collectives", gpu=gpu, opcode=opcode, members=members)
-        found += [line_errors(tables.fit_collective(fitted), tested) for fitted, tested in halves(groups[members])]
+        found += [line_errors(fits.fit_collective(fitted), tested) for fitted, tested in halves(groups[members])]
     size, errors = (np.concatenate(part) for part in zip(*found, strict=True))
     large, middle = errors[size >= 4 * MB], errors[(size >= 64 * KB) & (size < 4 * MB)]
-    lines = {members: tables.fit_collective(groups[members]) for members in (2, 8)}
-    left = line_errors(tables.collective_line(lines, 4, opcode), groups[4])
+    lines = {members: fits.fit_collective(groups[members]) for members in (2, 8)}
+    left = line_errors(fits.collective_line(lines, 4, opcode), groups[4])
     return {
         "from 4 MB": spread(large),
         "64 KB to 4 MB": spread(middle),
@@ -83,7 +83,7 @@ def matmul_record(gpu: str, arithmetic: str) -> dict:
 
 def kernel_errors(table: str, fitted, tested) -> np.ndarray:
     """Return signed errors [n] of rows by the fit of others."""
-    modelled = 1e6 * tables.columns_of(table, tested) @ tables.fit_kernel(table, fitted)
+    modelled = 1e6 * fits.columns_of(table, tested) @ fits.fit_kernel(table, fitted)
     return np.log(modelled / microseconds(tested))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from gpu_day_items import children
 from gpu_day_items.plan import PROBE, Item
-from moe_jax.cluster.tables import rows_of
+from moe_jax.cluster.fits import rows_of
 
 PATIENCE = 8  # of a day at tiny sizes
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -85,7 +85,7 @@ def train(context, grouped_matmul: str):
         memory=compiled.memory,
     )
     context.row(
-        "modelled step" if known else f"modelled step, by the rates of {target.device}",
+        "modelled step" if known else f"modelled step, by the rates of {target.device_kind}",
         f"{timeline.seconds * 1e3:.1f} ms, {launches} launches, {conditionals} conditionals, "
         f"{compiled.memory.get('peak', 0) / 1e9:.1f} GB by the compiler{ASSUMED if timeline.assumed_turns else ''}",
     )

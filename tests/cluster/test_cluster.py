@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from moe_jax.cluster import Cluster, Fit, Group, Links, fit_alpha_beta, read_cluster
+from moe_jax.cluster import Cluster, Fit, Links, fit_alpha_beta, read_cluster
 from moe_jax.cluster.fits import fit_layers
-from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds, transport_seconds
+from moe_jax.cluster.layer_seconds import LayerShape, Transfer, carried, transfer_seconds
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
@@ -62,9 +62,6 @@ def test_bandwidth_is_the_slow_links_and_an_absent_figure_names_its_requester():
         read_cluster(PRESETS / "johnny.gin").need("intra_latency", "the start")
 
 
-EIGHT = Group(8, 4)
-
-
 def test_the_slowest_link_of_the_tree_decides():
     # Two nodes of two. 0 -> 1 stays inside (5); 0 -> 2 (7) and 3 -> 1 (11) cross; 2 -> 2 moves nothing.
     pairs = np.zeros((4, 4))
@@ -86,21 +83,21 @@ def test_cards_and_switches_are_shared_links():
     slow = Cluster(**links, switches_per_node=2, switch_bandwidth=0.5)
     assert Links.of(slow, 8, "test").exchange(pairs) == 16  # 8 bytes at 0.5 a second
     # every device sends 12 bytes to its node and 2 to others: a switch passes 2 x 12 x 2/3 of them, a card 2 x 2
-    assert Links(cluster, EIGHT, "test").uniform(12.0, 2.0) == 4
-    assert Links(cluster, EIGHT, "test").uniform(12.0, 0.0) == 2 * 12 * 2 / 3 / 4
+    assert Links(cluster, 8, 4, "test").uniform(12.0, 2.0) == 4
+    assert Links(cluster, 8, 4, "test").uniform(12.0, 0.0) == 2 * 12 * 2 / 3 / 4
     # 14 bytes to each device, 2 from every other one: the same pairs by all three ways
     even = Links.of(cluster, 8, "test").received(np.full(8, 14.0))
     assert (
         even
         == Links.of(cluster, 8, "test").exchange(np.full((8, 8), 2.0))
-        == Links(cluster, EIGHT, "test").uniform(6.0, 8.0)
+        == Links(cluster, 8, 4, "test").uniform(6.0, 8.0)
     )
     # as many cards as devices: each has its own; with more it still reaches only one
     rails = Cluster(**{**links, "cards_per_node": 4})
-    assert Links(rails, EIGHT, "test").uniform(0.0, 2.0) == 4
-    assert Links(Cluster(**{**links, "cards_per_node": 8}), EIGHT, "test").uniform(0.0, 2.0) == 8
+    assert Links(rails, 8, 4, "test").uniform(0.0, 2.0) == 4
+    assert Links(Cluster(**{**links, "cards_per_node": 8}), 8, 4, "test").uniform(0.0, 2.0) == 8
     # one of two groups that use the machines at the same time gets half
-    assert Links(rails.part_of(2), EIGHT, "test").uniform(0.0, 2.0) == 8
+    assert Links(rails.part_of(2), 8, 4, "test").uniform(0.0, 2.0) == 8
 
 
 def test_fit_recovers_its_constants_and_r2():
@@ -140,7 +137,10 @@ def test_all_to_alls_by_hand():
         devices_per_node=4, nodes=4, intra_latency=100, inter_latency=1000, intra_step=1, inter_step=10,
         intra_bandwidth=2, inter_bandwidth=2,
     )  # fmt: skip
-    assert transport_seconds(cluster, 16, 2, 2, 32) == {  # a device has half a byte a second to other nodes
+    shape = LayerShape(tokens=0, model_dim=0, rows=0, ep_size=8, esp_size=2, mp_size=2, members_in_node=2)
+    move, names = Transfer("all_to_all", "expert+expert_shard", 32), ("all_to_all", "two_level", "coordinated")
+    seconds = {name: transfer_seconds(carried(move, shape, name), shape, cluster, "test") for name in names}
+    assert seconds == {  # a device has half a byte a second to other nodes
         "all_to_all": 1000 + 3 + 120 + 48,
         "two_level": (100 + 3 + 12) + (1000 + 30 + 48),
         # 2 places in a node: 1 partner inside and 2 on each of 3 other nodes, 2 bytes each; 16 bytes in the group

@@ -7,10 +7,10 @@ import pathlib
 
 import pytest
 
-from moe_jax.cluster import HOST, UNNAMED, Group, Links, cluster_named, cluster_of, read_cluster, tables, write_cluster
+from moe_jax.cluster import HOST, UNNAMED, Links, cluster_named, cluster_of, fits, read_cluster, write_cluster
 from moe_jax.cluster.cluster import cluster_of_kind
 from moe_jax.cluster.collectives import traffic
-from moe_jax.cluster.prices import Constants, Prices
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import read_device
 from moe_jax.errors import UserError
 
@@ -33,7 +33,7 @@ def test_a_published_step_is_priced_within_a_fifth(capsys):
     """What NeMo AutoModel measured on 8 H100, counted; at every level, with nothing hidden."""
     script("automodel").main()
     answer = json.loads(capsys.readouterr().out)
-    assert all(0.8 <= answer[level]["over_measured"] <= 1.2 for level in tables.LEVELS)
+    assert all(0.8 <= answer[level]["over_measured"] <= 1.2 for level in fits.LEVELS)
 
 
 def test_prices_by_hand():
@@ -53,12 +53,12 @@ def test_prices_by_hand():
     assert a100.attention("forward", (4, 16, 4096, 128, 128), causal=True) == pytest.approx(
         2 * 4 * 16 * 4096**2 * 128 / (0.45 * 312e12)
     )
-    assert h100.memory(1.0) == h100.launch < Prices(H100, Constants(level="high")).launch == 5e-6
+    assert h100.memory(1.0) == h100.assumed("launch") < Prices(H100, level="high").assumed("launch") == 5e-6
     assert h100.memory(3352.32e9 * 0.8) == pytest.approx(1.0)
     # what the user measured comes first, and says so
-    own = Prices(H100, Constants(matmul_efficiency=0.5, launch=1e-6))
+    own = Prices(H100, matmul_efficiency=0.5, launch=1e-6)
     assert own.matmul("bf16", 1, 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / (0.5 * 989e12))
-    assert own.launch == 1e-6
+    assert own.assumed("launch") == own.launch == 1e-6
     bases = [prices.described()["matmuls (bf16)"] for prices in (own, h100, a100)]
     assert bases == ["calibrated", "measured (H100; cluster/measured)", "data sheet"]
     assert own.described()["other kernels"] == "data sheet x 0.8, launch 1 us, in part calibrated"
@@ -69,28 +69,31 @@ def test_a_node_takes_what_its_table_says():
     """Bytes Z of a program's collective over eight H100, and what a device sends of them for a planner."""
     prices, size = Prices(dataclasses.replace(H100, per_node=8)), 2.0**24
     for kind in ("all-to-all", "all-gather", "all-reduce", "reduce-scatter"):
-        seconds = float(tables.fitted("collectives", ("H100",), kind)[8].seconds(size))
+        seconds = float(fits.fitted("collectives", ("H100",), kind)[8].seconds(size**0.5, size))
         assert traffic(kind, size, (tuple(range(8)),), prices)[2] == pytest.approx(seconds), kind
         sent = size * 7 / 8 * (2 if kind == "all-reduce" else 1)
-        group = Group(8, 8, kind)
-        assert float(Links(cluster_of(prices), group, "test").uniform(sent, 0.0)) == pytest.approx(seconds), kind
+        assert float(Links(cluster_of(prices), 8, 8, "test", kind).uniform(sent, 0.0)) == pytest.approx(seconds), kind
     # of an all-to-all of two a device sends half of Z, of a permute all of it
-    pair = tables.fitted("collectives", ("H100",), "all-to-all")[2]
-    assert traffic("collective-permute", size, ((0, 1), (1, 0)), prices)[2] == pytest.approx(pair.seconds(2 * size))
+    pair = fits.fitted("collectives", ("H100",), "all-to-all")[2]
+    assert traffic("collective-permute", size, ((0, 1), (1, 0)), prices)[2] == pytest.approx(
+        pair.seconds((2 * size) ** 0.5, 2 * size)
+    )
 
 
 @pytest.mark.parametrize("kind", ["all-to-all", "all-gather", "all-reduce", "reduce-scatter"])
 def test_groups_between_and_beyond_measured_ones(kind):
     """Seconds grow with the group; beyond the table start-ups go by rounds and bytes by what is sent."""
-    lines = tables.fitted("collectives", ("B200",), kind)
+    lines = fits.fitted("collectives", ("B200",), kind)
     assert sorted(lines) == [2, 4, 8]
-    times = [float(tables.collective_line(lines, members, kind).seconds(2.0**28)) for members in (2, 3, 4, 6, 8, 16)]
+    times = [
+        float(fits.collective_line(lines, members, kind).seconds(2.0**14, 2.0**28)) for members in (2, 3, 4, 6, 8, 16)
+    ]
     assert times == sorted(times)
-    beyond, last = tables.collective_line(lines, 64, kind), lines[8]
-    assert beyond.start == pytest.approx(last.start * (9 if kind == "all-to-all" else 2))
+    beyond, last = fits.collective_line(lines, 64, kind), lines[8]
+    assert beyond.alpha == pytest.approx(last.alpha * (9 if kind == "all-to-all" else 2))
     wide = dataclasses.replace(read_device("b200"), per_node=16)
     assert Prices(wide).described()["exchanges inside a node"].endswith("2 to 8; larger ones extrapolated by rounds")
-    assert beyond.slope == pytest.approx(last.slope * (63 / 64) / (7 / 8))
+    assert beyond.gamma == pytest.approx(last.gamma * (63 / 64) / (7 / 8))
 
 
 def test_a_name_of_a_device_is_a_cluster(tmp_path, caplog):

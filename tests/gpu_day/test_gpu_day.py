@@ -17,8 +17,8 @@ import pytest
 from gpu_day_items import children, configs, day
 from gpu_day_items.plan import Item, Part
 
+from moe_jax.cluster.fits import rows_of
 from moe_jax.cluster.prices import read_constants
-from moe_jax.cluster.tables import rows_of
 from moe_jax.config.gin_files import parse_run_config
 
 ROOT = pathlib.Path(__file__).parents[2]

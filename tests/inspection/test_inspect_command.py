@@ -24,11 +24,11 @@ def test_every_device_has_figures_and_a_description():
     assert set(target_names()) == {"gb200", "b200", "h100", "h200", "a100", "v100", "2080ti", "3090", "4090"}
     for name in target_names():
         target = read_device(name)
-        assert target.source and target.device in target.config
+        assert target.source and target.device_kind in target.config
         rates = [target.intra_bandwidth, target.node_bandwidth, target.memory_bandwidth, target.flops_bf16]
         assert min(rates) > 1e9 and target.adapters >= 1
         assert f"memory_bandwidth: {int(target.memory_bandwidth)}" in target.config  # said twice, and alike
-        assert device_named(target.device) == name
+        assert device_named(target.device_kind) == name
     assert device_named("NVIDIA B9") is None
 
 

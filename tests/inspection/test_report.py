@@ -10,7 +10,7 @@ import pathlib
 
 import pytest
 from support.gpu_trace import write_gpu_trace
-from support.toy import BRANCH, LOOP, MODEL, PRICES, TARGET
+from support.toy import BRANCH, LOOP, PRICES, TARGET
 
 from moe_jax.analysis.measured import Span, add_measured, compare_instructions, read_spans
 from moe_jax.analysis.program_report import (
@@ -21,7 +21,7 @@ from moe_jax.analysis.program_report import (
 )
 from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import parse_module
-from moe_jax.cluster.prices import Constants, Prices
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
 
@@ -30,9 +30,9 @@ HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.
 
 def test_report_sums_and_prints(tmp_path):
     slow = dataclasses.replace(TARGET, node_bandwidth=8.0)
-    timeline = play(parse_module(LOOP), Prices(slow, MODEL))
+    timeline = play(parse_module(LOOP), dataclasses.replace(PRICES, target=slow))
     facts = {"memory": {"peak": 7}, "compile_seconds": 1.0, "lower_seconds": 0.5}
-    report = build_report(timeline, Prices(slow, MODEL), facts)
+    report = build_report(timeline, dataclasses.replace(PRICES, target=slow), facts)
     (total,) = report["totals"]["by_role"]
     assert total["role"] == "all-to-all" and [total] == report["in_loops"]["by_role"]
     (of_scope,) = report["totals"]["by_scope"]
@@ -78,15 +78,15 @@ def test_an_overflow_costs_the_common_step_and_the_complete_one():
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 H200 = parse_target("h200:2x2")
-REAL = Constants(matmul_efficiency=0.5, memory_efficiency=0.6, launch=4e-6)
+REAL = Prices(H200, matmul_efficiency=0.5, memory_efficiency=0.6, launch=4e-6)
 
 
 def test_a_trace_of_the_model_itself_has_ratio_one(tmp_path):
     """As a device with the constants `REAL` runs it; modelled with the defaults, the trace says what these are."""
     program = parse_module(lzma.decompress((FIXTURES / "expert_parallel.hlo.xz").read_bytes()).decode())
-    write_gpu_trace(tmp_path, program, H200, REAL, steps=2)
+    write_gpu_trace(tmp_path, program, REAL, steps=2)
     spans = read_spans(tmp_path, program.name)
-    record = compare_instructions(program, Prices(H200, REAL), spans, 2, step_seconds=1.0)
+    record = compare_instructions(program, REAL, spans, 2, step_seconds=1.0)
     assert {group["group"] for group in record["groups"]} >= {"matmul", "fusion", "collective"}
     for row in [*record["groups"], *record["worst"]]:
         assert row["ratio"] == pytest.approx(1, rel=1e-6), row

@@ -52,7 +52,9 @@ class StandIn:
 
 
 def stand_ins(target):
-    return [StandIn(i, i // target.per_node, target.device, target.compute_capability) for i in range(target.devices)]
+    return [
+        StandIn(i, i // target.per_node, target.device_kind, target.compute_capability) for i in range(target.devices)
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -9,19 +9,19 @@ import re
 
 import numpy as np
 import pytest
-from support.toy import HEAD, LOOP, MODEL, PRICES, TARGET
+from support.toy import HEAD, LOOP, PRICES
 
 from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster import Links, cluster_of
 from moe_jax.cluster.collectives import traffic
 from moe_jax.cluster.hlo import parse_module
-from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds, transport_seconds
+from moe_jax.cluster.layer_seconds import LayerShape, Transfer, transfer_seconds
 from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play, scheduler_profile
 
 ALL = ((0, 1, 2, 3),)
-STARTS = dataclasses.replace(MODEL, start=1.0, step=2.0, node_start=10.0, node_step=5.0)
+STARTS = dataclasses.replace(PRICES, start=1.0, step=2.0, node_start=10.0, node_step=5.0)
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,19 @@ def test_traffic_by_hand(kind, groups, inside, leaving, seconds):
     ],
 )
 def test_a_collective_starts_once_wherever_it_is_asked(kind, groups, seconds):
-    """By a program, a planner, a replay, `parm` and inference: one start and a step for each message or round."""
-    prices = Prices(TARGET, STARTS)
+    """By a program, a planner, a replay and `parm`: one start and a step for each message or round."""
+    prices = STARTS
     assert traffic(kind, 1e-9, groups, prices)[2] == pytest.approx(seconds)
     if kind != "all-to-all":
         return
     cluster, members = dataclasses.replace(cluster_of(prices), nodes=len(groups[0]) // 2), len(groups[0])
     few = np.full((members, members), 1e-12)
-    group, across = Links.of(cluster, members).group, 1e-12 * (members > 2)
+    across = 1e-12 * (members > 2)
     shape = LayerShape(tokens=1, model_dim=1, rows=1, ep_size=members)
     asked = {
         "replay": Links.of(cluster, members, "test").exchange(few),
         "planner": Links.of(cluster, members, "test").received(few.sum(0)),
-        "transfer": Links(cluster, group, "test").uniform(1e-12, across),
-        "inference": transport_seconds(cluster, members, 1, 1, 1e-12)["all_to_all"],
+        "transfer": Links.of(cluster, members, "test").uniform(1e-12, across),
         "parm": transfer_seconds([Transfer("all_to_all", "expert", 1e-12)], shape, cluster, "test"),
     }
     assert {name: float(value) for name, value in asked.items()} == pytest.approx(dict.fromkeys(asked, seconds))

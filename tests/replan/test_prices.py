@@ -164,7 +164,7 @@ def test_without_a_file_prices_are_those_of_the_devices():
     run, _, target = wide_run()
     for dtype, item in (("bfloat16", 2), ("float32", 4)):
         own = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype=dtype))
-        cost = base_cost(own, build_mesh(run.mesh, target.devices, kind=target.device))
+        cost = base_cost(own, build_mesh(run.mesh, target.devices, kind=target.device_kind))
         assert cost.prices.cluster.name == "h200" and cost.prices.dtype_bytes == item
         hand = (4 * 2 * 16384 * 768**2 / 600e12 + 6 / 16 * 284e-6) * (1 if item == 2 else 989 / 495)
         assert cost.attention_seconds == pytest.approx(hand, rel=0.25)

@@ -9,15 +9,14 @@ the host has its own process.
 import gzip
 import json
 
-from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.timeline import play
 
 DEVICE, HOST, COMPUTE, LINKS, OPS, MODULES = 1, 701, 20, 31, 2, 3
 
 
-def write_gpu_trace(folder, module, target, model, steps):
-    """Write a trace of some steps of a program on a device whose constants are those of `model`; return its path."""
-    timeline = play(module, Prices(target, model))
+def write_gpu_trace(folder, module, prices, steps):
+    """Write a trace of some steps of a program on a device of these prices; return its path."""
+    timeline = play(module, prices)
     events = [
         _named("process_name", DEVICE, 0, "/device:GPU:0"),
         _named("process_name", HOST, 0, "/host:CPU"),

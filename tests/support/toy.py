@@ -1,12 +1,12 @@
 """A device whose times are whole numbers, and small schedules written for it by hand."""
 
-from moe_jax.cluster.prices import Constants, Prices
+from moe_jax.cluster.prices import Prices
 from moe_jax.cluster.targets import Target
 
 # 2 nodes of 2 devices; 100 bytes/s inside, 10 bytes/s a node by one adapter; 1 FLOP/s, 1000 bytes/s of memory
 TARGET = Target(
     name="toy",
-    device="toy",
+    device_kind="toy",
     intra_bandwidth=100.0,
     node_bandwidth=10.0,
     adapters=1,
@@ -19,11 +19,10 @@ TARGET = Target(
     nodes=2,
     per_node=2,
 )
-MODEL = Constants(
-    matmul_efficiency=1.0, memory_efficiency=1.0, launch=0.0, start=0.0, step=0.0, node_start=0.0, node_step=0.0,
-    node_share=1.0,
+PRICES = Prices(
+    TARGET, matmul_efficiency=1.0, memory_efficiency=1.0, launch=0.0, start=0.0, step=0.0, node_start=0.0,
+    node_step=0.0, node_share=1.0,
 )  # fmt: skip
-PRICES = Prices(TARGET, MODEL)
 
 HEAD = "HloModule toy, is_scheduled=true, entry_computation_layout={()->()}\n\n"
 
