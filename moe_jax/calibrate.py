@@ -10,6 +10,7 @@ lies next to it (.csv). On several hosts start it on each, as `train`. A user's 
 
 from __future__ import annotations
 
+import csv
 import pathlib
 
 from absl import flags
@@ -43,7 +44,7 @@ def command(argv: list[str]) -> None:
     set_up_devices(_HOST_DEVICES.value)
     import jax
 
-    from moe_jax.analysis.calibrate import CalibrationOptions, calibrate, write_points
+    from moe_jax.analysis.calibrate import CalibrationOptions, calibrate
     from moe_jax.cluster import write_cluster
     from moe_jax.jobs.start import start_hosts
 
@@ -55,7 +56,11 @@ def command(argv: list[str]) -> None:
         if hosts.is_main:
             out = pathlib.Path(_OUT.value)
             write_cluster(cluster, out)
-            write_points(points, out.with_suffix(".csv"))
+            with open(out.with_suffix(".csv"), "w", encoding="utf-8", newline="") as file:  # sizes as each fit has them
+                writer = csv.writer(file)
+                writer.writerow(["name", "x", "y", "seconds"])
+                for name, found in points.items():
+                    writer.writerows([name, *point] for point in found)
             r2 = {name: fit.r2 for name, fit in cluster.fits if fit.r2 is not None}
             least = min(r2, key=lambda name: r2[name])
             print(

@@ -28,7 +28,7 @@ from moe_jax.errors import UserError
 from moe_jax.parallel.static_sizes import TransferShape
 from moe_jax.planning.balancer import Auto, build_planner
 from moe_jax.planning.config import PREDICTORS, PlannerConfig
-from moe_jax.planning.cost import FORMS, PRICES, Cost
+from moe_jax.planning.cost import FORMS, PRICES
 from moe_jax.planning.placement import Placement
 from moe_jax.registry import load_plugins, options_in
 
@@ -110,12 +110,7 @@ def replay() -> dict:
     placement = Placement.even(layers, experts, sources, given.cluster.devices_per_node)
     if FLAGS.transfer == "by_node":  # which nodes of one device, or one node, refuse
         TransferShape(devices=sources, devices_per_node=placement.devices_per_node, offers=1, slots=1, by_node=True)
-    attention, modelled = inputs.attention_seconds(given)
-    cost = Cost(
-        prices=PRICES[FLAGS.price](**inputs.layer_of(given), form=FLAGS.transfer),
-        replica_slots=FLAGS.replica_slots,
-        attention_seconds=attention,
-    )
+    cost, modelled = inputs.layer_cost(given, PRICES[FLAGS.price], FLAGS.transfer, FLAGS.replica_slots)
     judged = (
         f"judged: {count} of {samples} samples, by plans from the loads of {f'{lag} steps' if lag > 1 else 'the step'}"
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import csv
 import dataclasses
 import itertools
 import json
-import pathlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from moe_jax.analysis.timed import (
     Timed,
@@ -179,12 +177,3 @@ def _cluster(fits: dict[str, Fit], devices, per_node: int) -> Cluster:
         device=f"{devices[0].platform} {devices[0].device_kind}",
         source="moe_jax.calibrate",
     )
-
-
-def write_points(points: Mapping[str, Points], path: pathlib.Path) -> None:
-    """Write name, x, y, seconds to `path`, sizes as each fit counts them."""
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["name", "x", "y", "seconds"])
-        for name, found in points.items():
-            writer.writerows([name, *point] for point in found)

@@ -18,6 +18,7 @@ from moe_jax.cluster import UNNAMED, Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import matrices_of, preceding_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsOrigin, LoadsTrace, read_loads
+from moe_jax.planning.cost import Cost, LayerPrices
 from moe_jax.storage.run_folder import RunFolder
 
 # of a layer, and of what precedes it, where neither a flag nor the trace says; a dense FFN then has 4 M
@@ -101,36 +102,33 @@ def build_inputs(given: Given) -> ReplayInputs:
     )
 
 
-def layer_of(given: ReplayInputs) -> dict:
-    """Return the fields of `LayerPrices` that say which layer ran, and on which links."""
-    return {
-        "cluster": given.cluster,
-        "model_dim": given.model_dim,
-        "hidden_dim": given.hidden_dim,
-        "matrices": matrices_of(given.activation),
-        "shards": given.expert_shards,
-        "dtype_bytes": given.dtype_bytes,
-        "param_bytes": max(4, given.dtype_bytes),  # parameters at home are float32 at least
-    }
+def layer_cost(given: ReplayInputs, prices: type[LayerPrices], form: str, replica_slots: int) -> tuple[Cost, str]:
+    """Return what the layer that ran costs on its links, and what to say of the attention before it.
 
+    That is the modelled forward seconds of what precedes an MoE layer, for one device's tokens.
 
-def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
-    """Return the modelled forward seconds of what precedes an MoE layer, for one device's tokens, and what to say."""
+    Args:
+      prices: one of `cost.PRICES`; form: of the transfer of replicas; replica_slots: mu.
+    """
+    matrices, item = matrices_of(given.activation), given.dtype_bytes
     top_k, loads = given.top_k or TOP_K, given.trace.loads
     tokens = loads.sum(axis=(2, 3)).mean() / loads.shape[2] / top_k / given.expert_shards
-    seconds = preceding_seconds(
-        given.cluster,
-        float(tokens),
-        given.dtype_bytes,
-        model_dim=given.model_dim,
-        length=given.sequence_length,
-        moe_every=given.moe_every,
-        matrices=matrices_of(given.activation),
-        dense_hidden_dim=given.dense_hidden_dim,
-    )
+    block = {"moe_every": given.moe_every, "matrices": matrices, "dense_hidden_dim": given.dense_hidden_dim}
+    sizes = {"model_dim": given.model_dim, "length": given.sequence_length}
+    seconds = preceding_seconds(given.cluster, float(tokens), item, **sizes, **block)
     more = given.moe_every > 1
     blocks = f" of {given.moe_every} blocks and the dense FFN of F {given.dense_hidden_dim}" if more else ""
-    return seconds, (
+    layer = prices(
+        cluster=given.cluster,
+        model_dim=given.model_dim,
+        hidden_dim=given.hidden_dim,
+        matrices=matrices,
+        shards=given.expert_shards,
+        dtype_bytes=item,
+        param_bytes=max(4, item),  # parameters at home are float32 at least
+        form=form,
+    )
+    return Cost(prices=layer, replica_slots=replica_slots, attention_seconds=seconds), (
         f"attention: {seconds:.4g} s forward{blocks}, modelled from {tokens:.0f} tokens a device (top-{top_k}), M "
         f"{given.model_dim} and --sequence_length {given.sequence_length}"
     )
@@ -240,5 +238,9 @@ def find_cluster(given: Given, origin: LoadsOrigin | None, sources: int, path: P
     for field in ("nodes", "devices_per_node"):
         cluster.need(field, f"replay (or set --{field})")
     cluster.check_devices(sources, f"trace {path.name}")
-    cluster.check_priced("replay")
+    # what seconds are made of: FLOP/s, and the speeds of the links that there are
+    alone, across = not cluster.flat and cluster.devices_per_node == 1, not cluster.flat and cluster.nodes != 1
+    for field, used in (("flops", True), ("intra_bandwidth", not alone), ("inter_bandwidth", across)):
+        if used:
+            cluster.need(field, "replay")
     return cluster

@@ -236,7 +236,7 @@ def compute_cases(devices) -> dict[str, list[Case]]:
             return unpermute_tokens(jnp.tanh(permute_tokens(x, parcel)), choice.weights, parcel)
 
         moved = _ITEM * dim * (experts * capacity + top_k * tokens)
-        call = _on_every_device(devices, _with_gradients(gate), [(tokens, dim), (dim, experts)])
+        call = _on_every_device(devices, gate, [(tokens, dim), (dim, experts)], gradients=True)
         cases["gate"].append(Case(call, 1, tokens, 2 * moved))
     shapes = ((128, 64, 1), (512, 64, 4), (512, 256, 1), (2048, 64, 2), (2048, 256, 1), (4096, 128, 4))
     for rows, dim, groups in shapes:
@@ -247,7 +247,7 @@ def compute_cases(devices) -> dict[str, list[Case]]:
             grouping = regroup(jnp.asarray(counts), bucket_layout(each, len(counts)))
             return unpermute_rows(jnp.tanh(permute_rows(x, grouping)), grouping)
 
-        call = _on_every_device(devices, _with_gradients(reorder), [(each * sources, dim)])
+        call = _on_every_device(devices, reorder, [(each * sources, dim)], gradients=True)
         cases["regroup"].append(Case(call, 1, rows, 4 * _ITEM * dim * rows))
     few = ((128, 1, 64, 64), (512, 4, 64, 256), (512, 1, 256, 64), (1024, 2, 128, 128))
     many = ((2048, 4, 64, 64), (2048, 2, 256, 128), (4096, 1, 256, 256), (4096, 4, 128, 64))
@@ -278,16 +278,12 @@ def expert_case(devices, rows: int, groups: int, dim: int, hidden: int) -> Case:
     return Case(_on_every_device(devices, both, shapes), 1, *expert_work(sizes, rows, dim, hidden, _ITEM))
 
 
-def _with_gradients(layer: Callable) -> Callable:
-    def step(*arrays):
-        y, pull = jax.vjp(layer, *arrays)
-        return y, pull(arrays[0])
+def _on_every_device(devices, function, shapes, gradients: bool = False) -> Callable:
+    """Compile `function` on arrays of these shapes, for each device its own.
 
-    return step
-
-
-def _on_every_device(devices, function, shapes) -> Callable:
-    """Compile `function` on arrays of these shapes, for each device its own."""
+    Args:
+      gradients: of the result as well, with the first array as its cotangent.
+    """
     mesh = Mesh(np.asarray(devices, object), ("device",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P("device"))
     arrays = [
@@ -296,7 +292,12 @@ def _on_every_device(devices, function, shapes) -> Callable:
     ]
 
     def body(*parts):
-        out = function(*(part[0] for part in parts))
+        own = [part[0] for part in parts]
+        if gradients:
+            y, pull = jax.vjp(function, *own)
+            out = y, pull(own[0])
+        else:
+            out = function(*own)
         return jax.tree.map(lambda array: array[None], out)
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("device"), out_specs=P("device"))

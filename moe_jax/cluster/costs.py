@@ -200,12 +200,10 @@ def _dots(body: Computation, module: Module) -> tuple[Product, ...]:
 def _dot(dot: Instruction, computation: Computation) -> Product:
     """Return [b, m, k] x [b, k, n] of a dot: m the left's rows."""
     left = computation.operands(dot)[0].arrays[0]
-
-    def size(name: str) -> int:
-        dims = re.search(rf"(?:^|[ ,]){name}=\{{([\d,]*)\}}", dot.attributes)
-        return math.prod(left.dims[int(dim)] for dim in dims.group(1).split(",") if dim) if dims else 1
-
-    b, k = size("lhs_batch_dims"), size("lhs_contracting_dims")
+    named = (rf"(?:^|[ ,]){name}=\{{([\d,]*)\}}" for name in ("lhs_batch_dims", "lhs_contracting_dims"))
+    found = [re.search(pattern, dot.attributes) for pattern in named]
+    places = [[int(dim) for dim in dims.group(1).split(",") if dim] if dims else [] for dims in found]
+    b, k = (math.prod(left.dims[place] for place in own) for own in places)
     m = left.size / (b * k)
     sizes = (b, m, dot.arrays[0].size / (b * m), k)
     return Product("matmul", _arithmetic(left.dtype, dot.attributes), sizes)

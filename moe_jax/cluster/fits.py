@@ -135,13 +135,14 @@ def assumed(name: str, level: str) -> float:
     return float(next(row for row in rows_of("assumed") if row["name"] == name)[level])
 
 
-def relative_fit(columns: np.ndarray, seconds: np.ndarray, signed: bool = False) -> np.ndarray:
-    """Return coefficients [c] of columns [n, c] that make the relative errors of seconds [n] small.
+def relative_fit(columns: np.ndarray, rows, signed: bool = False) -> np.ndarray:
+    """Return coefficients [c] of columns [n, c] that make the relative errors of the seconds of n rows small.
 
     Least squares of the ratio, weighted again and again so that outliers count by less than their square; no
     coefficient is below 0 unless they are `signed`.
     """
-    columns, seconds = np.asarray(columns, np.float64), np.asarray(seconds, np.float64)
+    columns = np.asarray(columns, np.float64)
+    seconds = 1e-6 * np.array([float(row["microseconds"]) for row in rows])
     weights = 1 / seconds
     for _ in range(40):
         answer = least_squares(columns * weights[:, None], seconds * weights, signed)
@@ -154,7 +155,7 @@ def fit_collective(rows) -> Fit:
     """Fit the rows of one GPU, opcode and group size over x = sqrt(Z), since bandwidth grows with Z, and y = Z."""
     size = np.array([float(row["bytes"]) for row in rows])
     columns = np.stack([np.ones_like(size), np.sqrt(size), size], axis=1)
-    return Fit(*relative_fit(columns, _seconds(rows)).tolist())
+    return Fit(*relative_fit(columns, rows).tolist())
 
 
 def matmul_columns(b, m, n, k) -> np.ndarray:
@@ -196,11 +197,7 @@ def fit_kernel(table: str, rows) -> np.ndarray:
     """
     if table == "attention":
         rows = [row for row in rows if row["kind"] == "forward" or row["implementation"] == "cudnn"]
-    return relative_fit(columns_of(table, rows), _seconds(rows), signed=table == "matmuls")
-
-
-def _seconds(rows) -> np.ndarray:
-    return 1e-6 * np.array([float(row["microseconds"]) for row in rows])
+    return relative_fit(columns_of(table, rows), rows, signed=table == "matmuls")
 
 
 @functools.cache

@@ -120,16 +120,6 @@ class Instruction:
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(found.group(1)) if found else None
 
-    @property
-    def row_blocks(self) -> tuple[int, ...]:
-        """What `kernels.blocked.for_each_block` writes into the names of a loop and its body, () elsewhere.
-
-        Rows by shape, groups that share them, groups of the loop, rows of the tallest block, and from above how many to
-        how many rows it takes as the last block of a group: where both are the tallest, it takes all other blocks.
-        """
-        found = re.search(r"\bblocks((?:_\d+){6})\b", self.op_name)
-        return tuple(map(int, found.group(1)[1:].split("_"))) if found else ()
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:

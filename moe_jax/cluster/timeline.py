@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 
 from moe_jax.cluster.collectives import KINDS, traffic
@@ -207,12 +208,17 @@ class _Player:
         assert not started, f"{computation.name} ends while {sorted(started)} are in flight"
 
     def turns(self, loop: Instruction) -> int:
-        """Return the turns of a loop; where they are data, as if all groups had equally many of the expected rows."""
+        """Return the turns of a loop; where they are data, as if all groups had equally many of the expected rows.
+
+        `kernels.blocked.for_each_block` writes into the names of its loop and of the loop's body: rows by shape, groups
+        that share them, groups of the loop, rows of the tallest block, and from above how many to how many rows it
+        takes as the last block of a group: where both are the tallest, it takes all other blocks.
+        """
         if loop.trip_count is not None:
             return loop.trip_count
         turns = 1
-        if loop.row_blocks:
-            rows, sharing, groups, tallest, above, height = loop.row_blocks
+        if written := re.search(r"\bblocks((?:_\d+){6})\b", loop.op_name):
+            rows, sharing, groups, tallest, above, height = map(int, written.group(1)[1:].split("_"))
             mean = rows / sharing * used_share(self.module.buckets, rows)
             size = max(1, math.ceil(mean - 1e-6))  # 128 rows may be a little more in floating point
             full, filled = (size - 1) // tallest, min(groups, math.ceil(groups * mean - 1e-6))

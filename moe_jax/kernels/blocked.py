@@ -129,7 +129,7 @@ def for_each_block(
       carry: pytree of arrays, updated in place by XLA as long as `step` uses each of its arrays once.
       step: handles one block; traced once per rung.
     """
-    # how often a loop turns is data: `cluster.hlo.Instruction.row_blocks` reads this in the program
+    # how often a loop turns is data: `cluster.timeline` reads this in the program
     name = f"blocks_{rows}_{groups}_{group_sizes.shape[0]}_{heights[-1]}"
     if group_sizes.shape[0] == 1:
         # With one group XLA sees that a rung's block does not depend on the turn, moves its matmuls out of the loop,

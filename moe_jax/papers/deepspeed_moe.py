@@ -163,17 +163,17 @@ def equal_loss(inputs, by_law=False):
     kinds, seeds = trained((*DENSE_SIZES, *MOE_SIZES))
     flops = [kinds[name]["flops_per_token"] for name in DENSE_SIZES]
     by_seed = np.minimum.accumulate(np.array([kinds[name]["losses"] for name in DENSE_SIZES]))  # [sizes, seeds], falls
-
-    def ratios(name: str) -> np.ndarray:  # by seed
+    ratios = []  # of each MoE size those by seed
+    for name in MOE_SIZES:
         losses = zip(kinds[name]["losses"], by_seed.T, strict=True)
         equal = [np.interp(-loss, -dense, np.log(flops)) for loss, dense in losses]
-        return np.exp(equal) / kinds[name]["flops_per_token"]
+        ratios.append(np.exp(equal) / kinds[name]["flops_per_token"])
 
     points = {name: (kind["flops_per_token"], statistics.mean(kind["losses"])) for name, kind in kinds.items()}
     groups = {"dense": DENSE_SIZES, "32 experts, top-1": MOE_SIZES}
     series = {label: [points[name] for name in names] for label, names in groups.items()}
     draw = curves(series, xscale="log", xlabel="FLOPs of a token's training", ylabel=LOSS)
-    ours = [dense_multiple(size) for size in (355e6, 1.3e9)] if by_law else map(ratios, MOE_SIZES)
+    ours = [dense_multiple(size) for size in (355e6, 1.3e9)] if by_law else ratios
     return Found(trained_rows(kinds), ours, (f"Seeds: {seeds}.",), draw)
 
 

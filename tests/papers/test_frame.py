@@ -127,7 +127,8 @@ def test_cells_are_within_by_ends_mean_and_half_of_them(paper, ours, verdict):
 def test_experiments_are_tried_where_the_numbers_leave_a_claim_open(paper, verdict, tried):
     text = {"title": "Title", "columns": ["row", "one", "two"], "notes": ["first"]}
     texts = {"found": text | {"claims": {"claim": paper, "none (beside)": "-"}}}
-    calls, tables = [], Tables(texts, "modelled", {"near": 1.9, "far": 1.2}, lambda inputs: ("last",))
+    calls, tables = [], Tables("scale", "modelled", {"near": 1.9, "far": 1.2}, lambda inputs: ("last",))
+    tables.texts = texts
 
     @tables.add(bars("unit", "two"))
     def found(inputs, ours=1.0):
