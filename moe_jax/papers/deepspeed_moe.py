@@ -118,24 +118,23 @@ def training_cost(inputs, change=""):
     return Found(rows, [moe / dense, forwards * dense, forwards * moe], (said,))
 
 
-def trained(names: Sequence[str]) -> tuple[dict[str, dict], int]:
-    """Return what scripts/bench/train_sizes.py found of these kinds, and the number of seeds that all of them have."""
+def trained(names: Sequence[str]) -> tuple[dict[str, dict], list[tuple], int]:
+    """Return what scripts/bench/train_sizes.py found of these kinds, and the number of seeds that all of them have.
+
+    Between the two: (kind, parameters, FLOPs, mean of the last losses, their range) of each.
+    """
     kinds = json.loads(TRAINED.read_text(encoding="utf-8"))["kinds"] if TRAINED.exists() else {}
     if absent := [name for name in names if name not in kinds]:
         command = f"python scripts/bench/train_sizes.py --out=runs/train_sizes --result={TRAINED}"
         raise MissingResults(f"{TRAINED} lacks {', '.join(absent)}: run {command}")
     seeds = min(len(kinds[name]["curves"]) for name in names)
     cut = {name: {**kinds[name], "losses": [curve[-1][1] for curve in kinds[name]["curves"][:seeds]]} for name in names}
-    return cut, seeds
-
-
-def trained_rows(kinds: dict[str, dict]) -> list[tuple]:
-    """Return (kind, parameters, FLOPs, mean of the last losses, their range) of each."""
-    sizes = ("parameters", "flops_per_token")
-    lines = ((name, *(kind[size] for size in sizes), kind["losses"]) for name, kind in kinds.items())
-    return [
-        (*line, f"{statistics.mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}") for *line, losses in lines
-    ]
+    rows = []
+    for name, kind in cut.items():
+        losses = kind["losses"]
+        span = f"{min(losses):.4f} to {max(losses):.4f}"
+        rows.append((name, kind["parameters"], kind["flops_per_token"], f"{statistics.mean(losses):.4f}", span))
+    return cut, rows, seeds
 
 
 LOSS = "held-out loss, nats per token"
@@ -160,7 +159,7 @@ DENSE_SIZES, MOE_SIZES = ("dense_64", "dense_96", "dense_128", "dense_192"), ("m
 )
 def equal_loss(inputs, by_law=False):
     """Compare trained MoE models with the dense ones of equal loss, seed by seed, at two sizes."""
-    kinds, seeds = trained((*DENSE_SIZES, *MOE_SIZES))
+    kinds, rows, seeds = trained((*DENSE_SIZES, *MOE_SIZES))
     flops = [kinds[name]["flops_per_token"] for name in DENSE_SIZES]
     by_seed = np.minimum.accumulate(np.array([kinds[name]["losses"] for name in DENSE_SIZES]))  # [sizes, seeds], falls
     ratios = []  # of each MoE size those by seed
@@ -174,7 +173,7 @@ def equal_loss(inputs, by_law=False):
     series = {label: [points[name] for name in names] for label, names in groups.items()}
     draw = curves(series, xscale="log", xlabel="FLOPs of a token's training", ylabel=LOSS)
     ours = [dense_multiple(size) for size in (355e6, 1.3e9)] if by_law else ratios
-    return Found(trained_rows(kinds), ours, (f"Seeds: {seeds}.",), draw)
+    return Found(rows, ours, (f"Seeds: {seeds}.",), draw)
 
 
 PAIRS = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe", "staged"))
@@ -183,10 +182,10 @@ PAIRS = (("moe", "pr_moe"), ("alone", "taught"), ("taught", "staged"), ("pr_moe"
 @TABLES.add()
 def pr_moe_mos(inputs):
     """Compare trained PR-MoE with MoE, and its students with each other."""
-    kinds, seeds = trained(("moe", "pr_moe", "alone", "taught", "staged"))
+    kinds, rows, seeds = trained(("moe", "pr_moe", "alone", "taught", "staged"))
     gains = [np.subtract(kinds[worse]["losses"], kinds[better]["losses"]) for worse, better in PAIRS]
     series = {name: np.mean([curve[1:] for curve in kind["curves"][:seeds]], axis=0) for name, kind in kinds.items()}
-    return Found(trained_rows(kinds), gains, (f"Seeds: {seeds}.",), curves(series, xlabel="step", ylabel=LOSS))
+    return Found(rows, gains, (f"Seeds: {seeds}.",), curves(series, xlabel="step", ylabel=LOSS))
 
 
 TOKENS = 8  # sequences of one MP group, each of which gets a token in a step: assumed, the texts name none
