@@ -131,7 +131,7 @@ def modelled_instructions(module: Module, prices: Prices) -> dict[str, dict]:
     execution seconds, matmul_seconds (its FLOPs at the device's peak) and memory_seconds (its bytes at full bandwidth).
     """
     timeline = play(module, prices)
-    executions = Counter(event.name for event in timeline.events if event.row == "compute")
+    executions = Counter(name for row, name, *_ in timeline.events if row == "compute")
     executions.update({name: flight.executions for name, flight in timeline.flights.items()})
     executions.update({name: record["executions"] for name, record in timeline.skipped.items()})
     seconds = instruction_seconds(module, prices)

@@ -123,17 +123,17 @@ def what_if(module: Module, prices: Prices) -> dict:
     levels, cores, target = {}, [], prices.target
     for level in LEVELS:
         line = play(module, dataclasses.replace(prices, level=level))
-        levels[level] = {**_seconds_of(line), "compute_seconds": line.compute_seconds}
+        levels[level] = {
+            "step_seconds": line.seconds,
+            "exposed_seconds": line.exposed_seconds,
+            "compute_seconds": line.compute_seconds,
+        }
     for taken in TAKEN_CORES if target.cores else ():
         line = play(module, prices, taken=taken / target.cores)
-        cores.append({"taken": taken, "cores": target.cores, **_seconds_of(line)})
+        took = {"step_seconds": line.seconds, "exposed_seconds": line.exposed_seconds}
+        cores.append({"taken": taken, "cores": target.cores, **took})
     buckets = [{**dataclasses.asdict(own), "used": own.used} for own in module.buckets]
     return {"range": levels, "cores": cores, **({"buckets": buckets} if buckets else {})}
-
-
-def _seconds_of(line: Timeline) -> dict[str, float]:
-    exposed = sum(flight.exposed_seconds for flight in line.flights.values())
-    return {"step_seconds": line.seconds, "exposed_seconds": exposed}
 
 
 def overflow_record(timeline: Timeline, buckets: Sequence[Buckets], complete: Timeline | None) -> dict:
@@ -353,8 +353,8 @@ def write_chrome_trace(timeline: Timeline, path: pathlib.Path) -> None:
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
         for row, name in enumerate(ROWS)
     ]
-    for event in timeline.events:
-        where = {"ph": "X", "pid": 0, "tid": ROWS.index(event.row), "name": event.label or event.name}
-        when = {"ts": event.begin * 1e6, "dur": (event.end - event.begin) * 1e6}
-        events.append({**where, **when, "args": {"instruction": event.name}})
+    for row, name, label, begin, end in timeline.events:
+        where = {"ph": "X", "pid": 0, "tid": ROWS.index(row), "name": label or name}
+        when = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
+        events.append({**where, **when, "args": {"instruction": name}})
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -194,8 +194,20 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
     chunks = (records.expert_replicas > 0).mean(axis=2)
     layers, devices = records.computed.shape[1:]
     moved = 2 * replicas * cost.prices.expert_bytes + records.moved * cost.prices.state_bytes
-    seconds = {name: float(part.mean()) for name, part in _parts(records, cost).items()}
-    layer, plain = sum(seconds.values()), float(sum(part.mean() for part in _parts(base, cost).values()))
+    by_purpose = []  # of both, under the shapes in force and the planner's own block-wise schedule
+    for own in (records, base):
+        own_cost, needed = dataclasses.replace(cost, prefetch=Prefetch(schedule=own.hiding)), own.needed
+        if cost.prices.of_program:
+            exchange, late = own.exchange, own.late_seconds
+            trans = np.broadcast_to(own.ahead_seconds[:, None], needed.slots.shape)
+        else:  # experts one by one, those that came late too
+            exchange, trans, late = None, None, 0.0
+            holders = own.expert_replicas + (own.expert_replicas > 0)
+            needed = needed._replace(holders=holders.sum(axis=2))
+        parts = own_cost.parts(own.computed, own.received, needed, exchange=exchange, trans=trans)
+        by_purpose.append({**parts, "place": parts["place"] + late, "reduce": parts["reduce"] + late})
+    seconds = {name: float(part.mean()) for name, part in by_purpose[0].items()}
+    layer, plain = sum(seconds.values()), float(sum(part.mean() for part in by_purpose[1].values()))
     found = {
         "max_over_mean": ratio.mean(),
         "max_over_mean_p95": np.percentile(ratio, 95),
@@ -214,21 +226,6 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         **{f"counter_{name}": count for name, count in records.counters.items()},
     }
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in found.items()}
-
-
-def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
-    """Return seconds [n, L] by purpose, under the shapes in force and the planner's own block-wise schedule."""
-    cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=records.hiding))
-    needed = records.needed
-    if cost.prices.of_program:
-        exchange, late = records.exchange, records.late_seconds
-        trans = np.broadcast_to(records.ahead_seconds[:, None], needed.slots.shape)
-    else:  # experts one by one, those that came late too
-        exchange, trans, late = None, None, 0.0
-        holders = records.expert_replicas + (records.expert_replicas > 0)
-        needed = needed._replace(holders=holders.sum(axis=2))
-    parts = cost.parts(records.computed, records.received, needed, exchange=exchange, trans=trans)
-    return {**parts, "place": parts["place"] + late, "reduce": parts["reduce"] + late}
 
 
 # title, key of a summary, what it is multiplied by, what it says

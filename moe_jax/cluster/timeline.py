@@ -59,24 +59,16 @@ class Flight:
     overlapped: Counter[str] = dataclasses.field(default_factory=Counter)  # what computed there: name -> seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """One execution of a kernel, a transfer or a wait; times in seconds."""
-
-    row: str  # 'compute', 'inside nodes', 'across nodes' (transfers) or 'wait'
-    name: str  # of the instruction
-    label: str  # its scope or role
-    begin: float
-    end: float
-
-
 @dataclasses.dataclass
 class Timeline:
     """What `play` returns."""
 
     flights: dict[str, Flight] = dataclasses.field(default_factory=dict)  # by instruction name
-    events: list[Event] = dataclasses.field(default_factory=list)  # in order of their begin on each row
+    # each execution of a kernel, a transfer or a wait, in order of their begin on each row: the row ('compute', 'inside
+    # nodes', 'across nodes' or 'wait'), the instruction's name, its scope or role, begin and end in seconds
+    events: list[tuple[str, str, str, float, float]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # of the whole program
+    exposed_seconds: float = 0.0  # of all collectives
     compute_seconds: float = 0.0  # of all kernels
     matmul_seconds: float = 0.0  # of kernels with matmuls
     kernels: int = 0  # launched, each turn of a loop counted
@@ -101,8 +93,9 @@ def play(module: Module, prices: Prices, taken: float = 0.0) -> Timeline:
     """
     player = _Player(module, prices, taken)
     player.run(module.entry, ())
-    player.timeline.seconds = player.now
-    return player.timeline
+    line = player.timeline
+    line.seconds, line.exposed_seconds = player.now, sum(flight.exposed_seconds for flight in line.flights.values())
+    return line
 
 
 def instruction_seconds(module: Module, prices: Prices) -> dict[Instruction, tuple[float, Instruction | None]]:
@@ -280,7 +273,7 @@ class _Player:
                 now, left = now + slowed, left - slowed * rate
             seconds = now + left - begin
         self.now += seconds
-        line.events.append(Event("compute", instruction.name, label, begin, self.now))
+        line.events.append(("compute", instruction.name, label, begin, self.now))
         line.compute_seconds += seconds
         line.kernels += 1
         key = (pass_of(instruction.op_name), scope)
@@ -358,7 +351,7 @@ class _Player:
         flight.seconds += flight.alone
         flight.waited_for_links_seconds += begin - self.now
         row = links[-1] if links else "inside nodes"
-        self.timeline.events.append(Event(row, flight.name, f"{flight.role} {flight.scope}".strip(), begin, end))
+        self.timeline.events.append((row, flight.name, f"{flight.role} {flight.scope}".strip(), begin, end))
         transfer = {"flight": flight, "begin": begin, "end": end, "kernel": False, "matmul": False}
         if flight.asynchronous:
             self.open.append(transfer)
@@ -371,7 +364,7 @@ class _Player:
         flight.executions_overlapping_kernels += transfer["kernel"]
         flight.executions_overlapping_matmuls += transfer["matmul"]
         if end > self.now:
-            self.timeline.events.append(Event("wait", flight.name, flight.role, self.now, end))
+            self.timeline.events.append(("wait", flight.name, flight.role, self.now, end))
             flight.exposed_seconds += end - self.now
             self.now = end
 

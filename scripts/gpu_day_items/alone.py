@@ -173,7 +173,7 @@ def after_gate(context, planner: str):
     apart = max(int(np.abs(a.astype(np.int64) - b.astype(np.int64)).max(initial=0)) for a, b in pairs)
     text = jitted.lower(*arguments).compile().as_text()
     timeline = play(parse_module(text), Prices(parse_target("h200:1x1")))
-    launches, turns = sum(event.row == "compute" for event in timeline.events), text.count(" while(")
+    launches, turns = sum(row == "compute" for row, *_ in timeline.events), text.count(" while(")
     context.record(decide_seconds=seconds["decide"], launches=launches, largest_difference_from_cpu=apart)
     equal = "equal to the CPU's" if not apart else f"tables differ from the CPU's by {apart} at most"
     context.row(

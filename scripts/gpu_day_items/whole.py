@@ -76,7 +76,7 @@ def train(context, grouped_matmul: str):
     built = compile_ahead.on_target(config, target)
     compiled = compile_ahead.compile_step(built, jax.devices()[:1], skew=1.0, options={}, real=True)
     timeline = play(parse_module(compiled.text, compiled.buckets), Prices(target))
-    launches = sum(event.row == "compute" for event in timeline.events)
+    launches = sum(row == "compute" for row, *_ in timeline.events)
     conditionals = sum(record["executions"] for record in timeline.skipped.values())
     context.record(
         modelled_seconds=timeline.seconds if known else None,

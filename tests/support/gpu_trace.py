@@ -30,15 +30,15 @@ def write_gpu_trace(folder, module, prices, steps):
         offset = step * timeline.seconds * 1.25
         events.append(_span(HOST, 5, "PjitFunction(train_step)", offset, timeline.seconds, {}))
         events.append(_span(DEVICE, MODULES, f"{module.name}(17)", offset, timeline.seconds, {}))
-        for event in timeline.events:
-            if event.row == "wait":
+        for row, name, _, start, end in timeline.events:
+            if row == "wait":
                 continue
-            stream = COMPUTE if event.row == "compute" else LINKS
-            begin, length = offset + event.begin, event.end - event.begin
-            kernel = event.name.replace(".", "_").replace("-", "_")
-            events.append(_span(DEVICE, stream, kernel, begin, length, _fields(module, event.name)))
-            again = {"hlo_op": event.name, "hlo_module": module.name, "group_id": step}
-            events.append(_span(DEVICE, OPS, event.name, begin, length, again))
+            stream = COMPUTE if row == "compute" else LINKS
+            begin, length = offset + start, end - start
+            kernel = name.replace(".", "_").replace("-", "_")
+            events.append(_span(DEVICE, stream, kernel, begin, length, _fields(module, name)))
+            again = {"hlo_op": name, "hlo_module": module.name, "group_id": step}
+            events.append(_span(DEVICE, OPS, name, begin, length, again))
     path = folder / "plugins" / "profile" / "2026_11_22" / "host.trace.json.gz"
     path.parent.mkdir(parents=True)
     trace = {"displayTimeUnit": "ns", "metadata": {"highres-ticks": True}, "traceEvents": [*events, {}]}
