@@ -238,9 +238,5 @@ def find_cluster(given: Given, origin: LoadsOrigin | None, sources: int, path: P
     for field in ("nodes", "devices_per_node"):
         cluster.need(field, f"replay (or set --{field})")
     cluster.check_devices(sources, f"trace {path.name}")
-    # what seconds are made of: FLOP/s, and the speeds of the links that there are
-    alone, across = not cluster.flat and cluster.devices_per_node == 1, not cluster.flat and cluster.nodes != 1
-    for field, used in (("flops", True), ("intra_bandwidth", not alone), ("inter_bandwidth", across)):
-        if used:
-            cluster.need(field, "replay")
+    cluster.check_priced("replay")
     return cluster

@@ -111,6 +111,18 @@ class Cluster:
             f"its file, or Cluster.kind to a device ({', '.join(target_names())}), or use a file written by calibrate"
         )
 
+    def check_priced(self, requested_by: str) -> None:
+        """Check that it has what seconds are made of: FLOP/s, and the speeds of the links that there are.
+
+        Raises:
+          UserError: one is absent; the message names field, cluster and requester.
+        """
+        alone = not self.flat and self.devices_per_node == 1
+        across = not self.flat and self.nodes != 1
+        for field, used in (("flops", True), ("intra_bandwidth", not alone), ("inter_bandwidth", across)):
+            if used:
+                self.need(field, requested_by)
+
     def bandwidth(self, requested_by: str, of_device: bool = False) -> float:
         """Return the one W that scalar formulas use: the slow link's, where links differ.
 
