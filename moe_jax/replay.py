@@ -26,11 +26,12 @@ from moe_jax.analysis import simulate
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 from moe_jax.parallel.static_sizes import TransferShape
-from moe_jax.planning.balancer import Auto, build_planner
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PREDICTORS, PlannerConfig
 from moe_jax.planning.cost import FORMS, PRICES
 from moe_jax.planning.placement import Placement
-from moe_jax.registry import load_plugins, options_in
+from moe_jax.registry import load_plugins
+from moe_jax.replan.auto import ROUND_STEPS
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string(
@@ -120,8 +121,8 @@ def replay() -> dict:
     every = dict.fromkeys(["none", *asked])  # plain EP is the base of RB and speed-up
     how = (given.trace, config, placement, cost, lag, FLAGS.every)
     records = {name: simulate.simulate(name, *how) for name in every}
-    if "auto" in asked and count <= (needed := 2 * options_in(config, Auto()).round_steps):
-        needs = f"it needs {needed}, twice Auto.round_steps, to choose"
+    if "auto" in asked and count <= 2 * ROUND_STEPS:
+        needs = f"it needs {2 * ROUND_STEPS}, two rounds, to choose"
         print(f"auto: {count} samples are too few, so it stays plain: {needs}")
     for name in asked:
         planner = build_planner(dataclasses.replace(config, name=simulate.split_name(name)[0]))

@@ -175,16 +175,16 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                         continue  # left to the default, which is a value now
                     target = RENAMED[target]
                     name, field = target.split(".")
-                if field and name not in known:
-                    near = _near(name.split(".")[-1], (*known, "TrainConfig"))
-                    near = [f"{'train' if found == 'TrainConfig' else found}.{field}" for found in near]
-                    hint = _did_you_mean(near, "options of a plugin need its --plugin; known names", known)
-                    raise UserError(f"unknown name {name!r} in {target} ({place}); {hint}")
                 if target in REMOVED:
                     default, instead = REMOVED[target]
                     if repr(statement.value) == default:
                         continue
                     raise UserError(f"{target} ({place}) is no binding any more; {instead}")
+                if field and name not in known:
+                    near = _near(name.split(".")[-1], (*known, "TrainConfig"))
+                    near = [f"{'train' if found == 'TrainConfig' else found}.{field}" for found in near]
+                    hint = _did_you_mean(near, "options of a plugin need its --plugin; known names", known)
+                    raise UserError(f"unknown name {name!r} in {target} ({place}); {hint}")
                 if field and field not in known[name]:
                     near = [f"{other}.{field}" for other, fields in known.items() if field in fields]
                     near = near or [f"{name}.{found}" for found in _near(field, known[name])]

@@ -75,6 +75,8 @@ REMOVED = {
     "MoEConfig.topology_release": ("False", "leave it out: only Topology.remote_fraction of the tokens leave a node"),
     "PlannerConfig.headroom": ("2.0", "leave it out: 'balanced' has two replicas a device after the gate"),
     "PlannerConfig.residual": ("True", "leave it out: 'fastermoe' counts the exchange that is left after shadowing"),
+    "PlannerConfig.auto_steps": ("32", "leave it out: 'auto' judges after rounds of 32 steps"),
+    "Auto.round_steps": ("32", "leave it out: 'auto' judges after rounds of 32 steps"),
     "PlannerConfig.auto_margin": ("0.01", "leave it out: 'auto' changes for a hundredth of a step"),
     "PlannerConfig.decay": ("0.5", "it was of 'exponential': take PlannerConfig.predictor = 'window'"),
     "PlannerConfig.swap_seconds": ("0.0", "leave it out: a new shape compiles beside the steps and costs none"),
@@ -96,7 +98,7 @@ RENAMED = {
         ("PlannerConfig", "TopKAll", "top_k"),
     )
     for field in fields.split()
-} | {"PlannerConfig.auto_steps": "Auto.round_steps"}
+}
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
 

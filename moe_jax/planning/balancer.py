@@ -14,7 +14,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moe_jax.errors import check_bounds
 from moe_jax.planning.config import DEFAULTS, PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement, TransferSizes
@@ -114,22 +113,6 @@ class NonePlanner(Planner):
     """Plain expert parallelism."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Auto:
-    """Options of the planner `auto`.
-
-    Attributes:
-      round_steps: steps that settings plan before they are judged, and in which they are judged.
-    """
-
-    round_steps: int = 32
-
-    def __post_init__(self):
-        check_bounds(self, {"round_steps": 2})
-
-
 @register("auto")
 class AutoPlanner(Planner):
     """Plain expert parallelism by itself: a session of its own chooses among the others (`replan/auto.py`)."""
-
-    options = Auto()

@@ -6,7 +6,7 @@ before each step the placement of the setting in force, whose `program` ('SCHEDU
     settings   schedule x planner x slots x split; each proposes by a `PlanSession` of its own, from the same past
     judged     by the one cost model, on the loads of the step after those that it had seen when it proposed: a setting
                that predicts badly is judged by what its plan cost, with the moves of homes that it made
-    a round    all settings plan for `Auto.round_steps` steps, since some need that long to reach what they can do, and
+    a round    all settings plan for `ROUND_STEPS` steps, since some need that long to reach what they can do, and
                are judged in as many again, up to `LONGEST` times as many while chance may still turn the answer (two
                standard errors of the difference); those that can no longer win stop early
     a change   where the best saved more than `MARGIN` of a step, and would save more than moving homes costs in
@@ -29,21 +29,21 @@ import numpy as np
 
 from moe_jax.parallel.static_sizes import BucketRows, TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import Auto
 from moe_jax.planning.buckets import BUCKET_LIMIT, Buckets, pairs_by_kind
 from moe_jax.planning.cost import Cost, home_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan import Asked, grown
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.routing import split_evenly
-from moe_jax.registry import PLANNERS, options_in
+from moe_jax.registry import PLANNERS
 from moe_jax.replan.session import PlanSession, Predictor
 
 _LOG = logging.getLogger(__name__)
 SPLITS = ("plan", "even")
 MOST_WAITS = 256  # rounds between two rounds
 MARGIN = 0.01  # part of a step's time in the MoE layers that a change must save: less would follow noise
-LONGEST = 4  # times `Auto.round_steps`, a round at most
+ROUND_STEPS = 32  # in which settings plan before they are judged, and in which they are judged
+LONGEST = 4  # times `ROUND_STEPS`, a round at most
 EXACT_DEVICES = 1024  # up to which every pair of devices is counted
 SHOWN = 8  # settings in the table of a decision
 
@@ -189,7 +189,6 @@ class AutoSession(PlanSession):
         super().__init__(config, placement, cost, exchanges_per_step, buckets, groups)
         self.base_cost = cost
         self.settings = build_settings(config, placement, cost, exchanges_per_step)
-        self.round_steps = options_in(config, Auto()).round_steps
         self.predictors: dict[tuple, Predictor] = {}  # settings that look back alike share one
         for setting in self.settings:
             key = (setting.config.predictor, setting.config.window)
@@ -197,7 +196,7 @@ class AutoSession(PlanSession):
         self.current = (0, 0)  # places of the setting and the split in force
         self.judged: dict[int, list[list[float]]] = {}  # {place of a setting in a round: each step's seconds by split}
         self.even: list[float] = []  # of the same steps, the least that any setting could take
-        self.settling = False  # in a round's first `round_steps` steps, of which the setting in force alone counts
+        self.settling = False  # in a round's first `ROUND_STEPS` steps, of which the setting in force alone counts
         self.wait, self.waits = 0, 1  # steps to the next round; rounds that the wait after it lasts
         self.recent: list[float] = []  # seconds over the least, of the last steps
         self.decided_at = 0.0  # what their mean was at the last decision
@@ -230,12 +229,12 @@ class AutoSession(PlanSession):
             places = self.current[:1] if self.settling or not self.judged else self.judged
             taken = {place: self.settings[place].seconds(seen) for place in places}
             ratio = taken[self.current[0]][self.current[1]] / max(even, 1e-30)
-            self.recent = [*self.recent, ratio][-self.round_steps :]
+            self.recent = [*self.recent, ratio][-ROUND_STEPS:]
             if self.judged:
                 self.even.append(even)
                 for place, own in taken.items():
                     self.judged[place].append(own)
-                if self.settling and len(self.even) == self.round_steps:
+                if self.settling and len(self.even) == ROUND_STEPS:
                     self.settling, self.even, self.judged = False, [], {place: [] for place in self.judged}
         super().observe(loads, apart)
         for predictor in self.predictors.values():
@@ -252,17 +251,17 @@ class AutoSession(PlanSession):
         if self.judged:
             self._drop_losers()
             has_ended, judged = len(self.judged) == 1, len(self.even)
-            if not has_ended and judged >= self.round_steps:
+            if not has_ended and judged >= ROUND_STEPS:
                 taken = self._taken()
                 gain = taken[self.current] - min(taken.values(), key=np.mean)
                 is_clear = abs(gain.mean() - MARGIN * taken[self.current].mean()) > 2 * _error(gain)
-                has_ended = is_clear or judged >= LONGEST * self.round_steps
+                has_ended = is_clear or judged >= LONGEST * ROUND_STEPS
             if has_ended:
                 self._decide(iteration)
         else:
             self.wait -= 1
             worse = np.mean(self.recent) > self.decided_at * (1 + 5 * MARGIN)
-            if self.wait <= 0 or (worse and len(self.recent) == self.round_steps):
+            if self.wait <= 0 or (worse and len(self.recent) == ROUND_STEPS):
                 self._begin_round()
         for place in self.judged or self.current[:1]:
             self.settings[place].make_plans(iteration)
@@ -298,7 +297,7 @@ class AutoSession(PlanSession):
 
     def _decide(self, iteration: int) -> None:
         """End a round: change to the best setting where that pays, and log what each one took, cheapest first."""
-        taken, steps = self._taken(), self.round_steps
+        taken, steps = self._taken(), ROUND_STEPS
         now, best = taken[self.current], min(taken, key=lambda at: taken[at].mean())
         gain, new = now - taken[best], self.settings[best[0]]
         home, there = new.placement.home, self.in_force.placement.home

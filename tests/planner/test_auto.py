@@ -15,6 +15,7 @@ from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, LayerPrices, home_seconds
 from moe_jax.planning.placement import Placement
+from moe_jax.replan import auto
 from moe_jax.replan.auto import AutoSession, Setting, build_settings, step_seconds
 
 L, D, E = 2, 4, 8
@@ -46,8 +47,13 @@ def run(session, loads, first=0):
     return plans
 
 
-def session_of(cost=COST, steps=8):
-    return AutoSession(planner_config(name="auto", round_steps=steps, overlap_degree=8), START, cost)
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch):
+    monkeypatch.setattr(auto, "ROUND_STEPS", 8)
+
+
+def session_of(cost=COST):
+    return AutoSession(planner_config(name="auto", overlap_degree=8), START, cost)
 
 
 def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
@@ -70,7 +76,8 @@ def test_steady_skew_gets_the_plan_of_least_seconds_after_one_round(caplog):
 def test_even_loads_are_left_alone_after_eight_steps_and_cost_no_planning(caplog, monkeypatch):
     priced, seconds = [], Setting.seconds
     monkeypatch.setattr(Setting, "seconds", lambda own, loads: priced.append(own) or seconds(own, loads))
-    session = session_of(steps=16)
+    monkeypatch.setattr(auto, "ROUND_STEPS", 16)
+    session = session_of()
     with caplog.at_level(logging.WARNING):
         plans = run(session, loads_of("even", 9))
     assert all(plan.program == "" and plan == START for plan in plans)

@@ -87,6 +87,7 @@ def no_state(monkeypatch):
 
     monkeypatch.setattr(engine_module, "reshard", moved)
     monkeypatch.setattr(auto, "MARGIN", 0.0)  # a change for any gain
+    monkeypatch.setattr(auto, "ROUND_STEPS", 3)
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_swap_after_is_exact(started):
     assert [shape.ahead is not None for shape, *_ in seen].index(True) == 1 + 3
 
 
-AUTO = {"name": "auto", "schedule": "auto", "round_steps": 3, "cluster": FLAT}
+AUTO = {"name": "auto", "schedule": "auto", "cluster": FLAT}
 
 
 @pytest.mark.parametrize("own, cut", [({}, 2), ({}, 6), ({"segments": SEGMENTS}, 9), (AUTO, 3), (AUTO, 7), (AUTO, 12)])

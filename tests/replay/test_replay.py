@@ -151,7 +151,7 @@ def test_the_first_line_says_how_old_the_loads_are_and_auto_that_it_had_too_few(
     save_trace(tmp_path / "loads.npz", pairs_trace())
     lines = replayed(capsys, f"--trace={tmp_path / 'loads.npz'}", f"--cluster={FLAT}", *flags)
     assert lines[0] == "judged: 3 of 6 samples, by plans from the loads of the step before"
-    assert "auto: 3 samples are too few, so it stays plain: it needs 64, twice Auto.round_steps, to choose" in lines
+    assert "auto: 3 samples are too few, so it stays plain: it needs 64, two rounds, to choose" in lines
     answer = json.loads((tmp_path / "out" / "replay.json").read_text())
     assert (answer["lag"], answer["judged"], answer["planners"]["auto"]["speedup_over_ep"]) == (1, 3, 1.0)
 

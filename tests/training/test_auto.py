@@ -12,7 +12,7 @@ SIZES = (
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",
     "train.batch_size = 16", "MeshConfig.expert = 4", "train.zero_stage = 0", "MoEConfig.schedule = 'auto'",
     "PlannerConfig.name = 'auto'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 2",
-    "Auto.round_steps = 2", "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'",
+    "PlannerConfig.cluster = 'configs/cluster/flat_3gbs_30tflops.gin'",
 )  # fmt: skip
 STEPS = 9
 
@@ -27,6 +27,7 @@ def test_a_change_of_schedule_is_a_new_program_and_the_run_goes_on(tmp_path, mon
 
     monkeypatch.setattr(AutoSession, "ask", noted)
     monkeypatch.setattr(auto, "MARGIN", 0.0)
+    monkeypatch.setattr(auto, "ROUND_STEPS", 2)
     chosen = build_stepper(config, jax.devices()[:4])
     records, shapes = chosen.run(STEPS), dict(chosen.engine.shape)
     chosen.engine.close()
