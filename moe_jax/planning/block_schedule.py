@@ -233,10 +233,6 @@ class Times:
             seconds = (1 if again or not backward else 2) * getattr(self, name)
         return seconds * (1.0 if window.half is None else 0.5)
 
-    def overlapped(self, window: Window, backward: bool):
-        """Return the seconds of what computes next to a window's exchange."""
-        return sum(self.window(other, backward) for other in window.others)
-
 
 def shares(times: Times, refetch_replicas: bool = False) -> tuple[float, float]:
     """Return how much of Trans and of Agg is to run next to attention, for numbers: as much as fits in its time.
@@ -260,8 +256,8 @@ def stage_seconds(prefetch: Prefetch, times: Times, recompute: bool = False) -> 
     if not prefetch.halves:
         again = 2 * times.exchange + times.experts if recompute else 0.0
         return 4 * times.exchange + 3 * (times.attention + times.experts) + again
-    return sum(
-        np.maximum(times.window(window, backward), times.overlapped(window, backward))
+    return sum(  # of an exchange, or of what computes next to it
+        np.maximum(times.window(window, backward), sum(times.window(other, backward) for other in window.others))
         for window, backward in _middle_windows(prefetch, recompute)
     )
 
@@ -325,7 +321,7 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
     for window, backward in _middle_windows(prefetch):
         left, out = times.window(window, backward), {"trans": 0.0, "agg": 0.0}
         if window.others:  # the links are free from the end of the exchange to that of the computation
-            left = np.maximum(0.0, times.overlapped(window, backward) - left)
+            left = np.maximum(0.0, sum(times.window(other, backward) for other in window.others) - left)
         for move in [move for one in window.pair for move in one.moves]:
             seconds = (move.stop - move.start) * getattr(times, move.kind)
             out[move.kind] = out[move.kind] + np.maximum(0.0, seconds - left)

@@ -89,10 +89,6 @@ class Asked:
         """Predicted loads of one exchange."""
         return self.loads if self.exchanges == 1 else self.loads / self.exchanges
 
-    def under(self, shape: PlanShape) -> Cost:
-        """Return the cost of layers of a step of this shape, under its schedule."""
-        return dataclasses.replace(self.cost, schedule=shape.schedule)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
@@ -280,9 +276,10 @@ def plan_seconds(planner: Planner, plan: Placement, loads: np.ndarray, cost: Cos
 
 
 def seconds_of(asked: Mapping[str, Asked], placement: Placements, shape: Shapes) -> float:
-    """Return the predicted seconds of all layers of all segments in one microbatch."""
+    """Return the predicted seconds of all layers of all segments in one microbatch, under the shapes' schedules."""
+    costs = {name: dataclasses.replace(own.cost, schedule=shape[name].schedule) for name, own in asked.items()}
     return sum(
-        predicted_layer_seconds(placement[name], own.of_one, own.under(shape[name]), shape[name]).sum()
+        predicted_layer_seconds(placement[name], own.of_one, costs[name], shape[name]).sum()
         for name, own in asked.items()
     )
 
@@ -303,7 +300,7 @@ def look_back(asked: Mapping[str, Asked], planned: Placements, shape: Shapes) ->
         replicas += len(placement.replicas)
         computed = routing.pair_loads(placement, own.loads).sum(axis=1)
         balance.append(computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9))
-        cost = own.under(shape[name])
+        cost = dataclasses.replace(own.cost, schedule=shape[name].schedule)
         seconds.append(predicted_layer_seconds(placement, own.of_one, cost, shape[name], planned[name]))
     balance, seconds = np.concatenate(balance), np.concatenate(seconds)
     return {"replicas": replicas, "device_load_max_over_mean": balance, "predicted_layer_seconds": seconds}

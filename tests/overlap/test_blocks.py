@@ -133,9 +133,9 @@ def timeline(schedule, times):
     """Run a step window after window: (its seconds, {layer: seconds of its transfers that nothing hides})."""
     now, late = 0.0, {}
     for direction, pair in schedule.windows():
-        own, overlapped = times.window(pair, direction == "backward"), times.overlapped(pair, direction == "backward")
+        own, *others = (times.window(window, direction == "backward") for window in pair.pair)
         end = now + own if pair.others else now  # moves follow the exchange of the other half
-        hidden_until = now + max(own, overlapped)
+        hidden_until = now + max(own, sum(others))
         for move in [move for window in pair.pair for move in window.moves]:
             start, end = end, end + (move.stop - move.start) * getattr(times, move.kind)
             late[move.layer] = late.get(move.layer, 0.0) + max(0.0, end - max(start, hidden_until))
