@@ -68,7 +68,7 @@ from moe_jax.moe.bank import add_rows
 from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.sparse_all_gather import PARTS, empty_replicas, fetch, return_part
 from moe_jax.parallel.varying import cast_varying, declare_equal, varying_axes
-from moe_jax.planning.block_schedule import Move, Window, WindowLoop
+from moe_jax.planning.block_schedule import Window, WindowLoop
 
 Key = tuple[str, int | None, int | None]  # (name, layer, half)
 Live = dict[Key, Any]
@@ -183,8 +183,12 @@ class Direction(abc.ABC):
         return OF_WINDOW.get(window.stage, (window.stage,))[:: 1 if window.stage == "recompute" else self.order]
 
     def key_read(self, stage: str, window: Window) -> Key:
-        """Return the key of the live value that a stage of a window goes on from."""
-        return STAGES[stage.removesuffix("_again")][0][0], window.layer, window.half
+        """Return the key of the live value that a stage of a window goes on from, in the backward its cotangent."""
+        name = stage.removesuffix("_again")
+        reads, _, makes = STAGES[name]
+        if self.order > 0 or name != stage:
+            return reads[0], window.layer, window.half
+        return "d" + makes[0], window.layer + (stage == "unpack"), window.half
 
     def fence_pair(self, live: Live, values: tuple) -> tuple:
         """Fence what the two sides of a pair of windows read."""
@@ -257,10 +261,6 @@ class Direction(abc.ABC):
             for stage in self.stages_of(one):
                 self.run_stage(stage, one, live, emit)
 
-    def moves_of(self, window: Window) -> tuple[Move, ...]:
-        """Return the parts of transfers that run next to a window; only windows of one stage have some."""
-        return () if self.how.ahead is None else window.moves
-
     def start_moves(self, window: Window, live: Live, value):
         """Return the value that a stage goes on from, and the window's moves, packed.
 
@@ -270,7 +270,7 @@ class Direction(abc.ABC):
         """
         moves, bank = [], self.constants.bank  # (key of what it fills, `ChunkTransfer`)
         where = self.how.ahead, self.how.roles.expert
-        for move in self.moves_of(window):
+        for move in () if self.how.ahead is None else window.moves:  # only windows of one stage have some
             tables = self.of_layer(self.constants.tables, move.layer)
             part = round(move.start * PARTS), round(move.stop * PARTS)
             if move.kind == "trans":
@@ -484,18 +484,13 @@ class Backward(Direction):
                 gradients[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
         return dx, {name: gradients[name] for name in whole}, gradients["home"]
 
-    def key_read(self, stage: str, window: Window) -> Key:
-        if stage.endswith("_again"):
-            return super().key_read(stage, window)
-        return "d" + STAGES[stage][2][0], window.layer + (stage == "unpack"), window.half
-
     def run_stage(self, stage: str, window: Window, live: Live, emit: Live):
         if stage.endswith("_again"):
             self.again(stage.removesuffix("_again"), window, live)
         else:
             self.pull_back(stage, window, live)
-        for move in self.moves_of(window):
-            if move.kind == "agg" and move.stop == 1.0:
+        for move in window.moves:
+            if self.how.ahead is not None and move.kind == "agg" and move.stop == 1.0:
                 del live["dahead", move.layer, None]
                 self.close("home", move.layer, live)
 
