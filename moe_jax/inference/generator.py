@@ -89,9 +89,8 @@ def load(
         tokenizer = find_tokenizer(config.data, folder.path, name) if is_known else None
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
         adapted, sharding = dataclasses.replace(model, lora=config.lora), model.roles.sharding
-        shapes, specs = adapted.shapes(), adapted.layout().params
-        abstract = jax.tree.map(lambda leaf, spec: leaf.update(sharding=sharding(*spec)), shapes, specs)
-        params = restore_params(checkpoints, step, adapted, abstract, model.even_homes, "ema" if averaged else "params")
+        stored, homes = adapted.stored_params(), model.even_homes
+        params = restore_params(checkpoints, step, adapted, stored, homes, "ema" if averaged else "params")
     if config.lora.rank:
         merge = jax.jit(lambda base, lora: merged_model(joined(base, adapted.scaled(lora))), donate_argnums=0)
         shardings = jax.tree.map(lambda spec: sharding(*spec), model.layout().params)

@@ -231,8 +231,8 @@ def device_bytes(
 def teacher_bytes(sizes: Sizes) -> int:
     """Return what a student's teacher adds on one device: frozen parameters, and its forward.
 
-    Its dense parameters are in their own dtype and its bank in the compute dtype, as `Teacher.held_params` has them. Of
-    the forward, the estimate counts one unit, the final activations, and the logits of one chunk.
+    Its dense parameters are in their own dtype and its bank in the compute dtype, as `held_params` has them. Of the
+    forward, the estimate counts one unit, the final activations, and the logits of one chunk.
     """
     model, forward = sizes.model, 0
     shapes, layout = shapes_and_layout(model)

@@ -160,6 +160,7 @@ class LanguageModel:
       expert_zero_stage: 0-3, of the experts; where tokens move, 0 and 1 are as `zero_stage` says.
       lora: adapters, next to the parameters that they adapt, which are frozen then.
       padded: whether batches say which tokens are padding: these go to no expert, and no statistic counts them.
+      alpha: of a teacher, whose experts stay at even homes: weight, in its student's loss, of the divergence from it.
     """
 
     config: ModelConfig
@@ -170,6 +171,7 @@ class LanguageModel:
     expert_zero_stage: int = 1
     lora: LoraConfig = LoraConfig()
     padded: bool = False
+    alpha: float = 0.0
 
     def __post_init__(self):
         check_zero_stages(self.zero_stage, self.expert_zero_stage)
@@ -265,6 +267,16 @@ class LanguageModel:
         """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed, and no device is asked for."""
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
+    def stored_params(self) -> dict:
+        """Return the parameters as they stand in a checkpoint, as ShapeDtypeStructs with shardings."""
+        sharding, specs = self.roles.sharding, self.layout().params
+        return jax.tree.map(lambda leaf, spec: leaf.update(sharding=sharding(*spec)), self.shapes(), specs)
+
+    def held_params(self) -> dict:
+        """Return a teacher's parameters as a step takes them: the bank in the compute dtype, as nobody updates it."""
+        stored, dtype = self.stored_params(), jnp.dtype(self.config.dtype)
+        return {**stored, "bank": jax.tree.map(lambda leaf: leaf.update(dtype=dtype), stored["bank"])}
+
     def trained(self, tree: dict) -> dict:
         """Return what of a tree like the parameters, or of a part of one, is trained: all, or the adapters alone."""
         return adapters_of(tree) if self.lora.rank else tree
@@ -348,31 +360,6 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: Shapes | None = No
     x, own = jax.ShapeDtypeStruct((tokens, model.config.model_dim), model.config.dtype), plan or {}
     schedules = (make_schedule(s.moe, s.roles(model.roles), x, own.get(s.name)) for s in model.expert_segments)
     return any(schedule.most_passes > 1 for schedule in schedules)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """A frozen model that a student learns from; its parameters are an input of the step.
-
-    Attributes:
-      model: on the student's mesh, with the student's vocabulary; its experts stay at even homes.
-      layout: where its parameters lie.
-      alpha: weight of the divergence next to the cross-entropy.
-    """
-
-    model: LanguageModel
-    layout: Layout
-    alpha: float
-
-    def stored_params(self) -> dict:
-        """Return the parameters as they stand in a checkpoint, as ShapeDtypeStructs with shardings."""
-        sharding, specs = self.model.roles.sharding, self.layout.params
-        return jax.tree.map(lambda leaf, spec: leaf.update(sharding=sharding(*spec)), self.model.shapes(), specs)
-
-    def held_params(self) -> dict:
-        """Return the parameters as a step takes them: the bank in the compute dtype, since nobody updates it."""
-        stored, dtype = self.stored_params(), jnp.dtype(self.model.config.dtype)
-        return {**stored, "bank": jax.tree.map(lambda leaf: leaf.update(dtype=dtype), stored["bank"])}
 
 
 # Gradients that each data-parallel device keeps for itself until they are summed, once: a copy of a parameter is on its

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.errors import UserError
 from moe_jax.models.attention import check_document_mask, resolve_attention
 from moe_jax.models.config import Segment
-from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats, Teacher, own_layers, own_specs
+from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats, own_layers, own_specs
 from moe_jax.models.layer_loop import make_trunk
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import start_sums, with_grad_sink
@@ -65,7 +65,7 @@ def check_step(model: LanguageModel, batch_size: int, length: int, microbatches:
 
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, microbatches: int = 1,
-    plan: Shapes | None = None, teacher: Teacher | None = None,
+    plan: Shapes | None = None, teacher: LanguageModel | None = None,
 ) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 
@@ -75,14 +75,14 @@ def make_loss(
         (`rows_of` of each device), of weight 0, which count nowhere; length: Sq.
       microbatches: number of them in one step; each one's gate losses are divided by it.
       plan: {segment: slots and buckets of the placements whose tables will come}; None is an even one without replicas.
-      teacher: what the model learns from besides the text, None for the text alone.
+      teacher: on the same mesh and of the same vocabulary, from which the model learns besides the text; or None.
 
     Returns:
       loss(params, batch: Batch, tables {segment: Tables}, key, first_row int32 [], normalizer float [], sums=None) ->
       (float [], StepStats). The first is the sum of the token losses over `normalizer` plus the weighted gate losses;
       `first_row` is the number of the microbatch's first sequence within the step, which keys the gates' noise; with
-      key None they have none. With a teacher its parameters, laid out as `teacher.layout` says, are one more argument,
-      and a token's loss is CE + alpha KL. With `sums`, a tree like the params, the gradient of bank and units is theirs
+      key None they have none. With a teacher its parameters, where `teacher.layout()` says, are one more argument, and
+      a token's loss is CE + alpha KL. With `sums`, a tree like the params, the gradient of bank and units is theirs
       and `sums` together: the backward adds each layer's in place.
 
     Raises:
@@ -92,17 +92,16 @@ def make_loss(
     config = resolve_attention(model.config, device)
     model = dataclasses.replace(model, config=config)
     if teacher is not None:
-        taught = resolve_attention(teacher.model.config, device)
+        taught = resolve_attention(teacher.config, device)
         check_document_mask(taught, length)
-        its_model = dataclasses.replace(teacher.model, config=taught, padded=model.padded)
-        teacher = dataclasses.replace(teacher, model=its_model)
+        teacher = dataclasses.replace(teacher, config=taught, padded=model.padded)
     check_step(model, batch_size, length, microbatches)
     rows = P(roles.dense)
     frozen_specs = ()
     if teacher is not None:
-        frozen = teacher.layout
-        its_specs = frozen.params["dense"], frozen.params["bank"], by_segment(teacher.model, frozen.grad_sink)
-        frozen_specs = its_specs, teacher.model.tables_specs
+        frozen = teacher.layout()
+        its_specs = frozen.params["dense"], frozen.params["bank"], by_segment(teacher, frozen.grad_sink)
+        frozen_specs = its_specs, teacher.tables_specs
     whole = {field.name: P() for field in dataclasses.fields(StepStats)}
     loads = tuple(P(None, segment.roles(roles).expert) for segment in model.expert_segments)
     stats_specs = StepStats(**{**whole, "loads": loads, "choices": P(None, roles.dense + roles.model)})
@@ -134,8 +133,8 @@ def make_loss(
         frozen = ()
         if teacher is not None:
             (held,) = lax.stop_gradient(teacher_params)
-            its_sinks = by_segment(teacher.model, with_grad_sink(held["bank"])[1])
-            frozen = (held["dense"], held["bank"], its_sinks), teacher.model.even_tables()
+            its_sinks = by_segment(teacher, with_grad_sink(held["bank"])[1])
+            frozen = (held["dense"], held["bank"], its_sinks), teacher.even_tables()
         total, stats = sharded(*inputs, frozen)
         # [L, sources, E] of each segment; sources and experts that one lacks are 0
         sources, experts = (max(part.shape[dim] for part in stats.loads) for dim in (1, 2))
@@ -154,7 +153,7 @@ def by_segment(model: LanguageModel, bank: dict, units: dict | None = None) -> d
 
 def _make_stack(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, microbatches: int, plan,
-    teacher: Teacher | None,
+    teacher: LanguageModel | None,
 ):  # fmt: skip
     """Return the body of the shard_map: all that one device computes on its sequences."""
     config, roles, global_tokens = model.config, model.roles, batch_size * length
@@ -166,7 +165,7 @@ def _make_stack(
                 "ModelConfig.overlap ('halves') with ModelConfig.sequence_parallel orders tokens as the teacher does "
                 "not; set ModelConfig.overlap = 'none'"
             )
-        teacher_trunk = make_trunk(teacher.model, teacher.layout, batch_size, length, None)
+        teacher_trunk = make_trunk(teacher, teacher.layout(), batch_size, length, None)
 
     def passes_of(found):
         return most_of_all(_all_layers([passes for _, passes in found.values()]), roles.all)

@@ -22,7 +22,6 @@ from moe_jax.jobs.hosts import Hosts
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import expert_counts
-from moe_jax.models.language_model import Teacher
 from moe_jax.models.lora import base_of, joined
 from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import make_schedule
@@ -102,7 +101,7 @@ def teacher_model(
         model = dataclasses.replace(run.model, remat="none", prefetch="none", overlap="none", refetch_replicas=False)
         moe = dataclasses.replace(run.moe, transport=config.moe.transport, grouped_matmul=config.moe.grouped_matmul)
         run = dataclasses.replace(run, model=resolve_attention(model, device), moe=moe)
-        built = build_model(run, roles, vocab_size)
+        built = dataclasses.replace(build_model(run, roles, vocab_size), alpha=config.distillation.alpha)
         rows, length = config.train.microbatch_size, config.data.sequence_length
         tokens = make_model_group(model, roles, rows, length).rows * length
         for segment in built.expert_segments:
@@ -195,11 +194,11 @@ def _check_same(before: ModelIdentity, now: ModelIdentity, what: str, remedy: st
         )
 
 
-def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
-    """Return the teacher's parameters as `Teacher.held_params` says, on the devices; each holds its own part."""
+def load_teacher(teacher: LanguageModel, config: DistillationConfig) -> dict:
+    """Return the teacher's parameters as `held_params` says, on the devices; each holds its own part."""
     _, checkpoints, step = open_teacher(config)
     with _named(config):
-        params = checkpoints.restore(step, teacher.stored_params(), teacher.model.even_homes, "params")
+        params = checkpoints.restore(step, teacher.stored_params(), teacher.even_homes, "params")
 
     def cast(leaf, wanted):
         if leaf.dtype == wanted.dtype:

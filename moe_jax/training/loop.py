@@ -152,7 +152,7 @@ class Loop:
         tokens = config.train.batch_size * length
         _, flops = flops_per_token(config.model, config.moe, session.model.vocab_size, length, config.lora)
         if "kl" in metrics:  # the teacher's forward
-            teacher = session.teacher.model
+            teacher = session.teacher
             flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length, teacher.lora)[0]
         # by now the step is done, and grows the peak no more
         if not (peaks := memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use")):

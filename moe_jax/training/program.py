@@ -28,7 +28,7 @@ from moe_jax.kernels.grouped import choose_implementation
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import Segment
-from moe_jax.models.language_model import Teacher, has_later_passes
+from moe_jax.models.language_model import has_later_passes
 from moe_jax.models.lora import init_adapters, joined
 from moe_jax.models.model_group import rows_of
 from moe_jax.moe.build import check_router
@@ -62,7 +62,7 @@ class Program:
     model: LanguageModel
     optimizer: optax.GradientTransformation
     state_shardings: StateShardings
-    teacher: Teacher | None  # that the step learns from
+    teacher: LanguageModel | None  # that the step learns from
 
     @property
     def devices(self) -> list:
@@ -102,7 +102,7 @@ class Program:
         if not self.config.train.optimistic:
             return False
         tokens = group_tokens(self.config, self.roles)
-        taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
+        taught = self.teacher is not None and has_later_passes(self.teacher, tokens)
         return taught or has_later_passes(self.model, tokens, shape)
 
     def trace_step(self, shape: Shapes | None = None, common: bool = False) -> jax.stages.Traced:
@@ -198,8 +198,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     model = build_model(resolved, roles, vocab_size)
     optimizer = build_optimizer(config.train)
     state_shardings = build_state_shardings(model, optimizer, ema=config.train.ema_decay > 0)
-    taught = teacher_model(config, roles, tokenizer, vocab_size, roles.mesh.devices.flat[0])
-    teacher = None if taught is None else Teacher(model=taught, layout=taught.layout(), alpha=config.distillation.alpha)
+    teacher = teacher_model(config, roles, tokenizer, vocab_size, roles.mesh.devices.flat[0])
     # the step is built once here for its checks
     length = config.data.sequence_length
     make_train_step(model, config.train, state_shardings, length, teacher=teacher)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import LanguageModel, make_loss
-from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves, with_router_state
+from moe_jax.models.language_model import first_pass_model, summed, with_own_leaves, with_router_state
 from moe_jax.models.lora import joined
 from moe_jax.planning.plan_shape import Shapes
 from moe_jax.training.optimizer import build_learning_rate, build_optimizer, state_specs
@@ -35,7 +35,7 @@ from moe_jax.training.optimizer import build_learning_rate, build_optimizer, sta
 # every microbatch.
 def make_gradients(
     model: LanguageModel, config: TrainConfig, length: int, plan: Shapes | None = None,
-    teacher: Teacher | None = None,
+    teacher: LanguageModel | None = None,
 ) -> Callable:  # fmt: skip
     """Return gradients(params, batch, tables, key, taught=None) -> (gradients, StepStats [Nm, ...]).
 
@@ -145,7 +145,7 @@ def first_state(
 
 def make_train_step(
     model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
-    plan: Shapes | None = None, teacher: Teacher | None = None, common: bool = False,
+    plan: Shapes | None = None, teacher: LanguageModel | None = None, common: bool = False,
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals[, taught]) -> (state, metrics), jitted.
 
@@ -161,7 +161,7 @@ def make_train_step(
     given += () if teacher is None else (jax.tree.map(lambda leaf: leaf.sharding, teacher.stored_params()),)
     if common:
         model = first_pass_model(model)
-        teacher = None if teacher is None else dataclasses.replace(teacher, model=first_pass_model(teacher.model))
+        teacher = None if teacher is None else first_pass_model(teacher)
     update = make_update(model, config, length, plan, teacher)
 
     def common_step(state, halted, batch, tables, host_signals, taught=None):
@@ -178,7 +178,7 @@ def make_train_step(
 
 def make_update(
     model: LanguageModel, config: TrainConfig, length: int, plan: Shapes | None = None,
-    teacher: Teacher | None = None,
+    teacher: LanguageModel | None = None,
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals[, taught]) -> (state, metrics), one optimizer step.
 

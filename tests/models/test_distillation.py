@@ -1,5 +1,7 @@
 """A student and a frozen teacher on one mesh: the divergence against whole logits, and whom its gradient reaches."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,6 @@ from support.reference_model import reference_logits
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.config import expert_counts
-from moe_jax.models.language_model import Teacher
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 ALPHA = 0.7
@@ -64,8 +65,8 @@ def build(mesh, student, teacher, alpha, zero=1, teacher_zero=1):
     )
     batch = data(model.config.dtype, weighted=True)
     rest = batch, model.even_tables(), jax.random.key(11), np.int32(0), np.sum(batch.weights)
-    kind = Teacher(model=taught, layout=taught.layout(), alpha=alpha)
-    loss = make_loss(model, model.layout(), BATCH, LENGTH, teacher=kind)
+    taught = dataclasses.replace(taught, alpha=alpha)
+    loss = make_loss(model, model.layout(), BATCH, LENGTH, teacher=taught)
     return lambda params, frozen: loss(params, *rest, frozen), roles
 
 
