@@ -89,7 +89,7 @@ def load(
         tokenizer = find_tokenizer(config.data, folder.path, name) if is_known else None
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
         adapted, sharding = dataclasses.replace(model, lora=config.lora), model.roles.sharding
-        stored, homes = adapted.stored_params(), model.even_homes
+        stored, homes = adapted.placed_shapes(), model.even_homes
         params = restore_params(checkpoints, step, adapted, stored, homes, "ema" if averaged else "params")
     if config.lora.rank:
         merge = jax.jit(lambda base, lora: merged_model(joined(base, adapted.scaled(lora))), donate_argnums=0)

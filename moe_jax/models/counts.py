@@ -231,7 +231,7 @@ def device_bytes(
 def teacher_bytes(sizes: Sizes) -> int:
     """Return what a student's teacher adds on one device: frozen parameters, and its forward.
 
-    Its dense parameters are in their own dtype and its bank in the compute dtype, as `held_params` has them. Of the
+    Its dense parameters are in their own dtype and its bank in the compute dtype, as `placed_shapes` has them. Of the
     forward, the estimate counts one unit, the final activations, and the logits of one chunk.
     """
     model, forward = sizes.model, 0

@@ -267,15 +267,15 @@ class LanguageModel:
         """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed, and no device is asked for."""
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
-    def stored_params(self) -> dict:
-        """Return the parameters as they stand in a checkpoint, as ShapeDtypeStructs with shardings."""
-        sharding, specs = self.roles.sharding, self.layout().params
-        return jax.tree.map(lambda leaf, spec: leaf.update(sharding=sharding(*spec)), self.shapes(), specs)
+    def placed_shapes(self, frozen: bool = False) -> dict:
+        """Return the parameters as ShapeDtypeStructs with shardings, as they stand in a checkpoint.
 
-    def held_params(self) -> dict:
-        """Return a teacher's parameters as a step takes them: the bank in the compute dtype, as nobody updates it."""
-        stored, dtype = self.stored_params(), jnp.dtype(self.config.dtype)
-        return {**stored, "bank": jax.tree.map(lambda leaf: leaf.update(dtype=dtype), stored["bank"])}
+        `frozen`: as a step takes a teacher's, the bank in the compute dtype, since nobody updates it.
+        """
+        shapes, sharding, dtype = self.shapes(), self.roles.sharding, jnp.dtype(self.config.dtype)
+        if frozen:
+            shapes["bank"] = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), shapes["bank"])
+        return jax.tree.map(lambda leaf, spec: leaf.update(sharding=sharding(*spec)), shapes, self.layout().params)
 
     def trained(self, tree: dict) -> dict:
         """Return what of a tree like the parameters, or of a part of one, is trained: all, or the adapters alone."""

@@ -75,25 +75,22 @@ class HeadNorm(nnx.Module):
 
         squares = sum_of_squares(x)
         squares = lax.psum(squares, group.axes) if group.axes else squares
-        return recomputed(_scaled, static_argnums=3)(x, squares / self.features, self.scale[...], self.epsilon)
+        return _normalize(x, self.scale[...], None, self.epsilon, squares / self.features)
 
 
 @functools.partial(recomputed, static_argnums=3)
-def _normalize(x, scale, bias, epsilon):
-    """Return LayerNorm, or without a bias RMSNorm, over the last dim."""
+def _normalize(x, scale, bias, epsilon, mean_square=None):
+    """Return LayerNorm, or without a bias RMSNorm, over the last dim; a mean square [..., 1] may be that of more."""
     wide = upcast(x)
     if bias is None:
-        return _scaled(x, jnp.mean(jnp.square(wide), axis=-1, keepdims=True), scale, epsilon)
+        if mean_square is None:
+            mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * lax.rsqrt(mean_square + epsilon) * spread(scale.astype(wide.dtype), wide)).astype(x.dtype)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     normed = (wide - mean) * lax.rsqrt(variance + epsilon)
     scale, bias = spread(scale.astype(wide.dtype), wide), spread(bias.astype(wide.dtype), wide)
     return (normed * scale + bias).astype(x.dtype)
-
-
-def _scaled(x, mean_square, scale, epsilon):
-    wide = upcast(x)
-    return (wide * lax.rsqrt(mean_square + epsilon) * spread(scale.astype(wide.dtype), wide)).astype(x.dtype)
 
 
 def upcast(x):

@@ -195,17 +195,17 @@ def _check_same(before: ModelIdentity, now: ModelIdentity, what: str, remedy: st
 
 
 def load_teacher(teacher: LanguageModel, config: DistillationConfig) -> dict:
-    """Return the teacher's parameters as `held_params` says, on the devices; each holds its own part."""
+    """Return the teacher's parameters as a step takes them, on the devices; each holds its own part."""
     _, checkpoints, step = open_teacher(config)
     with _named(config):
-        params = checkpoints.restore(step, teacher.stored_params(), teacher.even_homes, "params")
+        params = checkpoints.restore(step, teacher.placed_shapes(), teacher.even_homes, "params")
 
-    def cast(leaf, wanted):
-        if leaf.dtype == wanted.dtype:
+    def cast(leaf):
+        if leaf.dtype == teacher.config.dtype:
             return leaf
-        return replace_leaf(lambda leaf: leaf.astype(wanted.dtype), leaf, wanted.sharding)
+        return replace_leaf(lambda leaf: leaf.astype(teacher.config.dtype), leaf, leaf.sharding)
 
-    return {**params, "bank": jax.tree.map(cast, params["bank"], teacher.held_params()["bank"])}
+    return {**params, "bank": jax.tree.map(cast, params["bank"])}
 
 
 def settle_base(config: RunConfig, init_from: str, before: ModelIdentity | None, hosts: Hosts) -> ModelIdentity | None:

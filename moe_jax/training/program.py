@@ -122,7 +122,7 @@ class Program:
         tables = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tables)
         signals = (self.roles.mesh.size,) if shape is None else (self.roles.mesh.size, 3)
         halted = (jax.ShapeDtypeStruct((), np.bool_),) if common else ()
-        frozen = () if self.teacher is None else (self.teacher.held_params(),)
+        frozen = () if self.teacher is None else (self.teacher.placed_shapes(frozen=True),)
         host_signals = jax.ShapeDtypeStruct(signals, np.int32)
         return step.trace(self.abstract_state(), *halted, batch, tables, host_signals, *frozen)
 

@@ -158,7 +158,7 @@ def make_train_step(
     that nothing happens after an overflow until the host has read it (`training/stepper.py`).
     """
     given = (state_shardings.batch, state_shardings.tables, state_shardings.host_signals)
-    given += () if teacher is None else (jax.tree.map(lambda leaf: leaf.sharding, teacher.stored_params()),)
+    given += () if teacher is None else (jax.tree.map(lambda leaf: leaf.sharding, teacher.placed_shapes()),)
     if common:
         model = first_pass_model(model)
         teacher = None if teacher is None else first_pass_model(teacher)
