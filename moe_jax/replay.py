@@ -26,7 +26,7 @@ from moe_jax.analysis import simulate
 from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 from moe_jax.parallel.static_sizes import TransferShape
-from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.balancer import build_planner, names
 from moe_jax.planning.config import PREDICTORS, PlannerConfig
 from moe_jax.planning.cost import FORMS, PRICES
 from moe_jax.planning.placement import Placement
@@ -98,7 +98,9 @@ def _config() -> PlannerConfig:
 def replay() -> dict:
     """Run the planners that the flags name; return the JSON answer."""
     config = _config()
-    asked = list(simulate.every_name()) if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
+    asked = list(dict.fromkeys(FLAGS.planners))
+    if asked == ["all"]:  # every planner, and every one that can decide after the gate as such
+        asked = [*names(), *(name + simulate.SUFFIX for name in names(after_gate=True))]
     for name in asked:
         simulate.split_name(name)
     if FLAGS.every < 1:

@@ -49,6 +49,7 @@ from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.frozen_models import mesh_experts, open_teacher, teacher_model
 from moe_jax.training.optimizer import state_bytes
 
+GIB = 2**30  # bytes
 MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S, compiled for H200
 MOST_SHARE = 0.9  # of a GPU's memory that jax may take: NCCL, CUDA and its graphs take theirs besides
 # What is tried where memory is short, in this order: what costs a step little time comes first, what changes its
@@ -160,10 +161,10 @@ def verdict(plan: Plan, needed: int, given: RunConfig) -> str:
       given: the config as the user gave it.
     """
     target, devices = plan.target, plan.roles.mesh.size
-    line = f"{_gib(needed)} GiB needed on each of {devices} "
+    line = f"{needed / GIB:.1f} GiB needed on each of {devices} "
     if target is None or not target.whole_memory:
         return f"{line}device(s); --target=h200:4x8 and the like say whether such GPUs have it"
-    share = f"{_gib(target.usable_memory)} of {_gib(target.whole_memory)} GiB are jax's ({MEMORY_SHARE})"
+    share = f"{target.usable_memory / GIB:.1f} of {target.whole_memory / GIB:.1f} GiB are jax's ({MEMORY_SHARE})"
     line += f"{target.device_kind}, {share}"
     if needed <= target.usable_memory:
         return f"fits: {line}"
@@ -182,7 +183,7 @@ def verdict(plan: Plan, needed: int, given: RunConfig) -> str:
             said = [f"{name} = {value!r}" for name, value in changes.items()]
             if raised and needs > target.usable_memory:
                 said.append(raised)
-            return f"does not fit: {line}; {' and '.join(said)} would do: {_gib(needs)} GiB"
+            return f"does not fit: {line}; {' and '.join(said)} would do: {needs / GIB:.1f} GiB"
     return (
         f"does not fit: {line}; no {_MOST_CHANGES} changes of {', '.join(CHANGES)} suffice: take more devices, a "
         "smaller model or shorter sequences"
@@ -199,10 +200,6 @@ def _changes(run: RunConfig) -> Iterator[dict[str, object]]:
         for names in itertools.combinations(values, size):
             for chosen in itertools.product(*(values[name] for name in names)):
                 yield dict(zip(names, chosen, strict=True))
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f}"
 
 
 def dry_run(
@@ -414,7 +411,7 @@ def _byte_lines(run: RunConfig, held: DeviceBytes, attention: str, stages: str) 
     lines = [stages]
     for name, size, note in rows:
         if size or name not in ("averaged parameters", "teacher"):
-            binary = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+            binary = f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.2f} MiB"
             lines.append(f"{name:22}{size:>20,}  {binary}  ({note})")
     return lines
 

@@ -52,11 +52,6 @@ class Records:
     counters: dict[str, int]  # the planner's own
 
 
-def every_name() -> tuple[str, ...]:
-    """Return what `all` stands for: every planner, and every one that can decide after the gate as such."""
-    return (*names(), *(name + SUFFIX for name in names(after_gate=True)))
-
-
 def split_name(name: str) -> tuple[str, bool]:
     """Return (planner, sees the step itself) of NAME or NAME_after_gate."""
     base = name.removesuffix(SUFFIX)
