@@ -79,7 +79,7 @@ class BucketRows:
 
     def rounded(self, multiple: int) -> BucketRows:
         """Return the least multiples that hold these rows, one multiple at least."""
-        return self.each(lambda rows: round_up(rows, multiple))
+        return self.each(lambda rows: multiple * max(1, math.ceil(rows / multiple)))
 
     def within(self, other: BucketRows) -> bool:
         """Say whether no size is larger than the other's."""
