@@ -217,7 +217,7 @@ def export_folder(
     step = checkpoints.choose()
     host = HostData.from_json(checkpoints.read_host(step))
     tokenizer = find_tokenizer(run.data, folder.path, host.tokenizer)
-    model = dataclasses.replace(run.model, vocab_size=padded_vocabulary(tokenizer, run.model), dtype=dtype)
+    model = dataclasses.replace(run.model, vocab_size=padded_vocabulary(tokenizer, run.model))
     family = find_export_family(model, run.moe)
     places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
     odd: list[str] = []
@@ -244,7 +244,8 @@ def export_folder(
         is_own = (folder.path / FILE).exists() or run.data.tokenizer == "byte"
         source = folder.path if is_own else Path(run.data.tokenizer).expanduser().parent
         carry_files(source, out, add_special_tokens=run.data.add_special_tokens)
-        _write_configs(out, special_ids(tokenizer, model.vocab_size), write_config(family, model, run.moe))
+        keys = write_config(family, model, run.moe) | {"dtype": dtype}
+        _write_configs(out, special_ids(tokenizer, model.vocab_size), keys)
     return family
 
 

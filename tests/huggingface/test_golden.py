@@ -313,7 +313,7 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     bindings[1] = "train.batch_size = 16"
     config = parse_run_config([str(made / "config.gin")], bindings)[0]
     text = config_text(config)
-    assert run(config, text, text, Hosts(), workdir=str(tmp_path / "run"), start=Start(init_from=str(made)))
+    assert run(config, text, Hosts(), workdir=str(tmp_path / "run"), start=Start(init_from=str(made)))
     said = capsys.readouterr().out
     assert f"starting from the parameters of {made}, step 0" in said
     assert f"DataConfig.sequence_length (8) is above the 7 positions (ModelConfig.max_length) that {made} has" in said

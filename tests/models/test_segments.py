@@ -104,7 +104,7 @@ BAD = {
     "none": ({"moe_every": 0}, "leaves no layer with experts"),
     "top_k": (
         {"segments": ("layers=1", "layers=3 num_experts=1")},
-        r"segment 1 of the model .*top_k \(2\) must lie between 1 and",
+        r"segment 1 of the model .*top_k \(2\) must be at most MoEConfig.num_experts \(1\)",
     ),
 }
 
