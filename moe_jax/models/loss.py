@@ -146,7 +146,7 @@ def make_loss(
 
 
 def by_segment(model: LanguageModel, bank: dict, units: dict | None = None) -> dict:
-    """Return {segment: (of its experts, None without any; of its units, None where none are given)}."""
+    """Pair each segment's part of the bank (None: no experts) with that of its units (None: none are given)."""
     units = units if units is None else {s.name: units.get(s.name, {}) for s in model.segments}
     return {s.name: (bank.get(s.name, {} if s.has_experts else None), units and units[s.name]) for s in model.segments}
 

@@ -371,7 +371,7 @@ class Direction(abc.ABC):
         return cast_varying(whole, varying_axes(self.constants.token_ids)) if how.block_schedule.halves else whole
 
     def index(self, layer: int):
-        """Return the absolute layer, an int outside the loop; clipped, as all turns send moves of layers beyond."""
+        """Return the absolute layer, clipped to the stack: turns of a loop also move layers beyond its ends."""
         if self.turn is None:
             return min(max(layer, 0), self.layers - 1)
         return jnp.clip(self.turn + layer, 0, self.layers - 1)
@@ -501,8 +501,10 @@ class Backward(Direction):
         residuals = self.take(live, (stage, layer, half))
         d = {name: live.pop(("d" + name, layer + (name == "x"), half), {}) for name in makes}
         if stage == "route":  # cotangents of integers have no dtype
-            of_layer = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
-            d["stats"] = jax.tree.map(of_layer, self.dstats[half or 0])
+            d["stats"] = jax.tree.map(
+                lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer),
+                self.dstats[half or 0],
+            )
         # What is made again of residuals could hold collectives, and would run as soon as they are there, next to
         # anything: the branch of later passes, of their number; the tokens that an MP group gathers, of activations.
         if stage in ("unpack", "attention"):

@@ -171,7 +171,7 @@ class ExpertParallel(Schedule):
         return self.unpack(self.send_back(done, sent), sent, routed.weights)
 
     def pack(self, routed: Routed, index):
-        """Return (rows [R, M] of pass `index` in the buckets of their destinations, `Sent`): all index work."""
+        """Put the rows of pass `index` into buckets and exchange their counts; return (rows [R, M], `Sent`)."""
         sizes, me = self.sizes, self.member()
         with jax.named_scope("dispatch"):
             parcel = pack(routed.routing, index, self.layout, sizes.config.top_k, sizes.groups, me)

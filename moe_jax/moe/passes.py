@@ -27,7 +27,7 @@ class FirstPassOnly(MoEConfig):
 
 
 def most_of_all(needed, axes: tuple[str, ...]):
-    """Return the largest of all devices' arrays, element by element, equal on all; itself where it is so already."""
+    """Return the elementwise maximum over devices, equal on all; the array itself where it is so already."""
     axes = tuple(axis for axis in axes if axis in varying_axes(needed))
     # an integer that leaves a custom_vjp, as the prefetcher's does, has a tangent (of float0), and pmax has no rule
     needed = lax.stop_gradient(needed)

@@ -204,7 +204,7 @@ class Schedule(abc.ABC):
         return self.sizes.bucket_rows(self.roles.size(self.roles.expert))
 
     def buckets(self) -> list[tuple[str, BucketLayout, float]]:
-        """Return (what a row is, '' for a choice; where rows stand; how many even loads fill of a bucket) by kind.
+        """Return (kind of row, '' for a choice; layout; rows of a bucket that even loads fill) of each kind of bucket.
 
         The last kind is what travels.
         """

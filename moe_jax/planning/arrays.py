@@ -21,7 +21,7 @@ LOOPS = {}  # of jax.numpy that which `moe/after_gate.py` has: nothing here impo
 
 
 def loop(xp, step, carry, times, going=None):
-    """Return step(times - 1, ... step(0, carry)), or what it is when `going(carry)` no longer holds."""
+    """Return the carry after turns 0 to times - 1 of `step(turn, carry)`, or once `going(carry)` no longer holds."""
     if xp is not np:
         return LOOPS[xp](step, carry, times, going)
     turn = 0

@@ -66,10 +66,10 @@ class HecatePlanner(Planner):
         return self.options.shard_every
 
     def overlap(self, cost: Cost) -> int | None:
-        """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.
+        """Return tau as bound; None where each plan chooses its own, by the least predicted time.
 
-        'paper': floor(T_attention bw / bytes of an expert), bw of a whole node where links differ (Hecate, section
-        4.2). None where each plan chooses its own.
+        'paper': the most experts whose transfer takes no longer than attention, floor(T_attention bw / bytes of an
+        expert), bw of a whole node where links differ (Hecate, section 4.2).
         """
         if self.options.overlap_degree == "paper":
             return math.floor(cost.attention_seconds / cost.overlap_seconds())
@@ -89,7 +89,7 @@ class HecatePlanner(Planner):
             plan, cut = materialized(bare, totals, degree, cost.replica_slots)
             tried.append((plan_seconds(self, plan, loads, cost) if tau is None else 0.0, len(tried), cut, plan))
             if len(tried) > 2 and tried[-1] > tried[-2] > tried[-3] and bare.experts >= bare.devices:
-                break  # risen twice: where no device is without a home, more experts do not pay
+                break  # no faster twice: where no device is without a home, more experts do not pay
         *_, cut, plan = min(tried)
         self.counters["transfer_cut"] += cut
         return plan

@@ -256,7 +256,7 @@ def with_rule(planner: Planner, shape: PlanShape, cost: Cost, groups: int = 1) -
 
 
 def grown(planner: Planner, shape: PlanShape, plan: Placement, cost: Cost) -> PlanShape:
-    """Return what a run compiles for a plan after a shape: an idle transfer leaves, and comes back as it was.
+    """Return `shape` enlarged for a plan; a transfer that the plan leaves idle is set aside, and comes back as it was.
 
     The first one takes the cheaper form. Programs that `auto` names keep theirs.
     """

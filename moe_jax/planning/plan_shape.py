@@ -102,7 +102,7 @@ def misfits(shape: PlanShape, placement: Placement) -> list[str]:
 
 
 def for_program(shape: PlanShape, placement: Placement) -> PlanShape:
-    """Return the shape where it is of the placement's program, else what of it another one starts from: its homes."""
+    """Return the shape, reduced to its homes where the placement names another program."""
     if shape.program == placement.program:
         return shape
     return dataclasses.replace(shape, program=placement.program, ahead=None, spare=None, bucket_rows=None)
@@ -161,7 +161,7 @@ class Tables:
     dest_num: typing.Any  # uint32 [D, L, E, Q], <= dest_den
     dest_den: typing.Any  # uint32 [D, L, E], <= 2^16
     home_row: typing.Any  # int32 [D, L, Hs], the bank row behind each home slot; one outside the bank: an empty slot
-    slot_expert: typing.Any = None  # int32 [D, L, G], -1 for none; None where nothing is decided after the gate
+    slot_expert: typing.Any = None  # int32 [D, L, G], -1 for none; None in a layer that has no planner
     transfer: TransferTables | None = None  # of every layer, arrays [D, L, ...]; None where nothing is fetched ahead
 
 

@@ -241,8 +241,8 @@ class AutoSession(PlanSession):
             predictor.observe(loads, apart)
         self.spent += time.perf_counter() - began
 
-    def ask(self, iteration: int) -> Asked:
-        """Take the placement of the setting in force for `iteration`; decide first, where a round has ended.
+    def prepare(self, iteration: int) -> None:
+        """Plan all settings that are judged, and go on with the one in force; decide first, where a round has ended.
 
         It has where chance alone would not turn whether the best saves a margin, where it lasts long, or where the
         setting in force is judged alone.
@@ -268,6 +268,9 @@ class AutoSession(PlanSession):
         self.proposal = dataclasses.replace(self.proposal, placement=self.in_force.plans[self.current[1]])
         self.cost, self.planner = self.in_force.cost, self.in_force.planner
         self.last_planned, self.spent = iteration, self.spent + time.perf_counter() - began
+
+    def ask(self, iteration: int) -> Asked:
+        """Ask for nothing new: `prepare` has planned."""
         return self.asked()
 
     def _taken(self) -> dict[tuple[int, int], np.ndarray]:

@@ -105,7 +105,7 @@ class RejitEngine:
         self._adopt({name: placement for name, (_, placement) in planned.items()})
 
     def leave_teacher(self, session: Any):
-        """Go on, from `start`, with a session's step without the teacher: the same state, batches and plans."""
+        """Continue with a session without the teacher; compiled steps are forgotten, state and plans stay."""
         self.session = session
         self.executables.clear()
 
@@ -146,6 +146,8 @@ class RejitEngine:
             for name, own in self.waiting.pop(ready).items():
                 self.plans[name].observe(own)
         if all(plans.predictor.seen for plans in self.plans.values()):
+            for plans in self.plans.values():
+                plans.prepare(step + 1)
             asked = {name: plans.ask(step + 1) for name, plans in self.plans.items()}
             pending = None if self.pending is None else self.pending.shape
             plan = make_plan(asked, self.placement, self.shape, pending)

@@ -178,7 +178,7 @@ def layer_times(config: RunConfig, roles: Roles, cost: Cost) -> Times:
 
 
 def modelled_layers(config: RunConfig, roles: Roles) -> dict[str, Any] | None:
-    """Return when what runs in a layer of each segment by the planner's prices, as plain data (`layer_bars`).
+    """Return each segment's modelled timeline of a layer by the planner's prices, as plain data (`layer_bars`).
 
     Assumed prices are taken at their middle level. None where the devices have no prices and `PlannerConfig.cluster`
     names none, or a price is absent.

@@ -114,6 +114,9 @@ class PlanSession:
         """Take in the loads [L, S, E] of the newest step, `apart` steps after those before."""
         self.predictor.observe(loads, apart)
 
+    def prepare(self, iteration: int) -> None:
+        """Do what comes before `ask` for `iteration`: of a planner by itself, nothing."""
+
     def ask(self, iteration: int) -> Asked:
         """Return what to ask the planner before `iteration`, by what was observed so far; at least one step was."""
         every, shard = self.config.interval, self.reshard_every
@@ -148,6 +151,7 @@ class PlanSession:
     def propose(self, iteration: int) -> Placement:
         """Return the placement for `iteration`: the newest one before anything was observed."""
         if self.predictor.seen:
+            self.prepare(iteration)
             asked = self.ask(iteration)
             self.accept(asked, propose(asked) if asked.due else self.proposal, iteration)
         return self.proposal.adopted

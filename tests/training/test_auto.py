@@ -18,14 +18,13 @@ STEPS = 9
 
 
 def test_a_change_of_schedule_is_a_new_program_and_the_run_goes_on(tmp_path, monkeypatch):
-    config, ask, given = config_of(tmp_path, *SIZES), AutoSession.ask, []
+    config, prepare, given = config_of(tmp_path, *SIZES), AutoSession.prepare, []
 
     def noted(self, iteration):
-        asked = ask(self, iteration)
+        prepare(self, iteration)
         given.append((self.proposal, self.cost, self.planner))
-        return asked
 
-    monkeypatch.setattr(AutoSession, "ask", noted)
+    monkeypatch.setattr(AutoSession, "prepare", noted)
     monkeypatch.setattr(auto, "MARGIN", 0.0)
     monkeypatch.setattr(auto, "ROUND_STEPS", 2)
     chosen = build_stepper(config, jax.devices()[:4])
@@ -39,9 +38,8 @@ def test_a_change_of_schedule_is_a_new_program_and_the_run_goes_on(tmp_path, mon
 
     def told(self, iteration):
         self.proposal, self.cost, self.planner = next(turn)
-        return self.asked()
 
-    monkeypatch.setattr(AutoSession, "ask", told)
+    monkeypatch.setattr(AutoSession, "prepare", told)
     monkeypatch.setattr(AutoSession, "observe", lambda self, loads: self.predictor.observe(loads))
     again = build_stepper(config, jax.devices()[:4])
     for want, got in zip(records, again.run(STEPS), strict=True):
