@@ -6,7 +6,6 @@ Trace and program share the instructions' names; how long a step takes comes fro
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import re
@@ -33,21 +32,15 @@ WARM_UP = 2
 LEAST_SAMPLES = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """One execution in a trace: on which device, of which instruction, from when to when (seconds)."""
-
-    device: str
-    instruction: str
-    begin: float
-    end: float
+# of each device in a trace its executions: (instruction, begin, end), in seconds
+Spans = dict[str, list[tuple[str, float, float]]]
 
 
 def add_measured(
     report: dict,
     module: Module,
     prices: Prices,
-    spans: Sequence[Span],
+    spans: Spans,
     steps: int,
     step_seconds: float | None = None,
 ) -> dict:
@@ -65,21 +58,17 @@ def add_measured(
       executions, seconds, exposed_seconds, None where the trace has no execution of it.
     """
     names = {stem(record["name"]) for record in report["collectives"]}
-    devices: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        devices[span.device].append(span)
-    share = 1.0 / (max(len(devices), 1) * steps)
+    share = 1.0 / (max(len(spans), 1) * steps)
     sums: dict[str, dict] = {}  # of each collective, over all devices and steps
     compute = step = 0.0
-    for of_device in devices.values():
-        working = merge_spans([(s.begin, s.end) for s in of_device if stem(s.instruction) not in names])
+    for of_device in spans.values():
+        working = merge_spans([(begin, end) for name, begin, end in of_device if stem(name) not in names])
         compute += sum(end - begin for begin, end in working)
-        step = max(step, max(s.end for s in of_device) - min(s.begin for s in of_device))
-        for span in of_device:
-            name = stem(span.instruction)
+        step = max(step, max(end for *_, end in of_device) - min(begin for _, begin, _ in of_device))
+        for instruction, begin, end in of_device:
+            name, length = stem(instruction), end - begin
             if name in names:
-                length = span.end - span.begin
-                covered = (max(0.0, min(span.end, stop) - max(span.begin, start)) for start, stop in working)
+                covered = (max(0.0, min(end, stop) - max(begin, start)) for start, stop in working)
                 own = sums.setdefault(name, {"executions": 0, "seconds": 0.0, "exposed_seconds": 0.0})
                 own["executions"] += 1
                 own["seconds"] += length
@@ -91,7 +80,7 @@ def add_measured(
         collectives.append({**record, "measured": measured})
     total = {
         "steps": steps,
-        "devices": len(devices),
+        "devices": len(spans),
         "step_seconds": step / steps,
         "compute_seconds": compute * share,
         "collective_seconds": sum(own["seconds"] for own in sums.values()) * share,
@@ -168,7 +157,7 @@ def modelled_instructions(module: Module, prices: Prices) -> dict[str, dict]:
 def compare_instructions(
     module: Module,
     prices: Prices,
-    spans: Sequence[Span],
+    spans: Spans,
     steps: int,
     step_seconds: float | None = None,
 ) -> dict:
@@ -180,18 +169,16 @@ def compare_instructions(
     stems = {stem(n): n for n, record in modelled.items() if record["group"] == COLLECTIVE or "-start" in n}
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
-    devices: dict[str, list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span.begin):
-        name = span.instruction
-        name = name if name in modelled else stems.get(stem(name), name)
-        devices[span.device].append(dataclasses.replace(span, instruction=name))
-        seconds[name] += span.end - span.begin
-        counts[name] += 1
-    share = 1.0 / (max(len(devices), 1) * steps)
+    share = 1.0 / (max(len(spans), 1) * steps)
     busy = length = 0.0
-    for own in devices.values():
-        busy += share * sum(end - begin for begin, end in merge_spans([(s.begin, s.end) for s in own]))
-        length = max(length, max(s.end for s in own) - own[0].begin)
+    for of_device in spans.values():
+        for name, begin, end in of_device:
+            name = name if name in modelled else stems.get(stem(name), name)
+            seconds[name] += end - begin
+            counts[name] += 1
+        merged = merge_spans([(begin, end) for _, begin, end in of_device])
+        busy += share * sum(end - begin for begin, end in merged)
+        length = max(length, merged[-1][1] - merged[0][0])
     rows, samples, groups = [], [], {}
     for name in seconds:
         if name not in modelled and name not in conditions:
@@ -218,7 +205,7 @@ def compare_instructions(
     fit = fit_constants(samples, prices)
     return {
         "steps": steps,
-        "devices": len(devices),
+        "devices": len(spans),
         "step_seconds": step_seconds,
         "profiled_step_seconds": length / steps,
         "busy_seconds": busy,  # at least one kernel runs
@@ -318,7 +305,7 @@ def record_steps(
     return statistics.median(seconds) if seconds else None
 
 
-def read_spans(folder: Path, module: str) -> list[Span]:
+def read_spans(folder: Path, module: str) -> Spans:
     """Return every span of a program in the newest trace below a folder.
 
     On a GPU the kernels stand on threads named 'Stream #...'; other threads of the device repeat them joined, and are
@@ -333,7 +320,7 @@ def read_spans(folder: Path, module: str) -> list[Span]:
     threads = {(e["pid"], e.get("tid")): e["args"]["name"] for e in named if e["name"] == "thread_name"}
     streams = {key for key, name in threads.items() if name.startswith("Stream #")}
     with_streams = {pid for pid, _ in streams}
-    spans = []
+    spans: Spans = defaultdict(list)
     for event in events:
         fields = event.get("args") or {}
         if event.get("ph") != "X" or "hlo_op" not in fields:
@@ -344,7 +331,7 @@ def read_spans(folder: Path, module: str) -> list[Span]:
             device = f"{processes.get(event['pid'], '')} {fields.get('device_ordinal', '')}".strip()
             begin = event["ts"] * 1e-6
             name = re.split(r"::|/", str(fields["hlo_op"]))[-1]
-            spans.append(Span(device, name, begin, begin + event.get("dur", 0.0) * 1e-6))
+            spans[device].append((name, begin, begin + event.get("dur", 0.0) * 1e-6))
     if not spans:
         raise UserError(f"the trace in {folder} has no execution of {module}; was another program running?")
     return spans

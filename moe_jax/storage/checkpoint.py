@@ -76,14 +76,6 @@ class ModelIdentity:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Overflows:
-    """Count the optimistic steps that overflowed, as far as their metrics were read."""
-
-    steps: tuple[int, ...]  # the last of them, from 0
-    run_again: int  # of the whole run: they took the complete program after the common one
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HostData:
     """Hold what a run keeps beside its arrays, of this or an earlier version.
 
@@ -96,7 +88,8 @@ class HostData:
     teacher: ModelIdentity | None = None  # kept after it has left too
     base: ModelIdentity | None = None  # the model under adapters
     skipped_steps: int = 0  # so far, as far as metrics were read
-    overflows: Overflows = Overflows(steps=(), run_again=0)
+    overflowed: tuple[int, ...] = ()  # the last optimistic steps that did, from 0, as far as metrics were read
+    run_again: int = 0  # of the whole run: steps that took the complete program after the common one
     changes: tuple[dict, ...] = ()  # what --override changed: {'step', 'binding', 'was', 'is'}
     data: dict | None = None  # of `TokenStream.position`
     plan: dict | None = None  # of `RejitEngine.state`
@@ -104,6 +97,8 @@ class HostData:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> HostData:
         """Return the record of what `to_json` returned, in any version."""
+        before = data.get("overflows", {"steps": (), "run_again": 0})  # of an earlier version
+        data = {"overflowed": before["steps"], "run_again": before["run_again"], **data}
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
         for name, kind in _NESTED.items():
             if record := known.get(name):
@@ -116,7 +111,7 @@ class HostData:
         return told | {name: vars(told[name]) for name in _NESTED.keys() & told.keys()}
 
 
-_NESTED = {"teacher": ModelIdentity, "base": ModelIdentity, "overflows": Overflows}
+_NESTED = {"teacher": ModelIdentity, "base": ModelIdentity}
 
 
 def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:

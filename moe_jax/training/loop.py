@@ -168,7 +168,7 @@ class Loop:
         if allowed:
             record |= {"skipped": int(metrics["skipped"]), "skipped_steps": skipped}
         if "run_again" in metrics:
-            record |= {"run_again": metrics["run_again"], "steps_run_again": self.stepper.overflows.run_again}
+            record |= {"run_again": metrics["run_again"], "steps_run_again": self.stepper.run_again}
         if self.engine is not None:
             record |= self.engine.record(step - 1, metrics["loads"])
         if self.recorder is None:
@@ -188,7 +188,8 @@ class Loop:
         host = dataclasses.replace(
             self.host,
             tokenizer=session.feed.tokenizer.name,
-            overflows=stepper.overflows,
+            overflowed=stepper.overflowed,
+            run_again=stepper.run_again,
             data=session.feed.stream.position(step),
             plan=None if self.engine is None else self.engine.state(),
         )

@@ -121,7 +121,7 @@ def begin(opened: OpenRun, step: int | None, host: HostData) -> tuple[Stepper, i
     if step is not None:
         opened.checkpoints.set_aside(step)
     # the stepper alone holds the state: a step donates it
-    return Stepper(session, state, engine, host.overflows), step, host
+    return Stepper(session, state, engine, host.overflowed, host.run_again), step, host
 
 
 def start_session(config: RunConfig, hosts: Hosts) -> Session:

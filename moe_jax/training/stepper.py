@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import to_devices
 from moe_jax.replan.engine import RejitEngine, build_engine
-from moe_jax.storage.checkpoint import Overflows
 from moe_jax.training.frozen_models import load_teacher
 from moe_jax.training.program import Programs, Session, build_session
 
@@ -56,7 +55,12 @@ class Stepper:
     """One run that goes on step by step."""
 
     def __init__(
-        self, session: Session, state: dict, engine: RejitEngine | None = None, overflows: Overflows | None = None
+        self,
+        session: Session,
+        state: dict,
+        engine: RejitEngine | None = None,
+        overflowed: Sequence[int] = (),
+        run_again: int = 0,
     ):
         """Start from `state`, and load the teacher where the session has one."""
         self.session, self.engine, self.lag = session, engine, session.lag
@@ -70,7 +74,7 @@ class Stepper:
         self.change_state: Callable | None = None  # `run` calls change_state(state, step) -> state before each step
         self.programs: Programs | None = None  # of the newest step
         self.executable: Any = None  # the one of them that ran last
-        self.overflows = overflows or Overflows(steps=(), run_again=0)
+        self.overflowed, self.run_again = tuple(overflowed), run_again  # as `HostData` says
         self.not_halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
         self.halted = self.not_halted
         self.in_flight: collections.deque[StepInFlight] = collections.deque()
@@ -107,7 +111,7 @@ class Stepper:
         frozen = () if self.teacher_params is None else (self.teacher_params,)
         sent = StepInFlight(self.step, self.programs, (batch, tables, host_signals, *frozen))
         known = self.step - self.lag  # the last step whose metrics are read by now
-        overflowed = sum(known - WINDOW < step <= known for step in self.overflows.steps)
+        overflowed = sum(known - WINDOW < step <= known for step in self.overflowed)
         common = self.programs.common is not None and overflowed <= MOST
         if not common:
             self._settle()
@@ -129,10 +133,9 @@ class Stepper:
             step, metrics = sent.step, sent.metrics
             if sent.programs.common is not None:
                 metrics = {**metrics, "run_again": int(sent.again)}
-                steps, run_again = self.overflows.steps, self.overflows.run_again + sent.again
+                self.run_again += sent.again
                 if int(metrics["most_passes"]) > 1:
-                    steps = (*(known for known in steps if known > step - 2 * WINDOW), step)
-                self.overflows = Overflows(steps=steps, run_again=run_again)
+                    self.overflowed = (*(known for known in self.overflowed if known > step - 2 * WINDOW), step)
             if self.engine is not None:
                 self.engine.observe(step, metrics)
             yield step, metrics

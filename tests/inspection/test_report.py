@@ -12,7 +12,7 @@ import pytest
 from support.gpu_trace import write_gpu_trace
 from support.toy import BRANCH, LOOP, PRICES, TARGET
 
-from moe_jax.analysis.measured import Span, add_measured, compare_instructions, read_spans
+from moe_jax.analysis.measured import add_measured, compare_instructions, read_spans
 from moe_jax.analysis.program_report import (
     build_report,
     overflow_record,
@@ -107,10 +107,10 @@ def test_compare_by_hand():
     module = parse_module(LOOP)
     spans = []
     for turn in range(6):
-        spans.append(Span("gpu", "dot.1", 30.0 * turn, 30.0 * turn + 20))
-        spans.append(Span("gpu", "all-to-all-start", 30.0 * turn, 30.0 * turn + 25))
-    spans.append(Span("gpu", "stranger", 200.0, 202.0))
-    record = compare_instructions(module, PRICES, spans, steps=2, step_seconds=100.0)
+        spans.append(("dot.1", 30.0 * turn, 30.0 * turn + 20))
+        spans.append(("all-to-all-start", 30.0 * turn, 30.0 * turn + 25))
+    spans.append(("stranger", 200.0, 202.0))
+    record = compare_instructions(module, PRICES, {"gpu": spans}, steps=2, step_seconds=100.0)
     matmul = next(group for group in record["groups"] if group["group"] == "matmul")
     assert matmul == {
         "group": "matmul", "instructions": 1, "executions": 3, "modelled_seconds": 48.0, "measured_seconds": 60.0,
@@ -129,12 +129,11 @@ def test_collectives_measured_by_hand():
     report = build_report(play(module, PRICES), PRICES, {})
     transfer, other = "all-to-all-start", ("all-to-all", 5, 7)  # started and done, or a kernel
     ran = [(transfer, 0, 4), ("dot.1", 1, 2), ("fusion.7", 1.5, 3), (transfer, 10, 14), ("dot.1", 12, 20)]
-    spans = [Span("d0", *own) for own in ran] + [Span("d1", *own) for own in (other, ("dot.1", 7, 8))]
-    found = add_measured(report, module, PRICES, spans, steps=2)
+    found = add_measured(report, module, PRICES, {"d0": ran, "d1": [other, ("dot.1", 7, 8)]}, steps=2)
     times = {"step_seconds": 10.0, "compute_seconds": 11 / 4, "collective_seconds": 10 / 4, "exposed_seconds": 6 / 4}
     assert found["measured"] == {"steps": 2, "devices": 2, **times}
     (record,) = found["collectives"]
     assert record["measured"] == {"executions": 3 / 4, "seconds": 10 / 4, "exposed_seconds": 6 / 4}
     assert "2500.000" in report_text(found)
-    lacking = add_measured(report, module, PRICES, [Span("d0", "dot.1", 0, 1)], steps=1)
+    lacking = add_measured(report, module, PRICES, {"d0": [("dot.1", 0, 1)]}, steps=1)
     assert lacking["collectives"][0]["measured"] is None and "not in the trace" in report_text(lacking)

@@ -4,6 +4,7 @@ old_runs.tar.xz holds three of commit 839fcba0, as step 4 of 6 left them, withou
 moved, on four devices; `lora` on conversations, and its `base`. Their metrics.jsonl has the two steps that followed.
 """
 
+import json
 import pathlib
 import tarfile
 
@@ -15,6 +16,7 @@ from support.tiny_run import write_corpus
 
 from moe_jax.errors import UserError
 from moe_jax.observe.metrics_file import read_metrics
+from moe_jax.storage.checkpoint import HostData
 
 
 @pytest.fixture
@@ -56,3 +58,9 @@ def test_what_is_gone_names_its_successor(old):
         with pytest.raises(UserError, match=words) as error:
             train("hecate", line)
         assert "\n" not in str(error.value)
+
+
+def test_overflows_of_an_older_checkpoint_are_read():
+    read = HostData.from_json({"overflows": {"steps": [3, 4], "run_again": 2}})
+    assert (list(read.overflowed), read.run_again) == ([3, 4], 2)
+    assert HostData.from_json(json.loads(json.dumps(read.to_json()))) == read

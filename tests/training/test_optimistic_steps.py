@@ -93,7 +93,7 @@ def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_i
         assert again == [1] * 4 + [0] * 8
     else:
         assert again == [int(step in alike) for step in range(12)]
-    assert stepper.overflows.run_again == sum(again) and "run_again" not in wanted[0]
+    assert stepper.run_again == sum(again) and "run_again" not in wanted[0]
 
 
 @pytest.mark.slow
