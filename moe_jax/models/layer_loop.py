@@ -166,12 +166,12 @@ def _make_loop(
 
     def loop(carry, units, constants):
         def own_unit(unit_params, sinks, index):
-            bank, units = sinks
-            if units:  # of what is trained
+            bank_sink, unit_sinks = sinks
+            if unit_sinks:  # of what is trained
                 own = adapters_of(unit_params) if layout.adapters else unit_params
-                own, units = with_row_sums(own, units, index)
+                own, unit_sinks = with_row_sums(own, unit_sinks, index)
                 unit_params = joined(unit_params, own)
-            return unit_params, (bank, units)
+            return unit_params, (bank_sink, unit_sinks)
 
         def dense_body(carry, inputs):
             x, sinks = carry

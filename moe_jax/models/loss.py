@@ -120,7 +120,7 @@ def make_loss(
             sums = by_segment(model, sums.get("bank", {}), sums.get("dense", {}).get("units", {}))
         sinks = with_grad_sink(by_segment(model, model.trained(bank), units and model.trained(units)))[1]
         sink_specs = by_segment(model, layout.grad_sink, units and model.trained(specs["units"]))
-        inputs = (dense, bank, sinks, sums or sinks), batch, tables, key, first_row, normalizer
+        inputs = (dense, bank, sinks, sinks if sums is None else sums), batch, tables, key, first_row, normalizer
         sharded = jax.shard_map(
             stack,
             mesh=roles.mesh,

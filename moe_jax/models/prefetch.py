@@ -128,12 +128,14 @@ def run_stack(how: Stages, carry, units, constants: StackConstants):
     if how.adapters:  # the others have no gradient
         constants = dataclasses.replace(constants, params={name: base_of(own) for name, own in params.items()})
         params = {name: adapters_of(own) for name, own in params.items()}
-    (x, (bank, sinks)), in_place = carry, carry[1][1] is not None
+    x, (bank_sink, unit_sinks) = carry
+    in_place = unit_sinks is not None
     if how.segment.config.stack == "scan" and halves and not in_place:
         # one sum over devices after the loop, not one in each turn
         params = cast_varying(params, varying_axes(constants.token_ids))
-    x, counted, (bank, sinks) = stack(x, params, (bank, of_moe(sinks) if in_place else None), constants)
-    carry = x, (bank, {**sinks["mix"], **sinks["gate"]} if in_place else None)
+    sinks = bank_sink, of_moe(unit_sinks) if in_place else None
+    x, counted, (bank_sink, unit_sinks) = stack(x, params, sinks, constants)
+    carry = x, (bank_sink, {**unit_sinks["mix"], **unit_sinks["gate"]} if in_place else None)
     if not halves:
         return carry, counted[0]
     stats, passes = zip(*counted, strict=True)

@@ -129,7 +129,7 @@ class Stages:
         router_params = {name: leaf for name, leaf in read["gate"]["gate"].items() if name != "norm"}
         given = RouterInputs(constants.key, constants.token_ids, constants.tables, padded=self.group.padded)
         home_sink = read.get("home", {})
-        routed, stats, late = self.moe.route(tokens, router_params, given, constants.bank, home_sink)
+        routed, stats, late = self.moe.before_dispatch(tokens, router_params, given, constants.bank, home_sink)
         rows, sent = self.moe.schedule.pack(routed, 0)
         before, passes = None, routed.passes
         if self.moe.schedule.run_passes > 1:  # later passes wait for them

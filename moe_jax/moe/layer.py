@@ -70,7 +70,7 @@ class MoE:
         Returns:
           (y [t, M], GateStats, passes int32 []).
         """
-        routed, stats, replicas = self.route(x, gate, inputs, bank, grad_sink, replicas)
+        routed, stats, replicas = self.before_dispatch(x, gate, inputs, bank, grad_sink, replicas)
         weights = ExpertWeights(bank, grad_sink, inputs.tables.home_row, replicas)
         experts = functools.partial(self.experts, weights=weights)
         y = self.schedule.run_pass(routed, 0, experts)  # dispatch, experts, combine
@@ -78,7 +78,7 @@ class MoE:
         # sums of statistics over devices come after the layer's own collectives
         return y, *wait_for((stats, routed.passes), y)
 
-    def route(self, x, gate, inputs: RouterInputs, bank, grad_sink, replicas=()):
+    def before_dispatch(self, x, gate, inputs: RouterInputs, bank, grad_sink, replicas=()):
         """Run what precedes the dispatch: enter, gate, decide, route; arguments as in a call.
 
         Returns:
@@ -103,13 +103,14 @@ class MoE:
         if self.plan is not None and self.plan.after_gate is not None:
             decided = decide(self.plan, self.roles, stats.counts, tables)
             tables = decided[0]
-        if self.plan is not None and self.plan.late is not None:
-            # Replicas are fetched in a branch. Their gradients leave after those of dispatched tokens are
-            # home. Without it a compiler may put their branch ahead of the exchanges that bring these home (jax 0.12
-            # does for `pairwise`).
-            x, where = (tokens, choice, stats, tables), (self.plan.late, self.roles.expert)
-            (tokens, choice, stats, tables), fetched = fetch_late(x, *where, decided, bank, grad_sink)
-            replicas = (*replicas, fetched)
+            if self.plan.late is not None:
+                # Replicas are fetched in a branch. Their gradients leave after those of dispatched tokens are
+                # home. Without it a compiler may put their branch ahead of the exchanges that bring these home (jax
+                # 0.12 does for `pairwise`).
+                routing = tokens, choice, stats, tables
+                routing, fetched = fetch_late(routing, self.plan.late, self.roles.expert, decided, bank, grad_sink)
+                tokens, choice, stats, tables = routing
+                replicas = (*replicas, fetched)
         return self.schedule.route(tokens, choice, tables), stats, replicas
 
     def experts(self, rows, group_sizes, row_weights=None, *, weights: ExpertWeights):
