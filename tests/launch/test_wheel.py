@@ -101,5 +101,5 @@ def test_a_run_in_an_empty_root(python, tmp_path):
         run = tmp_path / "empty" / f"run{pictures:d}"
         assert first.returncode == 0 and "held-out loss" in first.stdout, first.stderr
         assert (run / "report.html").exists() and (run / "plots").exists() == pictures
-        assert ("no pictures: matplotlib is not installed" in first.stdout + first.stderr) != pictures
+        assert ("no picture: matplotlib is not installed" in first.stdout + first.stderr) != pictures
         assert again.returncode == 0 and "finished already, at step 20 of 20" in again.stdout, again.stderr
