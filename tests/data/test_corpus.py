@@ -206,3 +206,18 @@ def test_weights_are_one_for_each_entry():
     for path, weights in (("a, b", (1.0,)), ("a, b", (0.0, 0.0)), ("a", (-1.0,)), ("a,b", (2.0, -1.0))):
         with pytest.raises(UserError, match=r"DataConfig.weights \(.*\) must be a number of at least 0 for"):
             DataConfig(path=path, weights=weights)
+
+
+def test_a_damaged_table_is_named_and_gives_no_other_text(tmp_path):
+    """Each byte of a Parquet file with checksums of its pages, or of an Arrow file, is another one once."""
+    write_tables(tmp_path)
+    for path in list(tmp_path.iterdir()):
+        whole, refused = path.read_bytes(), 0
+        for at in range(0, len(whole), 2):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x35]) + whole[at + 1 :])
+            try:
+                assert texts(path) == ["one", "two"] or path.suffix == ".arrow", at
+            except UserError as error:
+                assert str(error).startswith(str(path)) and "\n" not in str(error)
+                refused += 1
+        assert refused > 20

@@ -363,3 +363,34 @@ def test_what_cannot_be_gone_on_from_is_one_line(made, where, tmp_path):
                 run(config, text, Hosts(), workdir=workdir, start=Start(**start))
         assert words in str(error.value) and "\n" not in str(error.value)
     assert files == sorted(path.name for path in made.iterdir()) and not (tmp_path / "run").exists()
+
+
+def test_a_head_that_is_no_token_table_is_kept(tmp_path, caplog):
+    """Where config.json ties the two; transformers unties them as well. An equal one says nothing."""
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    for times in (1, 2):
+        shutil.copytree(FOLDER / "qwen3_moe_tied", tmp_path / f"source{times}")
+        rewrite(tmp_path / f"source{times}", lambda t, times=times: t.update({head: times * t[table]}))
+        run = import_folder(tmp_path / f"source{times}", tmp_path / f"run{times}")
+        assert run.model.tied_head == (times == 1) == (not caplog.messages)
+    assert "tie_word_embeddings is true, but lm_head.weight is another table; the model is untied" in caplog.text
+    export_folder(tmp_path / "run2", tmp_path / "back")
+    found = TensorFolder(tmp_path / "back")
+    np.testing.assert_array_equal(found.read(head), 2 * found.read(table))
+
+
+def test_numbers_that_are_not_finite_are_converted_if_asked_for(tmp_path):
+    source, run = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(FOLDER / "olmoe", source)
+    rewrite(source, lambda t: t[Q].put(5, np.nan))
+    run_command_here("convert", f"--from_hf={source}", f"--workdir={run}", "--allow_nonfinite")
+    to = f"--to_hf={tmp_path / 'back'}", f"--workdir={run}"
+    with pytest.raises(UserError, match=f"{Q} holds NaN or infinity; take other files or --dtype, or set --allow_non"):
+        run_command_here("convert", *to)
+    run_command_here("convert", *to, "--allow_nonfinite")
+    assert np.isnan(TensorFolder(tmp_path / "back").read(Q)).sum() == 1
+    rewrite(source, lambda t: (t[Q].put(5, 0), t[GATE].put(0, 1e5)))  # more than float16 holds
+    import_folder(source, tmp_path / "large")
+    with pytest.raises(UserError, match=f"{GATE} holds NaN or infinity"):
+        export_folder(tmp_path / "large", tmp_path / "half", dtype="float16")
+    assert not (tmp_path / "half").exists()

@@ -238,3 +238,18 @@ def test_default_attention_compiles_in_every_form(form, tmp_path):
     assert re.search(
         r"__cudnn\$fmha(ScaleBias)?SoftmaxBackward", compile_ahead.read_text(str(tmp_path / "schedule.hlo.gz"))
     )
+
+
+def test_training_guides_the_scheduler_by_the_rows_that_inspect_expects(request, monkeypatch):
+    program, config, _ = program_of("all three on", "hecate", request)
+    shape = compile_ahead.planned_shapes(config, program.roles, 1.0)
+    handed = mock.Mock(side_effect=RuntimeError("asked"))
+    monkeypatch.setattr(Program, "trace_step", mock.Mock())
+    monkeypatch.setattr("moe_jax.training.program.compile_for_all", handed)
+    monkeypatch.setattr(compile_ahead, "compile_guided", handed)
+    with pytest.raises(RuntimeError, match="asked"):
+        program.compile_step(shape)
+    with pytest.raises(RuntimeError, match="asked"):
+        compile_ahead.compile_step(config, program.devices, skew=1.0, options={}, real=True)
+    of_training, of_inspect = (call.args[-1] for call in handed.call_args_list)
+    assert of_training == of_inspect and of_training[0].used < 1

@@ -148,3 +148,10 @@ def test_readme_example():
     exec(compile(example, "README.md", "exec"), names)
     assert float(names["loss"]) < 0.5 * first
     assert names["loads"].shape == (8, 8) and np.sum(names["loads"]) == 2 * 256
+
+
+def test_a_bias_that_nothing_moves_is_told(caplog):
+    for router in ("topk", "sigmoid_bias"):
+        layer_of(roles_of(1), MoEConfig(num_experts=EXPERTS, router=router))
+    (said,) = caplog.messages
+    assert "router 'sigmoid_bias': nothing moves choice_bias between the steps of a MoELayer; take another" in said

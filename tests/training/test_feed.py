@@ -54,3 +54,14 @@ def test_documents_kept_apart(tmp_path, kind):
         assert not batch.weights[~inside].any() and (kind == "bert" or batch.weights[inside].all())
     targets, found = np.concatenate([b.targets[b.weights > 0] for b in feed.held_out()]), feed.bits_per_byte(np.log(2))
     assert found is None if kind == "bert" else found == pytest.approx(targets.size / np.sum(targets < 256))
+
+
+def test_a_held_out_window_is_masked_the_same_in_any_batch_on_any_mesh(tmp_path):
+    seen = []
+    for devices, rows in ((1, 3), (4, 8)):
+        changes = ("ModelConfig.kind = 'bert'", f"train.batch_size = {rows}", "train.evaluate_windows = 0")
+        batches = list(session_of(tmp_path, devices, *changes).feed.held_out())
+        names = ("inputs", "weights")
+        whole = [np.concatenate([getattr(batch, name)[0] for batch in batches]) for name in names]
+        seen.append([array[whole[1].any(axis=1)].tolist() for array in whole])
+    assert seen[0] == seen[1] and len(seen[0][0]) > 8
