@@ -22,7 +22,7 @@ from moe_jax.config.command_line import exit_code_of
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 from moe_jax.jobs import hosts as hosts_module
 from moe_jax.jobs.hosts import Hosts, Watch
-from moe_jax.jobs.start import find_place
+from moe_jax.jobs.start import bind_address, find_place
 from moe_jax.jobs.stop import StopSignal
 from moe_jax.parallel.mesh import node_size
 
@@ -284,3 +284,9 @@ libc.pthread_mutex_lock(mutex)  # for ever, like a collective whose other end is
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 128 + signal.SIGTERM
         assert process.stderr.read().endswith(b"\nmoe_jax: told to end once more, and ends without saving\n")
+
+
+def test_process_0_listens_at_its_own_address():
+    assert bind_address("10.0.0.1:8476") == "10.0.0.1:8476" and bind_address("[::1]:1") == "[::1]:1"
+    assert bind_address("localhost:1") in ("127.0.0.1:1", "[::1]:1")
+    assert bind_address("nowhere.invalid:1") == "[::]:1"

@@ -25,7 +25,7 @@ from moe_jax.data.tokenizer import END_FILES, ByteTokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference import conversion
 from moe_jax.inference.conversion import TensorFolder, Upcycling, export_folder, import_folder, write_tensors
-from moe_jax.inference.families import FAMILIES, read_config, upcycled_keys, write_config
+from moe_jax.inference.families import ABSENT, FAMILIES, NEUTRAL, OFF, read_config, upcycled_keys, write_config
 from moe_jax.jobs.hosts import Hosts
 from moe_jax.models.counts import parameter_counts
 from moe_jax.training.optimizer import build_learning_rate
@@ -394,3 +394,27 @@ def test_numbers_that_are_not_finite_are_converted_if_asked_for(tmp_path):
     with pytest.raises(UserError, match=f"{GATE} holds NaN or infinity"):
         export_folder(tmp_path / "large", tmp_path / "half", dtype="float16")
     assert not (tmp_path / "half").exists()
+
+
+NOTHING = {
+    "qkv_bias": False, "shared_expert_intermediate_size": 0, "router_aux_loss_coef": None, "rope_scaling": None,
+    "tokenizer_class": None, "twist": [], "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_keys_that_change_nothing_are_read_and_others_are_one_line(name):
+    """Those of Qwen3-Coder-30B; then every key, with values of every kind, is read or refused by name."""
+    keys = {**CONFIGS[name], "router_aux_loss_coef": 0.0, "rope_theta": 1e4}
+    normed = name in ("olmoe", "qwen3_moe_tied", "dots1", "qwen3")
+    assert outcome({**keys, **NOTHING, "use_qk_norm": normed}) == outcome(keys) and not isinstance(outcome(keys), str)
+    if normed:
+        assert "use_qk_norm (False) must be True or None" in outcome({**keys, "use_qk_norm": False})
+    window = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "layer_types": []}
+    assert outcome({**keys, **window}).startswith("config.json: sliding_window (32) gives layers a window")
+    every = {key for config in CONFIGS.values() for key in config} | NEUTRAL.keys() | ABSENT.keys() | NOTHING.keys()
+    every |= {key for family in FAMILIES.values() for key in (*family.own_keys, *family.neutral)}
+    values = (*OFF, "x", [[1]], [1, "a"], {"a": 1}, {"type": "yarn", "factor": "x"}, -1, 3, np.nan, 10**400, True)
+    for key in sorted(every):
+        for value in values:
+            outcome({**keys, key: value})

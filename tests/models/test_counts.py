@@ -12,6 +12,8 @@ from support.equality_cases import assert_equal, model_config, moe_config
 from support.marks import slow_but
 from support.tiny_run import config_of
 
+from moe_jax.moe.routers import PADDING, RouterInputs, RouterPlace, build_router
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.replan.auto import planners
 from moe_jax.training.stepper import build_stepper
 
@@ -76,3 +78,32 @@ def test_homes_move_between_devices_of_unequal_shares(alone, devices, planner):
 def test_every_planner_runs(alone, planner):
     devices = (3, 5, 6)[planners(8).index(planner) % 3]
     assert_runs(alone, devices, planner, "PlannerConfig.interval = 5")
+
+
+ROUTERS = {
+    "topk": {"drop": "probability", "balance_over": "sequence"},
+    "sigmoid_bias": {},
+    "gshard": {},
+    "topology": {"remote_fraction": 0.5},
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_router_leaves_padding_out(router):
+    """Choices, capacities and statistics of 16 tokens are the same with 8 of padding behind them."""
+    rng, found = np.random.default_rng(0), []
+    x, w_gate = rng.normal(size=(24, 16)).astype(np.float32), rng.normal(size=(16, 8)).astype(np.float32)
+    x[16:] *= 3  # padding would come first by probability
+    given = {"router": router, "gate_noise": 0.0, "capacity_factor": 0.75, "min_capacity": 1, **ROUTERS[router]}
+    config = moe_config(**given)
+    for tokens in (24, 16):
+        place = RouterPlace(build_mesh(MeshConfig(), jax.devices()[:1]), slots=8, length=8)
+        built, ids = build_router(config, place), np.arange(tokens, dtype=np.int32)
+        params = {"w_gate": w_gate, **{name: np.zeros(shape, np.float32) for name, shape in built.leaves(16).items()}}
+        ids[16:] = PADDING
+        found.append(built.choose(x[:tokens], params, RouterInputs(None, ids, padded=tokens == 24)))
+    (choice, stats), (want, want_stats) = found
+    assert not np.any(choice.keep_mask[16:]) and not np.all(want.keep_mask)
+    for got, alone in ((choice.expert_ids, want.expert_ids), (choice.keep_mask, want.keep_mask)):
+        np.testing.assert_array_equal(got[:16], alone)
+    jax.tree.map(lambda got, alone: np.testing.assert_allclose(got, alone, rtol=1e-5), stats, want_stats)

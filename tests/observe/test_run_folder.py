@@ -1,13 +1,17 @@
 import errno
 import getpass
 import json
+import os
 import platform
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
+from moe_jax.config.run_config import bindings_as_begun
 from moe_jax.errors import UserError
+from moe_jax.observe.metrics_file import MetricsWriter
 from moe_jax.storage.run_folder import RunFolder, atomic_file, environment_record, write_atomically
 
 DEVICES = [{"platform": "cpu", "kind": "cpu", "id": index} for index in range(8)]
@@ -52,3 +56,20 @@ def test_environment_record_states_versions_devices_and_mesh():
     text = json.dumps(record)  # names no host, user or path
     assert f'"{socket.gethostname()}"' not in text and f'"{getpass.getuser()}"' not in text
     assert str(Path.home()) not in text and "/" not in text
+
+
+@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "run.json"])
+def test_a_pipe_in_place_of_a_file_is_waited_for_by_nobody(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    run, pipe = RunFolder(tmp_path), os.open(tmp_path / name, os.O_RDWR)
+    late = threading.Timer(5, os.close, (pipe,))  # who waits does so until then
+    late.start()
+    if name == "run.json":
+        assert bindings_as_begun(tmp_path) == []
+    else:
+        read = run.read_environment if name == "environment.json" else lambda: MetricsWriter(run)
+        with pytest.raises(UserError, match=rf"cannot (read|write) .*{name} \(.*it is a pipe or a device"):
+            read()
+    assert not late.finished.is_set()
+    late.cancel()
+    os.close(pipe)

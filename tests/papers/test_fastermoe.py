@@ -1,6 +1,8 @@
 """FasterMoE's tables: its formulas against numbers by hand."""
 
 import dataclasses
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -42,3 +44,15 @@ def test_smart_schedule_exposes_its_first_and_last_transfer():
     # out of a node step 1 and 7 send one group, 2 and 6 two, 3 and 5 three, 4 all four
     out = (first + (1 + 2 + 3 + 4 + 3 + 2 + 1) * last) * 4
     assert fastermoe.smart(fast, pairs).item() == pytest.approx(out, rel=1e-6)
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_steps_of_a_gate_are_those_at_the_capacity_that_is_timed():
+    """An expert takes 1.2 of a device's tokens, which of two choices over as many experts as devices is 0.6 of even."""
+    names = {"GShard": f"gshard at capacity {fastermoe.GSHARD_CAPACITY / fastermoe.TOP_K:g}", "BASE": "base"}
+    table = (ROOT / "docs/results.md").read_text()
+    for gate, name in names.items():
+        (row,) = re.findall(rf"^\| {name} \| .* \| ([\d.]+)", table, re.MULTILINE)
+        assert float(row) == fastermoe.STEPS[gate], gate

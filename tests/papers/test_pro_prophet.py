@@ -1,9 +1,10 @@
 """Pro-Prophet's rows: which system stands in which column, and what each experiment changes and leaves."""
 
 import numpy as np
+import pytest
 
 from moe_jax.observe.loads import LoadsTrace
-from moe_jax.papers.loads import with_loads_before
+from moe_jax.papers.loads import SHIPPED, find_loads, with_loads_before
 from moe_jax.papers.pro_prophet import TORCH_SEARCH, Row, released_seconds, setting_of, speedups, step_of
 from moe_jax.papers.systems import DEEPSPEED, FASTERMOE, PRO_PROPHET, run
 from moe_jax.papers.table import Inputs
@@ -43,3 +44,9 @@ def test_the_released_search_waits_for_an_all_gather_and_a_copy_of_each_count():
     """4 nodes of 4: a start, 12 messages to other nodes and 3 inside; 17 copies of 5 us, one to the host."""
     waited = 45e-6 + 12 * 1.0e-6 + 3 * 1.1e-6 + 17 * 5e-6
     np.testing.assert_allclose(released_seconds(setting_of(INPUTS, ROW)), TORCH_SEARCH + waited)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_traces_have_the_step_before_each_sample(name):
+    steps = find_loads(name).iterations
+    assert steps[np.isin(steps - 1, steps)].tolist() == list(range(10, 501, 10))

@@ -1,5 +1,6 @@
 """A checkpoint gives back every bit, on any mesh; is whole or absent; and says in one line why it will not do."""
 
+import contextlib
 import json
 import os
 import re
@@ -227,3 +228,17 @@ def test_two_processes_share_a_checkpoint(saved, tmp_path):
     restored, host = reader.restore(4, there, home), reader.read_host(4)
     states.assert_state(restored, there, home)
     assert host == states.HOST
+
+
+@pytest.mark.parametrize("event", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("other"))])
+def test_a_save_that_goes_with_its_folder_is_told_and_the_next_one_is_whole(here, tmp_path, event):
+    folder, state = tmp_path / "checkpoints", small_state(here, rows=100_000)
+    checkpointer = Checkpointer(folder, keep=2)
+    for step in (1, 2):
+        checkpointer.save(step, state, {}, {})
+        while folder.exists() and step == 1:  # in the middle of writing
+            with contextlib.suppress(OSError):
+                event(folder)
+        assert checkpointer.wait() == (step == 2)
+    checkpointer.close()
+    assert checkpointer.steps() == [2] and (checkpointer.read_arrays(2)["w"] == 1).all()
