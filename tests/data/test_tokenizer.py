@@ -182,3 +182,24 @@ def test_command_writes_a_tokenizer_that_a_cache_can_use(tmp_path):
     built = build_cache(config, tokenizer, vocab_size=270)
     assert built.meta.tokens < len(SAME) * 0.7  # pairs were merged
     assert tokenizer.decode(built.tokens[:-1]) == SAME and built.tokens[-1] == tokenizer.end_id
+
+
+PANICS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+FAILING = [
+    ({"pre_tokenizer": PANICS}, r"fails on a text \(Onig.*\); name another"),
+    ({"normalizer": {**PANICS, "type": "Replace", "content": ""}}, "fails on a text"),
+    ({"normalizer": "nested"}, "is not a tokenizer.json"),
+    ({"vocab": {"a": 2**32 - 1}}, "the id 4294967295 is not below 16777216; name another"),
+    ({"vocab": {"a": 2**32}}, r"is not a tokenizer.json \(.*\); name another"),
+    ({"unk_token": "none"}, "fails on a text"),
+]
+
+
+@pytest.mark.parametrize(("part", "words"), FAILING)
+def test_a_tokenizer_that_fails_is_one_line(word_file, part, words):
+    content = json.loads(Path(word_file).read_text())
+    (content["model"] if part.keys() < content["model"].keys() else content).update(part)
+    Path(word_file).write_text(json.dumps(content).replace('"nested"', "[" * 100_000 + "]" * 100_000))
+    with pytest.raises(UserError, match=words) as caught:
+        build_tokenizer(DataConfig(tokenizer=word_file)).encode_batch(["a" * 40 + "b"])
+    assert "\n" not in str(caught.value)
