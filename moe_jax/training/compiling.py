@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
 
 import jax
@@ -70,13 +71,15 @@ def compiler_options(
 def set_up_compilation_cache(folder: str | None, platform: str | None = None) -> str | None:
     """Switch jax's persistent compilation cache on or off, before anything is compiled; return its folder, or None.
 
+    A named folder that other users may write to is not used, which is logged.
+
     Args:
       folder: to keep programs in; '' for none; None for JAX_COMPILATION_CACHE_DIR where that is set, else the user's
         cache folder on GPUs, else none.
       platform: None asks jax.
 
     Raises:
-      UserError: the user's cache folder is a link, or belongs to another user.
+      UserError: the named folder cannot be made; the user's cache folder is a link, or belongs to another user.
     """
     platform = platform or jax.default_backend()
     if folder is None:
@@ -86,6 +89,13 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
         folder = folder or str(user_cache_folder("compilation"))
     elif folder and "://" not in folder:  # jax also takes gs://
         folder = os.path.abspath(os.path.expanduser(folder))
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--compilation_cache={folder} cannot be made ({error.strerror or error}); name another folder, or '' "
+                "for none"
+            ) from error
     alone = jax.config.jax_enable_compilation_cache and jax.process_count() == 1
     if folder and platform == "cpu" and not alone:
         _LOG.warning(
@@ -94,6 +104,11 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
             folder,
         )
         folder = ""
+    if folder and os.path.isdir(folder):
+        status = os.stat(folder)
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            _LOG.warning("programs are not kept: other users may write to %r, and what lies there is run", folder)
+            folder = ""
     if not folder:
         jax.config.update("jax_enable_compilation_cache", False)
         return None

@@ -114,3 +114,13 @@ def test_which_folder_keeps_programs(as_before, tmp_path, caplog, monkeypatch):
         several.setattr(jax, "process_count", lambda: 2)
         assert set_up_compilation_cache(None) is None and not jax.config.jax_enable_compilation_cache
         assert "_CACHE_DIR is not used with --host_devices, or with several processes on CPUs" in caplog.text
+
+
+def test_a_folder_that_others_may_write_to_keeps_no_programs(as_before, tmp_path, caplog):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o770)
+    assert set_up_compilation_cache(str(tmp_path / "open")) is None and not jax.config.jax_enable_compilation_cache
+    assert f"programs are not kept: other users may write to '{tmp_path}/open'" in caplog.text
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--compilation_cache=.*file/below cannot be made \(.*\); name another"):
+        set_up_compilation_cache(str(tmp_path / "file" / "below"))
